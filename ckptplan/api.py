@@ -93,6 +93,8 @@ def solve(
                 "fast as possible within it, or the slowdown to need as little memory as possible"
             )
         training, limits = Training.of(options, inputs), Limits.of(options)
+        if limits.in_flight > 1 and training.accumulate is None and not isinstance(model_or_profile, Profile):
+            training = replace(training, accumulate=True)
         notes: tuple[str, ...] = ()
         budget_bytes = wanted.nbytes
         if budget_bytes is None and wanted.share is None and max_overhead is None:
@@ -148,16 +150,22 @@ def _solved(job: Job, budget_bytes: int | None, share: float | None, max_overhea
     if budget_bytes is not None:
         return replace(_with_range(job, job.solved(budget_bytes), range_bytes), notes=job.profile.notes)
     assert max_overhead is not None
+    _require_one_in_flight(job.limits, "max_overhead")
     plan = job.sound(smallest_within(job.profile, max_overhead, job.handing_out))
     # No budget was named that a replay could exceed, so the plan names the one it keeps.
     plan = job.reserving(plan)
     return _with_range(job, replace(plan, budget_bytes=max(plan.budget_bytes, job.needs(plan))))
 
 
+def _require_one_in_flight(limits: Limits, what: str) -> None:
+    if limits.in_flight > 1:
+        raise InvalidInputError(f"{what} is for one forward in flight, and in_flight={limits.in_flight}; give a budget")
+
+
 def _with_range(job: Job, plan: Plan, known: tuple[int, int] | None = None) -> Plan:
     """Return `plan` with the range of peaks between which a budget makes a difference."""
     least, most = known or job.range_bytes(min(RANGE_TIME_LIMIT_S, job.limits.time_limit_s))
-    return replace(plan, least_peak_bytes=min(least, plan.peak_bytes), most_peak_bytes=most)
+    return replace(plan, least_peak_bytes=min(least, plan.needed_bytes), most_peak_bytes=most)
 
 
 def frontier(
@@ -189,6 +197,7 @@ def frontier(
     require_known(frontier, options, SolveKeywords)
     options.setdefault("time_limit_s", FRONTIER_TIME_LIMIT_S)
     together = Limits.of(options)
+    _require_one_in_flight(together, "frontier")
     each = replace(together, time_limit_s=together.time_limit_s / max(points, 1))
     with _sharded(model_or_profile, options.get("fsdp")):
         job = _job(model_or_profile, Training.of(options, inputs), swap_dir, each)
@@ -250,7 +259,7 @@ def explain(profile: Profile, plan: Plan, **options: Unpack[SearchKeywords]) -> 
     bound = lower_bound(
         profile,
         menus_of(profile, limits.actions),
-        plan.budget_bytes,
+        plan.budget_bytes - plan.others_bytes,
         # As one tier at the link's rate, to which the plan's disk bytes are added: the prices are estimates.
         host_bytes=all_bytes(limits.host_bytes, plan.disk_bytes),
         segments=limits.segments and "recompute" in limits.actions,

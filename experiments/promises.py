@@ -925,6 +925,20 @@ PROMISES: tuple[Promise, ...] = (
     ),
     Promise(
         "Many devices",
+        "Stages of pipelines train as without a plan, within their budgets with all forwards in flight, by plans with a "
+        "proven bound",
+        _in("test_pipelines", "test_stages_train_as_without_a_plan_and_within_their_budgets")
+        + _in(
+            "test_in_flight",
+            "test_no_plan_of_a_small_chain_is_faster",
+            "test_what_a_step_takes_with_all_in_flight",
+            "test_bounds_hold_when_the_time_is_over",
+            "test_more_than_planned_are_an_error",
+            "test_what_is_for_one_forward_says_so",
+        ),
+    ),
+    Promise(
+        "Many devices",
         "All ranks of a group have one plan, and an error on one is an error on all, soon and by name",
         _in(
             "test_group",

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 from ckptplan.core.option import ACTIONS, Option
@@ -22,6 +22,7 @@ from ckptplan.core.plan import Decision
 from ckptplan.core.profile import Profile
 from ckptplan.core.segment import Segment
 from ckptplan.referee import simulate
+from ckptplan.referee.simulate import Timeline
 
 
 class Combination(NamedTuple):
@@ -304,11 +305,16 @@ def fastest(
 
 
 def fastest_of_all_points(
-    profile: Profile, budget_bytes: int, *, host_bytes: int | None = None, within: Iterable[Combination] | None = None
+    profile: Profile,
+    budget_bytes: int,
+    *,
+    host_bytes: int | None = None,
+    within: Iterable[Combination] | None = None,
+    needs: Callable[[Timeline], int] = attrgetter("peak_bytes"),
 ) -> float | None:
     """As `fastest`, with every release and prefetch point tried, and for every number of first movers.
 
-    What later stages would move stays: their bytes never need to be away.
+    What later stages would move stays: their bytes never need to be away. `needs` are the bytes that have to fit.
     """
     n = len(profile.stages)
     modules = [k for k in range(n) if not profile.stages[k].is_glue] or list(range(n))
@@ -333,6 +339,6 @@ def fastest_of_all_points(
                 for i, choice in zip(movers, chosen, strict=False):
                     choices[i] = choice
                 timeline = simulate(profile, choices, found.segments)
-                if timeline.peak_bytes <= budget_bytes and (host_bytes is None or timeline.host_bytes <= host_bytes):
+                if needs(timeline) <= budget_bytes and (host_bytes is None or timeline.host_bytes <= host_bytes):
                     best = min(best, timeline.makespan_s)
     return None if best == math.inf else best

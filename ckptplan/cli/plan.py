@@ -24,6 +24,7 @@ from ckptplan.cli.arguments import (
     DiskLimit,
     Gap,
     HostLimit,
+    InFlight,
     Output,
     PlanFile,
     ProfileFile,
@@ -69,6 +70,7 @@ def solve(
     actions: Actions = EVERY_ACTION,
     segments: Together = True,
     accumulate: Accumulate = None,
+    in_flight: InFlight = 1,
     time_limit: TimeLimit = 10.0,
     gap: Gap = NO_LIMITS.gap,
     cache: Cached = True,
@@ -88,6 +90,7 @@ def solve(
         )
     check_writable(output, "the plan")
     options = _options(host_gb, disk_gb, actions, segments, accumulate, time_limit, gap, cache)
+    options["in_flight"] = in_flight
     budget_in_gb = number(budget_gb, "--budget-gb")
     subject, inputs = subject_of(source)
     from ckptplan.api import solve as solve_subject
@@ -103,7 +106,7 @@ def solve(
 
 def _show(console: Console, plan: Plan) -> None:
     console.print(
-        f"found: step {format_seconds(plan.step_s)}, peak {format_bytes(plan.peak_bytes)}, gap {plan.gap:.2%}",
+        f"found: step {format_seconds(plan.step_s)}, peak {format_bytes(plan.needed_bytes)}, gap {plan.gap:.2%}",
         highlight=False,
     )
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ckptplan.core.checks import check_fields, is_int
+from ckptplan.core.checks import MOST_BYTES, check_fields, is_int, short_repr
 from ckptplan.core.errors import InvalidInputError, PlanMismatchError
 from ckptplan.core.files import Saved
 from ckptplan.core.link import Tier
@@ -143,7 +143,11 @@ class Plan(Saved):
         Modules that the profiled step called outside all stages; None: not known.
     least_peak_bytes, most_peak_bytes : int or None
         The smallest peak that was found for the profile, and the one with everything kept: budgets between them make a
-        difference. None: not known.
+        difference. Both with the other forwards in flight. None: not known.
+    in_flight : int
+        Forwards that may be alive at once, each waiting for its backward, as in a stage of a pipeline.
+    others_bytes : int
+        What all but one of them hold, with their inputs, beside `peak_bytes`.
     notes : tuple of str
         Those of the profile: inputs and loss that were guessed, stages that can't be recomputed.
     """
@@ -176,12 +180,19 @@ class Plan(Saved):
     outside: tuple[str, ...] | None = None
     least_peak_bytes: int | None = None
     most_peak_bytes: int | None = None
+    in_flight: int = 1
+    others_bytes: int = 0
     notes: tuple[str, ...] = ()
 
     @property
     def decided(self) -> Decisions:
         """The decisions, without predictions."""
         return Decisions(self.stages, self.choices, self.segments, self.inputs, self.saved_bytes)
+
+    @property
+    def needed_bytes(self) -> int:
+        """The peak with all forwards in flight."""
+        return self.peak_bytes + self.others_bytes
 
     @property
     def expected_step_s(self) -> float:
@@ -234,10 +245,14 @@ class Plan(Saved):
                 if point is not None and not 0 <= point < len(self.stages):
                     raise InvalidInputError(f"stage {name!r}: no stage has index {point}; there are {len(self.stages)}")
         check_segments(self.segments, self.choices, self.stages)
+        if not is_int(self.in_flight) or not 1 <= self.in_flight < MOST_BYTES:
+            raise InvalidInputError(f"in_flight={short_repr(self.in_flight)} must be a number of forwards, 1 or more")
+        if self.in_flight == 1 and self.others_bytes:
+            raise InvalidInputError(f"others_bytes={self.others_bytes}, and with in_flight=1 there are no others")
 
     def __repr__(self) -> str:
         return (
-            f"<Plan for {len(self.stages)} stages: peak {format_bytes(self.peak_bytes)} of "
+            f"<Plan for {len(self.stages)} stages: peak {format_bytes(self.needed_bytes)} of "
             f"{format_bytes(self.budget_bytes)}, {self.overhead:+.1%}, gap {self.gap:.2%}>"
         )
 
@@ -260,7 +275,7 @@ class Plan(Saved):
         counts = {action: sum(choice.action == action for choice in self.choices) for action in ACTIONS}
         head = [
             f"plan by {self.planner}: {self.status}, gap {self.gap:.2%} over {self.space}",
-            f"peak    {format_bytes(self.peak_bytes)} of {format_bytes(self.budget_bytes)}; "
+            f"peak    {format_bytes(self.needed_bytes)} of {format_bytes(self.budget_bytes)}; "
             f"swapped {format_bytes(self.host_bytes)}"
             + (f" to the host and {format_bytes(self.disk_bytes)} to the disk" if self.disk_bytes else "")
             + ("" if self.reserved_bytes is None else f"; reserved {format_bytes(self.reserved_bytes)}"),
@@ -282,6 +297,12 @@ class Plan(Saved):
                 2,
                 f"        budgets from {format_bytes(self.least_peak_bytes)}, the smallest peak found, to "
                 f"{format_bytes(self.most_peak_bytes)}, everything kept, make a difference{gain}",
+            )
+        if self.in_flight > 1:
+            head.insert(
+                2,
+                f"        {self.in_flight} forwards in flight: one step takes {format_bytes(self.peak_bytes)}, each of "
+                f"the others {format_bytes(self.others_bytes // (self.in_flight - 1))}",
             )
         if self.peak_bound_bytes is not None:
             head.insert(2, f"        no plan this fast has a peak below {format_bytes(self.peak_bound_bytes)}")

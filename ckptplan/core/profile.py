@@ -110,6 +110,8 @@ class Profile(Saved):
         Modules that the step calls and that lie in no stage's; None: not known.
     step_error : float
         Standard error of `baseline_step_s`, as a share of it; 0 if the times are given, not measured.
+    input_bytes : int
+        The step's inputs, a part of `resident_bytes`: each forward in flight has its own.
     """
 
     SCHEMA = "ckptplan.profile/3"
@@ -126,6 +128,7 @@ class Profile(Saved):
     disk: Link | None = None
     outside: tuple[str, ...] | None = None
     step_error: float = 0.0
+    input_bytes: int = 0
 
     def __post_init__(self) -> None:
         check_fields("profile", self)
@@ -339,4 +342,5 @@ class Profile(Saved):
             link=Link(out_bytes_per_s, in_bytes_per_s),
             resident_bytes=input_bytes,
             disk=disk,
+            input_bytes=input_bytes,
         )

@@ -39,6 +39,7 @@ Report = Callable[[str], None]
 
 AMP_TYPES = ("float16", "bfloat16")
 MOST_SEED = (1 << 31) - 1
+MOST_IN_FLIGHT = 1 << 20
 """CP-SAT's seed is a signed integer of 32 bits."""
 
 
@@ -89,6 +90,7 @@ class PlanKeywords(SearchKeywords, total=False):
     menus: bool
     cache: bool
     on_plan: OnPlan | None
+    in_flight: int
 
 
 class SolveKeywords(StepKeywords, PlanKeywords, total=False):
@@ -246,6 +248,9 @@ class Limits:
     on_plan : callable, optional
         Called during the search with the first plan found that fits, and with each better one. They have passed
         `validate`, but unlike the plan returned no replay of the model. `frontier` calls it with each of its plans.
+    in_flight : int
+        Forwards that are alive at once, each of which waits for its backward: a pipeline's micro-batches between the
+        two, this one included. With several, gradients are accumulated (`accumulate`) unless that is said.
 
     Raises
     ------
@@ -265,6 +270,7 @@ class Limits:
     workers: int | None = None
     on_progress: Report = ignore_progress
     on_plan: OnPlan | None = None
+    in_flight: int = 1
 
     def __post_init__(self) -> None:
         if not isinstance(self.actions, Iterable):
@@ -292,6 +298,11 @@ class Limits:
             value = getattr(self, name)
             if value is not None and (not is_int(value) or not least <= value <= most):
                 raise InvalidInputError(f"{name}={value!r} must be a whole number, from {least} to {most}")
+        if not is_int(self.in_flight) or not 1 <= self.in_flight <= MOST_IN_FLIGHT:
+            raise InvalidInputError(
+                f"in_flight={self.in_flight!r} must be a whole number from 1 to {MOST_IN_FLIGHT}: the forwards that "
+                "are alive at once"
+            )
         if not is_int(self.seed) or not 0 <= self.seed <= MOST_SEED:
             raise InvalidInputError(f"seed={self.seed!r} must be a whole number from 0 to {MOST_SEED}")
 

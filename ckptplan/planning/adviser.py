@@ -10,6 +10,7 @@ from ckptplan.core.plan import Plan
 from ckptplan.core.shortage import Shortage
 from ckptplan.core.stage import Phase
 from ckptplan.core.trace import DrawnStep
+from ckptplan.planning.in_flight import with_others
 from ckptplan.planning.job import Job
 from ckptplan.referee import simulate
 from ckptplan.report.refine import corrected, drawn, stage_times
@@ -84,10 +85,9 @@ class Adviser:
             lower_bound_s=min(found.lower_bound_s, timeline.makespan_s),
             status="feasible",
             space=found.space,
-            forward_peak_bytes=timeline.forward_peak_bytes,
-            between_bytes=timeline.between_bytes,
         )
+        before = with_others(job.profile, before, timeline)
         self.job = job
-        if timeline.peak_bytes <= limit and timeline.makespan_s <= found.step_s:
+        if before.needed_bytes <= limit and timeline.makespan_s <= found.step_s:
             return replace(before, status=found.status if timeline.makespan_s == found.step_s else "feasible"), before
         return found, before

@@ -168,6 +168,7 @@ def _applied(
     host_bytes, disk_bytes = (tier_bytes(*each) for each in (("host_gb", host_gb), ("disk_gb", disk_gb)))
     limits = shared_by(replace(limits, host_bytes=host_bytes, disk_bytes=disk_bytes), local_ranks)
     host_gb, disk_gb = (None if n is None else n / GIB for n in (limits.host_bytes, limits.disk_bytes))
+    limits = replace(limits, in_flight=plan.in_flight)
     if disk_gb is None:
         limits = replace(limits, disk_bytes=plan.disk_bytes or None)
     training = Training.of(options, inputs)

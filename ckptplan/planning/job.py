@@ -14,6 +14,8 @@ from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.request import Limits
 from ckptplan.core.units import GIB, format_bytes, format_seconds
+from ckptplan.planning.in_flight import solve_in_flight, with_others
+from ckptplan.referee.simulate import simulate
 from ckptplan.referee.validate import examine
 from ckptplan.solving.planner import smallest_peak, solve_profile
 from ckptplan.solving.tiers import check_disk
@@ -69,15 +71,15 @@ class Job:
             # The excess is fragments of the allocator, or an error of the chain model: reduce the limit by it. The plan
             # then has the smaller budget, to which its status and bound refer. Bytes of the limit that the plan didn't
             # use are dropped first, since a limit between peak and budget has the same plan.
-            limit = max(min(limit, plan.peak_bytes) - over, 1)
+            limit = max(min(limit, plan.needed_bytes) - over, 1)
         raise CkptPlanError(
-            f"a plan with a peak of {format_bytes(plan.peak_bytes)} needs {format_bytes(budget_bytes + over)} in a "
+            f"a plan with a peak of {format_bytes(plan.needed_bytes)} needs {format_bytes(budget_bytes + over)} in a "
             f"replay of the model, more than the budget of {format_bytes(budget_bytes)}; please report it"
         )
 
     def _within(self, limit: int, limits: Limits) -> Plan:
-        found = solve_profile(self.profile, limit, limits, on_progress=self.progress)
-        return self.reserving(self.sound(found))
+        solve = solve_profile if limits.in_flight == 1 else solve_in_flight
+        return self.reserving(self.sound(solve(self.profile, limit, limits, on_progress=self.progress)))
 
     @property
     def handing_out(self) -> Limits:
@@ -108,8 +110,8 @@ class Job:
             return plan
         raise InfeasibleBudgetError(
             f"budget {format_bytes(budget_bytes)} is below the {format_bytes(needs)} that the leanest plan needs, of "
-            f"which {format_bytes(plan.peak_bytes)} are in tensors at its peak (stage {error.stage!r}, {error.phase}); "
-            "raise the budget, or allow more actions"
+            f"which {format_bytes(plan.needed_bytes)} are in tensors at its peak (stage {error.stage!r}, "
+            f"{error.phase}); raise the budget, or allow more actions"
             + ("; PYTORCH_ALLOC_CONF=expandable_segments:True lessens fragments" if self.on_cuda else ""),
             budget_bytes=budget_bytes,
             min_peak_bytes=needs,
@@ -119,19 +121,27 @@ class Job:
 
     def kept_peak_bytes(self, time_limit_s: float) -> int:
         """Return the peak with everything kept."""
-        limits = replace(self.limits, time_limit_s=time_limit_s, on_plan=None)
-        return solve_profile(self.profile, MOST_BYTES - 1, limits).peak_bytes
+        limits = replace(self.limits, time_limit_s=time_limit_s, on_plan=None, in_flight=1)
+        return self._flying(solve_profile(self.profile, MOST_BYTES - 1, limits)).needed_bytes
 
     def range_bytes(self, time_limit_s: float) -> tuple[int, int]:
         """Return the smallest peak found within a time, and the peak with everything kept."""
-        limits = replace(self.limits, time_limit_s=time_limit_s, on_plan=None)
-        return smallest_peak(self.profile, limits).peak_bytes, self.kept_peak_bytes(time_limit_s)
+        limits = replace(self.limits, time_limit_s=time_limit_s, on_plan=None, in_flight=1)
+        least = smallest_peak(self.profile, limits).peak_bytes
+        if self.limits.in_flight > 1:
+            least = self._flying(solve_profile(self.profile, least, limits)).needed_bytes
+        return least, self.kept_peak_bytes(time_limit_s)
+
+    def _flying(self, plan: Plan) -> Plan:
+        """Return a plan of one forward as one of as many as there are to be in flight."""
+        plan = replace(plan, in_flight=self.limits.in_flight)
+        return with_others(self.profile, plan, simulate(self.profile, plan))
 
     def needed_range_bytes(self, range_bytes: tuple[int, int]) -> tuple[int, int]:
         """Return the bytes that the plans with these two peaks need on the device."""
         limits = replace(self.limits, on_plan=None)
         least, most = (self._within(peak, limits) for peak in range_bytes)
-        return max(least.peak_bytes, self.needs(least)), max(most.peak_bytes, self.needs(most))
+        return max(least.needed_bytes, self.needs(least)), max(most.needed_bytes, self.needs(most))
 
     def reserving(self, plan: Plan) -> Plan:
         """Return `plan` with the allocator's predicted bytes, on CUDA and if there is a model to replay."""
@@ -141,10 +151,10 @@ class Job:
         return replace(plan, allocated_bytes=needs.allocated_bytes, reserved_bytes=needs.reserved_bytes)
 
     def needs(self, plan: Plan) -> int:
-        """Return the bytes of `plan` in its replay; 0 if there is no model to replay."""
+        """Return the bytes of `plan` in its replay, others in flight included; 0 if there is no model to replay."""
         if plan.reserved_bytes is not None:
-            return plan.reserved_bytes
-        return 0 if self.replayed is None else self.replayed(plan).reserved_bytes
+            return plan.reserved_bytes + plan.others_bytes
+        return 0 if self.replayed is None else self.replayed(plan).reserved_bytes + plan.others_bytes
 
     def sound(self, plan: Plan) -> Plan:
         """Return `plan`, if the referee accepts it, with the peak of its forward and the bytes between the passes."""
@@ -157,7 +167,7 @@ class Job:
                 "the referee rejects the solver's plan, please report it: "
                 + "; ".join(f"{v.kind} {v.stage}: {v.detail}" for v in broken)
             )
-        return replace(plan, forward_peak_bytes=found.forward_peak_bytes, between_bytes=found.between_bytes)
+        return with_others(self.profile, plan, found)
 
     def progress(self, part: str, best_s: float, bound_s: float) -> None:
         """Report the solver's state in words."""

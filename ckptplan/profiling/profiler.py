@@ -404,7 +404,7 @@ def _traced(
             folding.give_up()
             traced, times = chain()
         rewind()
-        return traced, times, folding
+        return dataclasses.replace(traced, input_bytes=unique_bytes(outside, target.device)), times, folding
 
     return answered(trace, step, target, rewind, report)
 
@@ -545,6 +545,7 @@ def _with_times(
         disk=disk,
         outside=traced.outside,
         step_error=_step_error(stages, times),
+        input_bytes=traced.input_bytes,
     )
 
 

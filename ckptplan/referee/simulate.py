@@ -72,6 +72,7 @@ class Timeline:
     """The result of a replay: peak, makespan, bytes per step and one event per interval of each lane.
 
     `runs` is the number of times that each stage's forward runs; a selective option's partial recompute counts as one.
+    `between_bytes` is what forward leaves for backward, the output included.
     """
 
     peak_bytes: int
@@ -80,6 +81,7 @@ class Timeline:
     makespan_s: float
     host_bytes: int
     disk_bytes: int
+    between_bytes: int
     steps: tuple[StepBytes, ...]
     events: tuple[Event, ...]
     runs: tuple[int, ...]
@@ -88,12 +90,6 @@ class Timeline:
     def forward_peak_bytes(self) -> int:
         """Peak of the bytes on the device in forward."""
         return max(step.peak_bytes for step in self.steps if step.phase == "forward")
-
-    @property
-    def between_bytes(self) -> int:
-        """Bytes on the device when backward begins, less those when forward began."""
-        turn = next(step for step in self.steps if step.phase == "backward")
-        return max(turn.start_bytes - self.steps[0].start_bytes, 0)
 
     @property
     def stall_s(self) -> float:
@@ -135,6 +131,7 @@ def replay(profile: Profile, choices: Sequence[Decision], segments: Sequence[Seg
     for k in range(n):
         step.forward(k)
     step.turn()
+    between_bytes = max(profile.base_backward_bytes[-1] + step.device.total - step.steps[0].start_bytes, 0)
     for k in reversed(range(n)):
         step.backward(k)
     step.update()
@@ -146,6 +143,7 @@ def replay(profile: Profile, choices: Sequence[Decision], segments: Sequence[Seg
         step.clock.now,
         sum(n for n, choice in zip(step.moved_bytes, choices, strict=True) if choice.tier == "host"),
         sum(n for n, choice in zip(step.moved_bytes, choices, strict=True) if choice.tier == "disk"),
+        between_bytes,
         tuple(step.steps),
         tuple(step.clock.events),
         tuple(step.runs),

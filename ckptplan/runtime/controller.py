@@ -321,6 +321,7 @@ class Controller:
         if now is not self:
             return now._run_model(original, args, kwargs)
         current = self._begin()
+        current.session.takes((args, kwargs))
         for inputs in self._inputs:
             inputs(args, kwargs)
         output = original(*args, **kwargs)

@@ -249,15 +249,19 @@ def verify(
         bucket_bytes = unseen_bucket_bytes(training.model, training.ddp)
         needed = bucket_bytes and not is_wrapped
         _buckets = torch.empty(bucket_bytes, dtype=torch.uint8, device=device) if needed else None
-        held_bytes = unique_bytes(held, device) + bucket_bytes
+        # The same inputs stand for those of each forward in flight.
+        held_bytes = unique_bytes(held, device) + bucket_bytes + (plan.in_flight - 1) * unique_bytes(outside, device)
         del outside, held
 
         def once() -> torch.Tensor:
             return run_step(training)
 
-        def measured(how: Callable[..., T], *more: Any) -> T:
+        def measured(how: Callable[..., T], *more: Any, run: Callable[[], torch.Tensor] = once) -> T:
             rewind()
-            return how(once, device, *more)
+            return how(run, device, *more)
+
+        def all_in_flight() -> torch.Tensor:
+            return run_step(training, in_flight=plan.in_flight)
 
         plain_peaks: StepPeaks | None = None
         plain_loss: torch.Tensor | None = None
@@ -268,7 +272,7 @@ def verify(
                     rewind()
                     plain_loss = once().cpu()
                     reference = _results(model)
-                    plain_peaks = measured(step_peaks, held_bytes, rewind)
+                    plain_peaks = measured(step_peaks, held_bytes, rewind, run=all_in_flight)
             except torch.OutOfMemoryError:
                 plain_loss, reference = None, {}
         if plain_loss is None:
@@ -280,7 +284,7 @@ def verify(
         stats = handle.stats().since(before)
         parameters.settle()
         found = _results(model)
-        planned_peaks = measured(step_peaks, held_bytes, rewind)
+        planned_peaks = measured(step_peaks, held_bytes, rewind, run=all_in_flight)
         planned_s, plain_s = [], []
         warm_up = int(is_accelerator(device))  # one step refills the emptied cache
         with handle.unmetered():
@@ -299,9 +303,9 @@ def verify(
             plain_differing = _differing(reference, _results(model))
     return Verification(
         budget_bytes=plan.budget_bytes,
-        predicted_peak_bytes=plan.peak_bytes,
-        predicted_allocated_bytes=plan.allocated_bytes,
-        predicted_reserved_bytes=plan.reserved_bytes,
+        predicted_peak_bytes=plan.needed_bytes,
+        predicted_allocated_bytes=None if plan.allocated_bytes is None else plan.allocated_bytes + plan.others_bytes,
+        predicted_reserved_bytes=None if plan.reserved_bytes is None else plan.reserved_bytes + plan.others_bytes,
         measured=planned_peaks,
         plain=plain_peaks,
         predicted_step_s=plan.expected_step_s,

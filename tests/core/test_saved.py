@@ -21,7 +21,7 @@ SAVED = Path(__file__).parents[1] / "saved"
 NAMES = ("conv", "transformer", "chain")
 LOAD: dict[str, Any] = {"profile": Profile.load, "plan": Plan.load}
 ADDED = {
-    "profile": {"outside": None, "step_error": 0.0},
+    "profile": {"outside": None, "step_error": 0.0, "input_bytes": 0},
     "storage": {"dropped_bytes": 0},
     "stage": {
         "forward_launch_s": 0.0,
@@ -42,6 +42,8 @@ ADDED = {
         "between_bytes": None,
         "least_peak_bytes": None,
         "most_peak_bytes": None,
+        "in_flight": 1,
+        "others_bytes": 0,
         "notes": [],
     },
 }

@@ -113,7 +113,14 @@ def compared(name: str) -> dict[str, Any]:
     assert bool(gradients) == whole
     before = {k: v.to_local().clone() for k, v in model.state_dict().items() if hasattr(v, "to_local")}
     plan = ckptplan.solve(
-        model, budget="20%", inputs=x, loss_fn=loss_fn, time_limit_s=0.2, cache=False, accumulate=twice, optimizer="adam"
+        model,
+        budget="20%",
+        inputs=x,
+        loss_fn=loss_fn,
+        time_limit_s=0.2,
+        cache=False,
+        accumulate=twice,
+        optimizer="adam",
     )
     unchanged = all(torch.equal(v.to_local(), before[k]) for k, v in model.state_dict().items() if k in before)
     verified = ckptplan.verify(model, plan, x, loss_fn, repeats=1)

@@ -72,7 +72,8 @@ class HeldOver(Observer):
         forward = plan.peak_bytes if plan.forward_peak_bytes is None else plan.forward_peak_bytes
         self._forward_peak_bytes = forward + self._peak_bytes - plan.peak_bytes
         self._between_bytes = plan.between_bytes or 0
-        self._budget_bytes = plan.budget_bytes
+        self._budget_bytes = plan.budget_bytes - plan.others_bytes
+        self._others = plan.in_flight - 1
         self._output: list[weakref.ref[torch.UntypedStorage]] = []
         self._waiting: list[weakref.ref[Any]] = []
         self._warned = Warned()
@@ -100,12 +101,13 @@ class HeldOver(Observer):
         passes = self._waiting if waiting is None else [*self._waiting, waiting]
         self._waiting = [ref for ref in passes if (found := ref()) is not None and not found.backward_begun]
         if self._waiting:
-            more = len(self._waiting) * self._between_bytes
+            more = max(len(self._waiting) - self._others, 0) * self._between_bytes
             text = (
                 f"a forward begins while {len(self._waiting)} before it had no backward yet and hold "
-                f"{format_bytes(more)}, which the plan, made for one forward at a time, doesn't include; it needs "
-                f"{format_bytes(self._peak_bytes)} of its budget of {format_bytes(self._budget_bytes)}; plan them as "
-                "one step (`step=`), or delete their outputs and losses before this forward"
+                f"{format_bytes(more)} more than the plan, made for {self._others + 1} at a time, includes; it needs "
+                f"{format_bytes(self._peak_bytes)} of its budget of {format_bytes(self._budget_bytes)}; solve with "
+                f"in_flight={len(self._waiting) + 1}, plan them as one step (`step=`), or delete their outputs and losses "
+                "before this forward"
             )
             if self._forward_peak_bytes + more > self._budget_bytes:
                 raise PlanMismatchError(text)

@@ -16,6 +16,7 @@ from ckptplan.core.link import Tier
 from ckptplan.runtime.accelerator import current_stream
 from ckptplan.runtime.guard.check import Checks
 from ckptplan.runtime.observe.counters import Counters
+from ckptplan.runtime.observe.measure import tensors_in
 from ckptplan.runtime.swap.packing import Held, Packing
 from ckptplan.runtime.swap.positions import positioned
 from ckptplan.runtime.swap.record import Record, State, finish_leaving, start_leaving, start_returning
@@ -61,6 +62,7 @@ class SwapSession:
     ) -> None:
         self._planned = planned
         self._checks = checks
+        self._given: dict[int, int] = {}
         self._stores = stores
         self._device = device
         self._never = never
@@ -85,6 +87,17 @@ class SwapSession:
         with packing.hooks(None if self._checks is None else functools.partial(self._checks.saves, index)):
             yield
         self.leave(index, packing.saved, moves, tier)
+
+    def takes(self, inputs: Any) -> None:
+        """Note the inputs of the pass: one that is a part of a larger batch counts with its own bytes.
+
+        Its storage is the batch's, which the caller holds. Example: a pipeline runs chunks of 64 rows of a batch of 256.
+        """
+        for tensor in tensors_in(inputs):
+            found = positioned(tensor)
+            if found is not None and (nbytes := tensor.numel() * tensor.itemsize) < found[1]:
+                key = found[0]._cdata
+                self._given[key] = min(self._given.get(key, 0) + nbytes, found[1])
 
     def packing(self) -> Packing:
         """Return a new `Packing` for one run of a stage."""
@@ -149,7 +162,7 @@ class SwapSession:
                 continue
             key = found[0]._cdata, each.version
             if type(each) is Held and each.version is not None and value.device == device:
-                sizes[key] = found[1]
+                sizes[key] = self._given.get(key[0], found[1])
                 holders[key].append(weakref.ref(each))
             else:
                 sizes.setdefault(key, 0)

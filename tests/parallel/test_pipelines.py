@@ -1,0 +1,104 @@
+"""Stages of pipelines on two processes: each has a plan of its own, with as many forwards in flight as it has."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from measured_step import measured
+from ranks import Ranks, ranks
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+import ckptplan
+
+MICRO_BATCHES = 5
+ROWS = 256
+SCHEDULES: dict[str, Any] = {"all forwards first": ScheduleGPipe, "one forward, one backward": Schedule1F1B}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Dropout(0.1), nn.Linear(256, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.layers(x)
+
+
+def made() -> nn.Module:
+    torch.manual_seed(dist.get_rank())
+    return nn.Sequential(*(Block() for _ in range(3))).train()
+
+
+def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output - target).square().mean()
+
+
+def train(model: nn.Module, schedule: Any, input_bytes: int) -> tuple[list[torch.Tensor], int]:
+    """Train; losses and parameters, and the peak of the later steps, without what the stage receives into."""
+    torch.manual_seed(5)
+    rank = dist.get_rank()
+    runs = schedule(PipelineStage(model, rank, 2, torch.device("cpu")), MICRO_BATCHES, loss_fn=loss_fn)
+    x, target = torch.randn(2, MICRO_BATCHES * ROWS, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    results, peaks = [], []
+
+    def step() -> list[torch.Tensor]:
+        losses: list[torch.Tensor] = []
+        given = (x,) if rank == 0 else ()
+        runs.step(*given, target=target if rank else None, losses=losses, return_outputs=False)
+        return [loss.detach() for loss in losses]
+
+    for _ in range(4):
+        optimizer.zero_grad(set_to_none=False)  # as planned: steps begin with gradients
+        found, peak = measured(step, model, [optimizer], ())
+        optimizer.step()
+        results += found
+        peaks.append(peak + input_bytes)
+    return [*results, *(p.detach().clone() for p in model.parameters())], max(peaks[1:])
+
+
+def compared(name: str) -> dict[str, Any]:
+    first = dist.get_rank() == 0
+    schedule = SCHEDULES[name]
+    count = MICRO_BATCHES if schedule is ScheduleGPipe else 2 if first else 1
+    x = torch.randn(ROWS, 64, requires_grad=not first)
+    input_bytes = count * x.nbytes
+    without, plain_peak = train(made(), schedule, input_bytes)
+    model = made()
+    loss = None if first else lambda output: loss_fn(output, torch.zeros(()))
+    plan = ckptplan.solve(
+        model, budget="30%", inputs=x, loss_fn=loss, in_flight=count, accumulate=True, optimizer="sgd",
+        time_limit_s=0.3, cache=False,
+    )  # fmt: skip
+    with warnings.catch_warnings(action="error"), ckptplan.apply(model, plan, check="always") as handle:
+        found, peak = train(model, schedule, input_bytes)
+        stats = handle.stats()
+    return {
+        "equal": all(map(torch.equal, found, without)),
+        "acts": stats.recomputed_stages + stats.swapped_out_bytes,
+        "peak": peak,
+        "plan": plan,
+        "plain": plain_peak,
+    }
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    with ranks(2) as found:
+        yield found
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_stages_train_as_without_a_plan_and_within_their_budgets(two: Ranks, name: str) -> None:
+    for found in two.good(compared, name):
+        plan = found["plan"]
+        assert found["equal"]
+        assert found["acts"]
+        assert found["peak"] <= plan.budget_bytes < found["plain"]
+        assert found["peak"] == pytest.approx(plan.needed_bytes, rel=0.03)
