@@ -129,6 +129,11 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         "many_ranks.json",
     ),
     Experiment(
+        "rank_faults",
+        "Groups of two and four ranks of which one fails, is killed, or has less memory or another model than others",
+        "rank_faults.json",
+    ),
+    Experiment(
         "sharded_large",
         "Whether Llama 3 70B can be fine-tuned on 8, 16 and 32 H100s, as the command line answers",
         "sharded_large.json",
@@ -925,8 +930,8 @@ PROMISES: tuple[Promise, ...] = (
     ),
     Promise(
         "Many devices",
-        "Stages of pipelines train as without a plan, within their budgets with all forwards in flight, by plans with a "
-        "proven bound",
+        "Stages of pipelines train as without a plan, within their budgets with all forwards in flight, by plans with "
+        "a proven bound",
         _in("test_pipelines", "test_stages_train_as_without_a_plan_and_within_their_budgets")
         + _in(
             "test_in_flight",
@@ -954,7 +959,7 @@ PROMISES: tuple[Promise, ...] = (
         + _in("test_failing_rank", "test_every_process_ends")
         + _in("test_sharded_ranks", "test_ranks_of_a_sharded_model_plan_for_larger_batches_together")
         + _in("test_ranks_training", "test_trainings_of_two_ranks"),
-        ("many_ranks",),
+        ("many_ranks", "rank_faults"),
     ),
     # Reports
     Promise(

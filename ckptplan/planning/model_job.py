@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from ckptplan.core.errors import PlanMismatchError, RankError
+from ckptplan.core.errors import InfeasibleBudgetError, PlanMismatchError, RankError
 from ckptplan.core.measured import DeviceBytes
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Fingerprint, Profile
@@ -193,8 +193,15 @@ class Together:
                 + "; give each rank the largest inputs that any will have",
                 rank=call.ranks[0],
             )
-        budgets = [budget for _, _, budget, _ in found if budget is not None]
-        plan = solve(min(budgets) if budgets else None) if call.rank == chosen else None
+        budgets = {name: n for name, (_, _, n, _) in zip(call.ranks, found, strict=True) if n is not None}
+        plan = None
+        if call.rank == chosen:
+            try:
+                plan = solve(min(budgets.values(), default=None))
+            except InfeasibleBudgetError as error:
+                if len(set(budgets.values())) > 1:
+                    error.args = (f"{error}; it is the budget of rank {min(budgets, key=lambda k: budgets[k])}",)
+                raise
         return Plan.from_json(call.exchange(None if plan is None else plan.to_json())[chosen])
 
     def _require_one(self, found: Sequence[Fingerprint]) -> None:

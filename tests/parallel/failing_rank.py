@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import sys
 from typing import Any
@@ -10,15 +11,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ckptplan
+from ckptplan.core.units import GIB
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = 256) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, width), nn.GELU(), nn.Linear(width, 64)) for _ in range(4)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -41,22 +46,42 @@ def failing(way: str) -> Any:
     return hook
 
 
-def main(way: str) -> None:
+def main(way: str, engine: str = "ddp", swap_dir: str | None = None) -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model = DistributedDataParallel(Net().train())
+    last = dist.get_rank() == dist.get_world_size() - 1
+    model: nn.Module = Net(128 if way == "model" and last else 256).train()
+    if engine == "fsdp":
+        for layer in model.layers:  # type: ignore[union-attr]
+            fully_shard(layer)  # type: ignore[arg-type]
+        fully_shard(model)
+        wrapped = model
+    else:
+        wrapped = DistributedDataParallel(model) if way != "model" else model
     x = torch.randn(64, 64)
-    plan = ckptplan.solve(model, budget="10%", inputs=x, actions=("keep", "recompute"), segments=False, cache=False)
-    recomputed = next(name for name, choice in plan.decisions.items() if choice.action == "recompute")
-    ckptplan.apply(model, plan, check="off")
-    if dist.get_rank() == dist.get_world_size() - 1:
-        model.module.get_submodule(recomputed).get_submodule("1").register_forward_pre_hook(failing(way))
-    print(f"recomputes {recomputed}", flush=True)
-    for _ in range(3):
-        model.zero_grad()
-        model(x).square().mean().backward()
+    actions: tuple[Any, ...] = ("keep", "swap") if way == "copy" else ("keep", "recompute")
+    how: dict[str, Any] = {"inputs": x, "actions": actions, "segments": False, "cache": False, "swap_dir": swap_dir}
+    if way == "model" and engine == "ddp":
+        how["ddp"] = True
+    if way == "memory":
+        plan = ckptplan.solve(wrapped, 1e-6 if last else 1, **how)
+    else:
+        plan = ckptplan.solve(wrapped, budget="10%", **how)
+    if way == "memory":
+        raise AssertionError(f"a plan for {plan.budget_bytes / GIB} GiB")
+    acts = next(name for name, choice in plan.decisions.items() if choice.action == actions[1])
+    ckptplan.apply(model, plan, check="off", swap_dir=swap_dir)
+    if last and way != "copy":
+        model.get_submodule(acts).get_submodule("1").register_forward_pre_hook(failing(way))
+    print(f"acts in {acts}", flush=True)
+    for number in range(3):
+        if last and way == "copy" and number == 1:  # the swap file can't be written any more
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+        wrapped.zero_grad()
+        wrapped(x).square().mean().backward()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -150,6 +150,7 @@ def test_an_error_on_one_is_an_error_on_all(two: Ranks, call: str) -> None:
 def test_a_budget_that_is_too_small_for_one(two: Ranks) -> None:
     for told, _ in two.good(failing, "solve", "infeasible"):
         assert told.startswith("InfeasibleBudgetError: ")
+        assert told.endswith("it is the budget of rank 1")
 
 
 def other(what: str) -> str:

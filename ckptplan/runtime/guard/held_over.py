@@ -15,7 +15,8 @@ two ways:
        a, b = model(x), model(y)
        (a.mean() + b.mean()).backward()
 
-Neither can be planned for without knowing the loop, so each forward begins with a check for memory of earlier ones:
+A plan has room for as many forwards as it was made for (`in_flight`), mostly one. Beyond that neither can be planned
+for without knowing the loop, so each forward begins with a check for memory of earlier ones:
 outputs are found by weak references to their storages, and graphs by their pass, which the hooks in their nodes hold.
 
 That memory may be freed at any moment. So an output without room is a warning. For a second forward it is an error if
@@ -106,8 +107,8 @@ class HeldOver(Observer):
                 f"a forward begins while {len(self._waiting)} before it had no backward yet and hold "
                 f"{format_bytes(more)} more than the plan, made for {self._others + 1} at a time, includes; it needs "
                 f"{format_bytes(self._peak_bytes)} of its budget of {format_bytes(self._budget_bytes)}; solve with "
-                f"in_flight={len(self._waiting) + 1}, plan them as one step (`step=`), or delete their outputs and losses "
-                "before this forward"
+                f"in_flight={len(self._waiting) + 1}, plan them as one step (`step=`), or delete their outputs and "
+                "losses before this forward"
             )
             if self._forward_peak_bytes + more > self._budget_bytes:
                 raise PlanMismatchError(text)

@@ -91,7 +91,7 @@ class SwapSession:
     def takes(self, inputs: Any) -> None:
         """Note the inputs of the pass: one that is a part of a larger batch counts with its own bytes.
 
-        Its storage is the batch's, which the caller holds. Example: a pipeline runs chunks of 64 rows of a batch of 256.
+        Its storage is the batch's, which the caller holds. Example: a pipeline runs chunks of a batch, 64 of 256 rows.
         """
         for tensor in tensors_in(inputs):
             found = positioned(tensor)
