@@ -111,7 +111,7 @@ def solve(
             notes = (f"the budget is the device's free memory, {format_bytes(free)}{less}",)
         within = limits if together is None else together.shared(limits)
         if together is not None and training.inputs is not None and not isinstance(model_or_profile, Profile):
-            training = replace(training, inputs=together.widened_inputs(model_or_profile, training.inputs))
+            training = together.widened_inputs(model_or_profile, training)
         job = _job(model_or_profile, training, swap_dir, within)
 
         def solved(budget_bytes: int | None) -> Plan:
@@ -256,10 +256,11 @@ def explain(profile: Profile, plan: Plan, **options: Unpack[SearchKeywords]) -> 
     limits = Limits.of(options)
     plan.require_profile(profile)
     _require_made_from(profile, plan)
+    plan = replace(plan, budget_bytes=plan.budget_bytes - plan.others_bytes)  # that of a step
     bound = lower_bound(
         profile,
         menus_of(profile, limits.actions),
-        plan.budget_bytes - plan.others_bytes,
+        plan.budget_bytes,
         # As one tier at the link's rate, to which the plan's disk bytes are added: the prices are estimates.
         host_bytes=all_bytes(limits.host_bytes, plan.disk_bytes),
         segments=limits.segments and "recompute" in limits.actions,

@@ -938,6 +938,7 @@ PROMISES: tuple[Promise, ...] = (
             "test_no_plan_of_a_small_chain_is_faster",
             "test_what_a_step_takes_with_all_in_flight",
             "test_bounds_hold_when_the_time_is_over",
+            "test_plans_that_are_handed_out_have_bounds_that_hold",
             "test_more_than_planned_are_an_error",
             "test_what_is_for_one_forward_says_so",
         ),

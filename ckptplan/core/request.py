@@ -39,8 +39,8 @@ Report = Callable[[str], None]
 
 AMP_TYPES = ("float16", "bfloat16")
 MOST_SEED = (1 << 31) - 1
-MOST_IN_FLIGHT = 1 << 20
 """CP-SAT's seed is a signed integer of 32 bits."""
+MOST_IN_FLIGHT = 1 << 20
 
 
 def ignore_progress(text: str) -> None:

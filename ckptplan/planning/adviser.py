@@ -31,7 +31,8 @@ class Adviser:
 
     def planned(self, plan: Plan, phase: Phase, stage: int | None) -> tuple[int, int]:
         """Return the predicted bytes at the start and at the peak of a stage."""
-        return planned_bytes(self.job.profile, plan, phase, stage)
+        start, peak = planned_bytes(self.job.profile, plan, phase, stage)
+        return start + plan.others_bytes, peak + plan.others_bytes
 
     def replan(self, plan: Plan, shortage: Shortage) -> Plan:
         """Return the fastest plan of the profile corrected by a shortage.

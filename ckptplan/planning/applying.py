@@ -181,6 +181,11 @@ def _applied(
             "on_oom='replan' runs a step again, and other ranks take no part in its collectives; use 'report' for a "
             "model that is replicated or sharded"
         )
+    if on_oom == "replan" and plan.in_flight > 1:
+        raise InvalidInputError(
+            f"on_oom='replan' runs a step of one forward again, and the plan is for {plan.in_flight} in flight; use "
+            "'report'"
+        )
     if on_oom == "replan" and profile is None:
         raise InvalidInputError(
             "on_oom='replan' needs the profile that the plan was made from: "
@@ -317,6 +322,7 @@ def _arrived(model: nn.Module, plan: Plan, training: Training) -> Plan:
             held += starting_gradient_bytes(model)
         held += added_bytes(step.model, step.ddp)
         needs = held + replayed_bytes(step, bound, target)
+    needs += plan.others_bytes
     allowed = max(plan.budget_bytes, plan.reserved_bytes or 0)
     has = target.capacity_bytes
     if needs > allowed or (has is not None and needs + target.context_bytes > has):

@@ -23,7 +23,7 @@ from ckptplan.core.request import Limits, Training
 from ckptplan.core.stage import InputTensor
 from ckptplan.planning.adviser import Adviser
 from ckptplan.planning.job import Job
-from ckptplan.planning.model_job import Together, job_of_step
+from ckptplan.planning.model_job import Together, encloses, job_of_step
 from ckptplan.profiling.profiler import as_ours, training_step
 from ckptplan.profiling.target import Target, find_target
 from ckptplan.profiling.workload.enlarge import enlarged_calls, require_in_range
@@ -102,31 +102,34 @@ class Enlarger:
             If the step can't be profiled with them.
         """
         with group_call("a forward with larger inputs", self._model) as group:
-            if group is not None:
+            if group is not None and not encloses(self._training):
                 args, kwargs = Together(group).widened((args, kwargs))
-        named = self._by_name(args, kwargs)
-        given = input_tensors(*named)
-        beyond = self._within.first_beyond(*named)
-        if beyond is None:
-            raise PlanMismatchError(
-                "another rank's forward has a tensor that this one's hasn't, or has it in another number of "
-                "dimensions, beyond the plan; give the forwards of all ranks the same tensors"
-            )
+            named = self._by_name(args, kwargs)
+            given = input_tensors(*named)
+            beyond = self._within.first_beyond(*named)
+            holds = [known.limits.first_beyond(*named) is None for known in self._known]
+            refused = [_holds(given, shapes) for shapes, _ in self._refused]
+            if group is not None:  # what is so on one rank is so on all
+                found = group.exchange((beyond, holds, refused))
+                beyond = next(each for each, _, _ in found if each is not None)
+                holds = [all(each) for each in zip(*(each for _, each, _ in found), strict=True)]
+                refused = [any(each) for each in zip(*(each for _, _, each in found), strict=True)]
+        assert beyond is not None
         if plan is not self._now.plan:  # replanned after a shortage of memory
             self._now.plan = plan
             self._now.job = None if self._adviser is None else self._adviser.job
             self._budget_bytes = min(self._budget_bytes, max(plan.budget_bytes, plan.reserved_bytes or 0))
-        earlier = next((k for k in reversed(self._known) if k.limits.first_beyond(*named) is None), None)
+        earlier = next((k for k, fits in zip(self._known[::-1], holds[::-1], strict=True) if fits), None)
         if earlier is not None:
             return self._turn_to(earlier), None
-        for shapes, error in self._refused:
-            if _holds(given, shapes):
+        for (_, error), again in zip(self._refused, refused, strict=True):
+            if again:
                 raise _again(error)
         begin = time.perf_counter()
-        found = self._plan_for((args, kwargs), named)
-        larger = Larger(*beyond, found.inputs, time.perf_counter() - begin)
-        self._known = [*self._known[-_REMEMBERED + 1 :], found]
-        return self._turn_to(found), larger
+        new = self._plan_for((args, kwargs), named)
+        larger = Larger(*beyond, new.inputs, time.perf_counter() - begin)
+        self._known = [*self._known[-_REMEMBERED + 1 :], new]
+        return self._turn_to(new), larger
 
     def _turn_to(self, known: _Known) -> Plan:
         self._now, self._within = known, known.limits

@@ -22,6 +22,7 @@ Example: budget 10, three forwards, and intervals 0..2 and 2..4. The bound for 0
 from __future__ import annotations
 
 import heapq
+import math
 import time
 from dataclasses import dataclass, replace
 
@@ -80,14 +81,24 @@ class _Search:
     def __init__(self, profile: Profile, budget_bytes: int, limits: Limits, on_progress: OnProgress | None) -> None:
         self._profile, self._budget_bytes, self._on_progress = profile, budget_bytes, on_progress
         self._others, self._hand_out = limits.in_flight - 1, limits.on_plan
-        self._limits = replace(limits, time_limit_s=limits.time_limit_s / SHARE, on_plan=None, in_flight=1)
+        self._whole_limits = replace(limits, on_plan=None, in_flight=1)
         self._deadline = time.monotonic() + limits.time_limit_s
         self._gap = limits.gap
         # Nothing is larger when forward begins, whatever the plan.
         self._start_bytes = profile.base_forward_bytes[0] + sum(s.nbytes for s in profile.storages if s.born < 0)
         self._best: Plan | None = None
+        self._now_s = profile.baseline_step_s
+        """The bound of the part that is looked at."""
         self._bounds_s: list[float] = []
+        """Those of parts that aren't looked at further."""
         self._parts: list[_Part] = []
+
+    @property
+    def _limits(self) -> Limits:
+        """Those of one search, which has a share of the time, and no more than is left."""
+        limits = self._whole_limits
+        left_s = max(self._deadline - time.monotonic(), limits.time_limit_s / SHARE**2)
+        return replace(limits, time_limit_s=min(limits.time_limit_s / SHARE, left_s))
 
     def run(self) -> None:
         """Search until the gap is closed or the time is over."""
@@ -96,15 +107,18 @@ class _Search:
         room = self._budget_bytes - profile.base_forward_bytes[0] - self._others * inputs
         first = _Part(profile.baseline_step_s, inputs, inputs + max(room, 0) // (self._others + 1))
         self._look(first)
+        self._now_s = math.inf
         while self._parts and time.monotonic() < self._deadline and not self._closed(self._parts[0].bound_s):
             part = heapq.heappop(self._parts)
             middle = (part.least + part.most) // 2
             if part.most - part.least <= (first.most - first.least) // FINEST + 1:
                 self._bounds_s.append(part.bound_s)
                 continue
+            self._now_s = part.bound_s
             self._solve(self._budget_bytes - self._others * middle, middle)
             self._look(_Part(part.bound_s, part.least, middle))
             self._look(_Part(part.bound_s, middle, part.most))
+            self._now_s = math.inf
 
     def _closed(self, bound_s: float) -> bool:
         return self._best is not None and self._best.step_s <= bound_s * (1 + self._gap)
@@ -112,22 +126,27 @@ class _Search:
     def _look(self, part: _Part) -> None:
         """Bound the plans of a part, and keep it if one may be faster than the best."""
         limit = self._budget_bytes - self._others * part.least
-        found = self._solve(limit, part.most)
-        if isinstance(found, float):
-            bound_s = max(found, part.bound_s)
-            heapq.heappush(self._parts, replace(part, bound_s=bound_s))
-        elif found.bound_bytes <= limit:  # none was found, and it isn't proven that there is none
+        bound_s = self._solve(limit, part.most)
+        if bound_s is None:
             self._bounds_s.append(part.bound_s)
+        elif bound_s < math.inf:
+            heapq.heappush(self._parts, replace(part, bound_s=max(bound_s, part.bound_s)))
 
-    def _solve(self, limit: int, most: int) -> float | _Nothing:
-        """Look at the fastest plan of one step within `limit` that holds at most `most`; return the bound on those."""
-        view = self._view(limit, most)
+    def _solve(self, limit: int, most: int) -> float | None:
+        """Look at the fastest plan of one step within `limit` that holds at most `most`.
+
+        Returns
+        -------
+        float or None
+            The bound on such plans; infinity if there are none, None if none was found and there may be some.
+        """
         if limit < 1:
-            return _Nothing(1)
+            return math.inf
+        view = self._view(limit, most)
         try:
             found = solve_profile(view, limit, self._limits, on_progress=self._on_progress)
         except InfeasibleBudgetError:
-            return _Nothing(smallest_peak(view, self._limits).bound_bytes)
+            return math.inf if smallest_peak(view, self._limits).bound_bytes > limit else None
         self._offer(found)
         return found.lower_bound_s
 
@@ -167,7 +186,7 @@ class _Search:
             self._hand_out(self._proven(self._best))
 
     def _proven(self, plan: Plan) -> Plan:
-        bound_s = min([*self._bounds_s, *(part.bound_s for part in self._parts[:1]), plan.step_s])
+        bound_s = min([*self._bounds_s, *(part.bound_s for part in self._parts[:1]), self._now_s, plan.step_s])
         bound_s = max(bound_s, min(self._profile.baseline_step_s, plan.step_s))
         space = f"{plan.space}, {plan.in_flight} forwards in flight"
         return replace(plan, lower_bound_s=bound_s, status=status_of(plan.step_s, bound_s), space=space)
@@ -201,10 +220,3 @@ class _Search:
 def _until_the_last(storage: Storage, last: int) -> Storage:
     """A storage that the program holds up to the last stage at most; no stage moves one that it holds longer."""
     return storage if storage.program_until <= last else replace(storage, program_until=last, stays=True)
-
-
-@dataclass(frozen=True, slots=True)
-class _Nothing:
-    """No plan was found; none has a smaller peak than `bound_bytes`."""
-
-    bound_bytes: int

@@ -45,6 +45,14 @@ class Job:
     replayed: Callable[[Plan], DeviceBytes] | None = None
     on_cuda: bool = False
 
+    def __post_init__(self) -> None:
+        made_of = self.profile.fingerprint
+        if self.limits.in_flight > 1 and made_of.model and not made_of.accumulates:
+            raise InvalidInputError(
+                f"in_flight={self.limits.in_flight} of steps that start without gradients: from the second backward on "
+                "there are some beside what the other forwards hold; solve, or profile, with accumulate=True"
+            )
+
     def solved(self, budget_bytes: int) -> Plan:
         """Return the plan for a budget; for a model, one whose replay stays within it.
 

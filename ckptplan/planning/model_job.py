@@ -6,7 +6,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, replace
 from pathlib import Path
-from typing import Any
+from types import FunctionType
 
 from torch import nn
 
@@ -134,9 +134,10 @@ class Together:
     """The ranks of a group that plan together.
 
     NOTE [One plan]
-    Each rank profiles its own step, of its own batch, repeated up to the largest of all ranks in each dimension. The
-    rank whose step takes the most bytes with everything kept, and whose inputs are the largest (those of a step that is
-    a function can't be repeated), plans, within the smallest of the budgets; the others get its plan.
+    Each rank profiles its own step, of its own batch. If no rank's inputs are the largest in every dimension, all are
+    repeated up to the largest of all ranks; those of a step that is a function, or whose loss encloses targets, can't
+    be. The rank whose step takes the most bytes with everything kept, and whose inputs are the largest, plans, within
+    the smallest of the budgets; the others get its plan.
     """
 
     def __init__(self, call: GroupCall) -> None:
@@ -148,8 +149,8 @@ class Together:
         """Return the limits of one rank, whose machine's tiers they are."""
         return shared_by(limits, self.local_count)
 
-    def widened_inputs(self, model: nn.Module, inputs: Any) -> Any:
-        """Return the inputs of a model's step with their tensors repeated up to the largest of all ranks, by path.
+    def widened_inputs(self, model: nn.Module, training: Training) -> Training:
+        """Return a request with the inputs of a model's step as large as those of all ranks, where no rank's are.
 
         Raises
         ------
@@ -157,8 +158,12 @@ class Together:
             If ranks have other models, whose inputs can't be compared.
         """
         self._require_one(self._call.exchange(fingerprint(TrainingStep(unwrapped(model)))))
-        opened = dict(inputs) if isinstance(inputs, Mapping) else inputs
-        return self.widened(((opened,), {}))[0][0]
+        inputs = dict(training.inputs) if isinstance(training.inputs, Mapping) else training.inputs
+        call: Call = ((inputs,), {})
+        given = [{t.path: t.shape for t in each} for each in self._call.exchange(input_tensors(*call))]
+        if _largest([(shapes, 0) for shapes in given]) is not None or encloses(training):
+            return training
+        return replace(training, inputs=self.widened(call)[0][0])
 
     def widened(self, call: Call) -> Call:
         """Return the call of a model with its tensors repeated up to the largest of all ranks, by path."""
@@ -211,6 +216,12 @@ class Together:
                 found[0].require(other, ignore=("inputs",))
             except PlanMismatchError as error:
                 raise RankError(f"rank {name} has another step than rank {first}: {error}", rank=name) from None
+
+
+def encloses(training: Training) -> bool:
+    """Whether a request's loss may use targets of its own, which can't be repeated with the inputs."""
+    loss_fn = training.loss_fn
+    return loss_fn is not None and (not isinstance(loss_fn, FunctionType) or loss_fn.__closure__ is not None)
 
 
 def _largest(steps: Sequence[tuple[Mapping[str, tuple[int, ...]], int]]) -> int | None:

@@ -142,7 +142,7 @@ def corrected(profile: Profile, plan: Plan, measured: Measured) -> Profile:
             options=tuple(scaled(option, stage.kind) for option in stage.options),
         )
 
-    over = max((measured.peak_bytes or 0) - timeline.peak_bytes, 0)
+    over = max((measured.peak_bytes or 0) - timeline.peak_bytes - plan.others_bytes, 0)
     return replace(
         profile,
         stages=tuple(map(again, stages)),

@@ -321,7 +321,8 @@ class Controller:
         if now is not self:
             return now._run_model(original, args, kwargs)
         current = self._begin()
-        current.session.takes((args, kwargs))
+        if self._moves:
+            current.session.takes((args, kwargs))
         for inputs in self._inputs:
             inputs(args, kwargs)
         output = original(*args, **kwargs)

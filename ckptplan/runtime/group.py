@@ -225,13 +225,19 @@ class Vote:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._ranks = tuple(ranks_of(model)) if is_distributed() else ()
+        self._model = model
+        self._ranks: tuple[int, ...] | None = None
         self._number = 0
+
+    def _begin(self) -> tuple[int, ...]:
+        """Return the ranks, found at the first vote: the model may have been sharded since."""
+        self._ranks = tuple(ranks_of(self._model)) if is_distributed() else ()
         if len(self._ranks) > 1:
             _votes[self._ranks] += 1
             c10d: Any = dist.distributed_c10d
             place = f"ckptplan/{'-'.join(map(str, self._ranks))}/vote/{_votes[self._ranks]}"
             self._store: Any = c10d.PrefixStore(place, c10d._get_default_store().clone())
+        return self._ranks
 
     def any(self, value: bool) -> bool:
         """Return whether `value` is true on any rank.
@@ -241,18 +247,19 @@ class Vote:
         RankError
             If a rank doesn't come within the timeout of the group's store.
         """
-        if len(self._ranks) < 2:
+        ranks = self._begin() if self._ranks is None else self._ranks
+        if len(ranks) < 2:
             return value
         self._number += 1
         came, all_came, yes = (f"{self._number}/{what}" for what in ("came", "all", "yes"))
         try:
             if value:
                 self._store.set(yes, b"")
-            if self._store.add(came, 1) == len(self._ranks):
+            if self._store.add(came, 1) == len(ranks):
                 self._store.set(all_came, b"")
             self._store.wait([all_came])
             found: bool = self._store.check([yes])
-            if dist.get_rank() == self._ranks[0]:  # all have begun this one, so they have read the one before
+            if dist.get_rank() == ranks[0]:  # all have begun this one, so they have read the one before
                 for what in ("came", "all", "yes"):
                     self._store.delete_key(f"{self._number - 1}/{what}")
         except RuntimeError as error:

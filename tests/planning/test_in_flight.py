@@ -20,6 +20,7 @@ from ckptplan.core.stage import Stage
 from ckptplan.planning import in_flight
 from ckptplan.referee import validate
 from ckptplan.referee.simulate import Timeline
+from ckptplan.runtime.guard.gradients import GradientGuard
 
 
 def fastest(profile: Profile, budget_bytes: int, count: int) -> float | None:
@@ -99,6 +100,17 @@ def planned(count: int, budget: str = "30%") -> tuple[nn.Module, torch.Tensor, P
     return model, x, plan
 
 
+def test_plans_that_are_handed_out_have_bounds_that_hold() -> None:
+    profile = replace(random_chain(5, 3, most_options=4), input_bytes=5)
+    budget = int(0.8 * ckptplan.solve(profile, 1024, in_flight=4).needed_bytes)
+    best = fastest(profile, budget, 4)
+    assert best is not None
+    handed: list[Plan] = []
+    ckptplan.solve(profile, budget / 2**30, in_flight=4, gap=0.0, on_plan=handed.append)
+    assert handed
+    assert all(plan.lower_bound_s <= best * (1 + 1e-9) for plan in handed)
+
+
 def test_what_a_step_takes_with_all_in_flight() -> None:
     model, x, plan = planned(3)
     assert plan.fingerprint.accumulates
@@ -118,16 +130,27 @@ def test_more_than_planned_are_an_error() -> None:
         first, second = model(x), model(x)
         first.mean().backward()
         third = model(x)
-        with pytest.raises(PlanMismatchError, match="made for 2 at a time, includes; .* solve with in_flight=3"):
+        with pytest.raises(PlanMismatchError, match=r"made for 2 at a time, includes; .* solve with in_flight=3"):
             model(x)
         second.mean().backward()
         third.mean().backward()
+    more = nn.Parameter(torch.zeros(plan.others_bytes // 4))
+    more.grad = torch.zeros_like(more)
+    model.register_parameter("more", more)
+    guard = GradientGuard(model, replace(plan, fingerprint=replace(plan.fingerprint, accumulates=False)))
+    with pytest.raises(PlanMismatchError, match="exist at the start of this forward"):
+        guard.pass_begins(None)
 
 
 def test_what_is_for_one_forward_says_so() -> None:
     profile = random_chain(0, 3)
     with pytest.raises(InvalidInputError, match="in_flight=0 must be a whole number from 1"):
         ckptplan.solve(profile, 1, in_flight=0)
+    model, x, plan = planned(2)
+    with pytest.raises(InvalidInputError, match="in_flight=2 of steps that start without gradients"):
+        ckptplan.solve(model, 1, inputs=x, in_flight=2, accumulate=False, cache=False)
+    with pytest.raises(InvalidInputError, match="on_oom='replan' runs a step of one forward again"):
+        ckptplan.apply(model, plan, on_oom="replan")
     with pytest.raises(InvalidInputError, match="max_overhead is for one forward in flight"):
         ckptplan.solve(profile, max_overhead=0.1, in_flight=2)
     with pytest.raises(InvalidInputError, match="frontier is for one forward in flight"):

@@ -150,11 +150,11 @@ class GradientGuard(Observer):
         self._seen: list[int] = []
         self._model = model
         self._groups: list[Any] | None = None
-        self._plans_whole = plan.fingerprint.parallel.endswith(WITH_WHOLE_GRADIENTS)
-        planned = functools.partial(starting_gradient_bytes, model, whole=self._plans_whole)
+        whole = plan.fingerprint.parallel.endswith(WITH_WHOLE_GRADIENTS)
+        planned = functools.partial(starting_gradient_bytes, model, whole=whole)
         self._planned_bytes = planned() if plan.fingerprint.accumulates else 0
         self._needs_bytes = max(plan.peak_bytes, plan.reserved_bytes or 0)
-        self._budget_bytes = plan.budget_bytes
+        self._budget_bytes = plan.budget_bytes - plan.others_bytes
 
     def pass_begins(self, waiting: weakref.ref[Any] | None) -> None:
         """Raise if more bytes of gradients exist than the budget has room for.
@@ -170,30 +170,28 @@ class GradientGuard(Observer):
         if self._groups is None:
             self._groups = parameter_groups(self._model)
         found = [gradient for p in self._leaves if (gradient := p.grad) is not None]
-        found += whole_gradients(self._groups)
-        # Those that this pass leaves whole, which a plan for reduced ones doesn't count.
-        leaves_whole = bool(self._groups) and not self._plans_whole and keep_whole_gradients(self._groups)
+        found += (whole := whole_gradients(self._groups))
+        leaves_whole = bool(self._groups) and keep_whole_gradients(self._groups)
         if not found and not leaves_whole:
             return
         seen = [leaves_whole, *map(id, found)]
         if seen == self._seen:  # the same objects passed this check before
             return
         nbytes = existing_gradient_bytes(found)
-        if leaves_whole:
-            nbytes = max(nbytes, starting_gradient_bytes(self._model, whole=True))
-            if nbytes > self._planned_bytes and self._needs_bytes + nbytes > self._budget_bytes + self._planned_bytes:
-                raise PlanMismatchError(self._left_whole(nbytes))
+        if leaves_whole:  # beside the reduced ones that are there
+            reduced = existing_gradient_bytes(found[: len(found) - len(whole)])
+            nbytes = max(nbytes, reduced + starting_gradient_bytes(self._model, whole=True))
         more = nbytes - self._planned_bytes
         if more > 0 and self._needs_bytes + more > self._budget_bytes:
-            raise PlanMismatchError(self._over(nbytes))
+            raise PlanMismatchError(self._left_whole(nbytes) if leaves_whole else self._over(nbytes))
         self._seen = seen
 
     def _left_whole(self, nbytes: int) -> str:
         return (
-            f"the micro-batches of this sharded model don't reduce their gradients, and {format_bytes(nbytes)} of them "
-            f"stay whole; the plan was made for reduced ones, and needs {format_bytes(self._needs_bytes)} of "
-            f"{format_bytes(self._budget_bytes)}; solve with accumulate=True after "
-            "model.set_requires_gradient_sync(False), or let each micro-batch reduce"
+            f"the micro-batches of this sharded model don't reduce their gradients, and with whole ones there are "
+            f"{format_bytes(nbytes)}; the plan reckoned with {format_bytes(self._planned_bytes)}, and needs "
+            f"{format_bytes(self._needs_bytes)} of {format_bytes(self._budget_bytes)}; solve with "
+            "accumulate=True after model.set_requires_gradient_sync(False), or let each micro-batch reduce"
         )
 
     def _over(self, nbytes: int) -> str:

@@ -133,7 +133,7 @@ class Retry:
             requested_bytes=None if asked is None else asked[1],
             requested_least_bytes=None if asked is None else asked[0],
             budget_bytes=plan.budget_bytes,
-            planned_bytes=plan.peak_bytes if planned is None else planned[1],
+            planned_bytes=plan.needed_bytes if planned is None else planned[1],
             planned_start_bytes=None if planned is None else planned[0],
             live_bytes=None if live is None else live.requested_bytes,
             allocated_bytes=None if live is None else live.allocated_bytes,

@@ -58,8 +58,8 @@ class Refinement:
         ]
         if measured.peak_bytes is not None:
             lines.append(
-                f"peak     {format_bytes(measured.peak_bytes)} measured, {format_bytes(before.peak_bytes)} predicted, "
-                f"budget {format_bytes(before.budget_bytes)}"
+                f"peak     {format_bytes(measured.peak_bytes)} measured, {format_bytes(before.needed_bytes)} predicted,"
+                f" budget {format_bytes(before.budget_bytes)}"
             )
         if not self.corrected:
             return "\n".join([*lines, f"within the threshold of {self.threshold:.0%}: nothing was changed"])
@@ -72,7 +72,7 @@ class Refinement:
             if a != b
         ]
         lines.append(
-            f"new plan {format_seconds(self.after.step_s)}, peak {format_bytes(self.after.peak_bytes)}; changed: "
+            f"new plan {format_seconds(self.after.step_s)}, peak {format_bytes(self.after.needed_bytes)}; changed: "
             + (", ".join(now[:8]) or "segments")
             + (f" and {len(now) - 8} more" if len(now) > 8 else "")
         )

@@ -62,7 +62,7 @@ class SwapSession:
     ) -> None:
         self._planned = planned
         self._checks = checks
-        self._given: dict[int, int] = {}
+        self._given: dict[int, tuple[int, int]] = {}
         self._stores = stores
         self._device = device
         self._never = never
@@ -89,15 +89,18 @@ class SwapSession:
         self.leave(index, packing.saved, moves, tier)
 
     def takes(self, inputs: Any) -> None:
-        """Note the inputs of the pass: one that is a part of a larger batch counts with its own bytes.
+        """Note the inputs of the pass: one that is a part of a larger batch counts with the bytes that it reaches over.
 
         Its storage is the batch's, which the caller holds. Example: a pipeline runs chunks of a batch, 64 of 256 rows.
         """
         for tensor in tensors_in(inputs):
             found = positioned(tensor)
-            if found is not None and (nbytes := tensor.numel() * tensor.itemsize) < found[1]:
-                key = found[0]._cdata
-                self._given[key] = min(self._given.get(key, 0) + nbytes, found[1])
+            if found is not None and 0 < tensor.nbytes < found[1]:
+                reach = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+                begin = int(tensor.storage_offset()) * tensor.itemsize
+                end = begin + reach * tensor.itemsize
+                known = self._given.get(found[0]._cdata, (begin, end))
+                self._given[found[0]._cdata] = min(known[0], begin), max(known[1], end)
 
     def packing(self) -> Packing:
         """Return a new `Packing` for one run of a stage."""
@@ -162,7 +165,8 @@ class SwapSession:
                 continue
             key = found[0]._cdata, each.version
             if type(each) is Held and each.version is not None and value.device == device:
-                sizes[key] = self._given.get(key[0], found[1])
+                begin, end = self._given.get(key[0], (0, found[1]))
+                sizes[key] = end - begin
                 holders[key].append(weakref.ref(each))
             else:
                 sizes.setdefault(key, 0)
