@@ -25,6 +25,7 @@ from pathlib import Path
 import documents
 import psutil
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 SCRIPT = Path(__file__).parent.parent / "tests" / "parallel" / "failing_rank.py"
@@ -93,7 +94,7 @@ def main() -> None:
     rows = [_run(engine, ranks, way) for ranks in (2, 4) for engine in ("ddp", "fsdp") for way in WAYS]
     table = Table("engine", "ranks", "what fails", "s", "left", "said")
     for row in rows:
-        table.add_row(row.engine, str(row.ranks), row.way, f"{row.took_s:.1f}", str(row.left), row.said)
+        table.add_row(row.engine, str(row.ranks), row.way, f"{row.took_s:.1f}", str(row.left), escape(row.said))
 
     def names(wrong: list[Row]) -> str:
         return ", ".join(f"{row.engine} {row.ranks} {row.way}" for row in wrong) or "none"
