@@ -78,6 +78,9 @@ class Fingerprint:
 MOST_ERROR = 1.0
 """Largest `step_error`: measurements spread wider than that say nothing."""
 
+COLLECTIVES = "collectives of"
+"""Begins the note of a profile in whose times collectives are."""
+
 NO_MODEL = Fingerprint("", "", True, "", "", "")
 """Fingerprint of a profile written by hand: such plans can be simulated, not applied."""
 

@@ -36,7 +36,7 @@ from ckptplan.profiling.cache import find, folder, put
 from ckptplan.profiling.cache_key import key_of
 from ckptplan.profiling.installed import NoKeyError
 from ckptplan.profiling.target import Target, find_target
-from ckptplan.profiling.times.collectives import with_collectives
+from ckptplan.profiling.times.collectives import measured_links, with_collectives
 from ckptplan.profiling.times.links import measure_costs, measure_links, sharing_note
 from ckptplan.profiling.times.overheads import measure_overheads
 from ckptplan.profiling.times.timing import Again, Times, time_stages
@@ -45,7 +45,7 @@ from ckptplan.profiling.workload.inputs import find_inputs
 from ckptplan.profiling.workload.optimizers import OptimizerLike, make_optimizer, traced_updates
 from ckptplan.profiling.workload.stand_ins import StandIns
 from ckptplan.runtime.accelerator import empty_cache, is_accelerator
-from ckptplan.runtime.group import on_all_ranks
+from ckptplan.runtime.group import on_all_ranks, present_call
 from ckptplan.runtime.guard.gradients import accumulates, starting_gradient_bytes
 from ckptplan.runtime.observe.measure import Outside, collection_off, held_tensors, unique_bytes
 from ckptplan.runtime.replicated import added_bytes
@@ -303,7 +303,7 @@ def _profile(
     if is_accelerator(target.device) and swap_dir is not None:
         disk, shared = measure_links(target.device, block, swap_dir, "disk")
         notes = [*notes, *filter(None, [sharing_note("disk", disk, shared)])]
-    return _with_times(
+    found = _with_times(
         traced,
         times,
         launches,
@@ -314,6 +314,9 @@ def _profile(
         overheads=overheads,
         has_launches=is_accelerator(target.device),
     )
+    call = present_call()
+    links = None if call is None else measured_links(step.model, call)
+    return found if links is None else with_collectives(found, step.model, links)
 
 
 @in_own_context

@@ -325,7 +325,19 @@ def group_call(name: str, model: nn.Module, coming: object = None) -> Iterator[G
         yield None
         return
     with GroupCall(name, ranks, ranks.index(dist.get_rank())) as call:
-        yield call
+        before = _present.set(call)
+        try:
+            yield call
+        finally:
+            _present.reset(before)
+
+
+_present: ContextVar[GroupCall | None] = ContextVar("present", default=None)
+
+
+def present_call() -> GroupCall | None:
+    """Return the innermost call of a group that this one is a part of; None: there is none."""
+    return None if _alone.get() else _present.get()
 
 
 P = ParamSpec("P")

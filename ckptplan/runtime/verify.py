@@ -15,6 +15,7 @@ from torch import nn
 from ckptplan.core.checks import is_int
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.plan import Plan, require_plan
+from ckptplan.core.profile import COLLECTIVES
 from ckptplan.core.request import Training
 from ckptplan.core.units import format_bytes, format_seconds
 from ckptplan.runtime.accelerator import empty_cache, is_accelerator
@@ -66,6 +67,8 @@ class Verification:
         Counts of the first planned step.
     not_counted : str
         The optimizer's class, if the plan counts its state and `verify` was given no optimizer; empty otherwise.
+    communicates : bool
+        Whether collectives of a sharded model are in the predicted times; measured steps don't communicate.
     """
 
     budget_bytes: int
@@ -83,6 +86,7 @@ class Verification:
     plain_differing: tuple[str, ...]
     stats: Stats
     not_counted: str = ""
+    communicates: bool = False
 
     @property
     def other_paths(self) -> int:
@@ -149,6 +153,8 @@ class Verification:
                 _row("step", format_seconds(self.predicted_step_s), format_seconds(self.measured_step_s)),
                 _row("plain step", format_seconds(self.predicted_plain_step_s), plain_s),
                 f"gradients {equal[self.gradients_equal]}",
+                *(["predicted steps have collectives that compute doesn't hide; the measured ones don't communicate"]
+                  if self.communicates else []),
                 *([f"the plan counts the state of {self.not_counted}, and the measured bytes don't: pass optimizer="]
                   if self.not_counted else []),
                 *([f"two plain steps differ in {', '.join(self.plain_differing)}: a kernel gives other bits each time; "
@@ -317,6 +323,7 @@ def verify(
         plain_differing=plain_differing,
         stats=stats,
         not_counted=plan.fingerprint.optimizer if optimizer is None else "",
+        communicates=any(note.startswith(COLLECTIVES) for note in plan.notes),
     )
 
 

@@ -157,6 +157,8 @@ def ahead() -> tuple[int, int]:
     sharded, x = made("resharded")
     before = ckptplan.solve(plain, inputs=x, fsdp=2, **how)
     after = ckptplan.solve(sharded, inputs=x, **how)
+    assert any(note.startswith("collectives of 2 ranks take") for note in after.notes)
+    assert "the measured ones don't communicate" in str(ckptplan.verify(sharded, after, x, loss_fn, repeats=1))
     with pytest.raises(PlanMismatchError, match="this one is not sharded"), ckptplan.apply(plain, before):
         plain(x)
     with ckptplan.apply(sharded, before):

@@ -1,10 +1,12 @@
-"""The time of a sharded model's collectives on devices that aren't here, beside the compute that hides them.
+"""The time of a sharded model's collectives, beside the compute that hides them.
 
 FSDP2 gathers the next unit, and reduces the gradients of the last one, on streams of their own while a unit computes
 (Zhao et al., PyTorch FSDP, VLDB 2023, section 3.3). So a unit takes, in each direction, the longer of its compute and
 its communication. A recompute is free as far as it fills time that backward waits anyway. Where a unit has several
 stages, each has a part of the communication in proportion to its time. Not counted: the first gather and the last
 reduction of a step, which no compute hides, and latencies.
+
+On devices that aren't here the rate is the device's; of ranks that are here it is measured, by gathers of their own.
 
 Example: a unit of 1.7e9 bytes over 8 ranks with 370e9 bytes a second is gathered in 1.7e9 * 7/8 / 370e9 = 4.0 ms. If
 its forward computes for 3 ms, it takes 4.0 ms.
@@ -15,16 +17,22 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import statistics
+import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
 from ckptplan.core.device import Device
-from ckptplan.core.profile import Profile
+from ckptplan.core.profile import COLLECTIVES, Profile
 from ckptplan.core.stage import Stage
+from ckptplan.runtime.accelerator import synchronize
+from ckptplan.runtime.group import GroupCall
 from ckptplan.runtime.sharded import outermost, resharded_over, sizes_of, states
 
 
@@ -46,7 +54,50 @@ class _Unit:
         return self.gather_s * (calls if self.again_s else 1), self.again_s * calls + self.reduce_s
 
 
-def ring_s(nbytes: float, ranks: int, device: Device) -> float:
+@dataclass(frozen=True, slots=True)
+class Links:
+    """The rates of collectives between ranks that are here; fields as in `Device`."""
+
+    peer_bytes_per_s: float | None
+    name: str = "here"
+    machine_devices: int = 1 << 30
+    network_bytes_per_s: float | None = None
+
+
+MOST_GATHERED_BYTES = 64 << 20
+"""In a gather that is measured: from there on the rate changes little."""
+GATHERS = 5
+"""That are measured, of which the median counts."""
+
+
+def measured_links(model: nn.Module, call: GroupCall) -> Links | None:
+    """Return the rate of gathers between the ranks of a sharded model, the slowest rank's; None if it isn't sharded.
+
+    All ranks make this call together. It takes the memory of the largest unit's parameters, as training does.
+    """
+    groups = [group for state in states(model) for group in state._fsdp_param_groups]
+    if not groups:
+        return None
+    largest = max(groups, key=lambda group: sum(p._sharded_param_data.numel() for p in group.fsdp_params))
+    process_group = largest._all_gather_process_group
+    ranks = process_group.size()
+    numbers = sum(p._sharded_param_data.numel() for p in largest.fsdp_params)
+    shard = torch.zeros(max(min(numbers, MOST_GATHERED_BYTES // ranks // 4), 1), device=largest.device)
+    whole = torch.empty(shard.numel() * ranks, device=largest.device)
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before PyTorch 2.13
+    taken_s = []
+    call.exchange(None)  # none has failed
+    for _ in range(1 + GATHERS):
+        synchronize(largest.device)
+        begin = time.perf_counter()
+        gather(whole, shard, group=process_group)
+        synchronize(largest.device)
+        taken_s.append(time.perf_counter() - begin)
+    rate = whole.nbytes * (ranks - 1) / ranks / statistics.median(taken_s[1:])
+    return Links(min(call.exchange(rate)))
+
+
+def ring_s(nbytes: float, ranks: int, device: Device | Links) -> float:
     """Return the seconds of an all-gather or a reduce-scatter of `nbytes` in all, over a ring of `ranks` devices.
 
     Each device sends and receives (ranks - 1) / ranks of the bytes (Thakur et al., Optimization of Collective
@@ -55,7 +106,7 @@ def ring_s(nbytes: float, ranks: int, device: Device) -> float:
     return nbytes * (ranks - 1) / ranks / _rate(ranks, device)
 
 
-def _rate(ranks: int, device: Device) -> float:
+def _rate(ranks: int, device: Device | Links) -> float:
     """Return the bytes a second between devices of a machine, or between machines where that is less."""
     assert device.peer_bytes_per_s is not None
     if ranks > device.machine_devices and device.network_bytes_per_s is not None:
@@ -63,7 +114,7 @@ def _rate(ranks: int, device: Device) -> float:
     return device.peer_bytes_per_s
 
 
-def with_collectives(profile: Profile, model: nn.Module, device: Device) -> Profile:
+def with_collectives(profile: Profile, model: nn.Module, device: Device | Links) -> Profile:
     """Return the profile of a sharded model with the time of its collectives; the same one if it isn't sharded."""
     found = states(model)
     groups = [group for state in found for group in state._fsdp_param_groups]
@@ -95,7 +146,7 @@ def with_collectives(profile: Profile, model: nn.Module, device: Device) -> Prof
     )
     before, after = (sum(stage.forward_s + stage.backward_s for stage in some) for some in (profile.stages, stages))
     shown_s = after - before
-    note = f"collectives of {ranks} ranks take {total_s:.3g} s a step, of which compute hides all but {shown_s:.3g} s"
+    note = f"{COLLECTIVES} {ranks} ranks take {total_s:.3g} s a step, of which compute hides all but {shown_s:.3g} s"
     if left_s:
         note += f"; not counted are at most {left_s:.3g} s of units without a stage"
     return dataclasses.replace(profile, stages=stages, notes=(*profile.notes, note))
@@ -106,7 +157,7 @@ def _holds(module: str, stage: str) -> bool:
     return not module or stage == module or stage.startswith(f"{module}.")
 
 
-def _unit(state: Any, names: dict[nn.Module, str], device: Device, outer: Collection[Any]) -> _Unit:
+def _unit(state: Any, names: dict[nn.Module, str], device: Device | Links, outer: Collection[Any]) -> _Unit:
     gather_s = again_s = reduce_s = 0.0
     for group in state._fsdp_param_groups:
         policy, (ranks, replicas) = group.mp_policy, sizes_of(group)
