@@ -81,6 +81,7 @@ def _run(engine: str, ranks: int, way: str) -> Row:
         said = [line for line in lines if wanted in line]
         by = len({line.partition("]")[0] for line in said}) if way in PLANNING else len(said[:1])
         told = (said or lines or [""])[0].partition(": " if way in PLANNING else "ckptplan: ")[2]
+        told = told.replace(folder, "FOLDER")
         return Row(
             engine, ranks, way, took_s, done.returncode != 0, told[:200], wanted, by if wanted else 1,
             len(left) + len(list(Path(folder).iterdir())),
