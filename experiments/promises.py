@@ -905,7 +905,6 @@ PROMISES: tuple[Promise, ...] = (
             "test_sharded_ranks",
             "test_the_same_bits_within_the_budget",
             "test_a_plan_may_be_made_before_the_model_is_sharded",
-            "test_a_group_that_is_not_here",
             "test_after_a_restart_with_other_ranks_a_plan_is_made_again",
             "test_gradients_that_stay_whole_need_a_plan_with_them",
             "test_units_are_modules_with_parameters_of_their_own",

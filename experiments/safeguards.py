@@ -1633,7 +1633,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         30,
         "measured bytes above the prediction count",
         "corrected",
-        "over = max((measured.peak_bytes or 0) - timeline.peak_bytes, 0)",
+        "over = max((measured.peak_bytes or 0) - timeline.peak_bytes - plan.others_bytes, 0)",
         "over = 0",
         ("tests/planning/test_refine.py::test_measured_bytes_lead_to_a_leaner_plan_or_to_none",),
     ),

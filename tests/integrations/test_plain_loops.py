@@ -119,7 +119,7 @@ def accelerated(precision: str, **options: Any) -> tuple[list[float], nn.Module,
     return [loss for loss, _ in found], accelerator.unwrap_model(model), [peak for _, peak in found], handle
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("precision", ["bf16"])  # the experiment has "no" as well
 def test_a_loop_of_accelerate(precision: str) -> None:
     theirs, plain, plain_peaks, _ = accelerated(precision)
     ours, model, peaks, handle = accelerated(precision, budget="30%", time_limit_s=0.2, cache=False)

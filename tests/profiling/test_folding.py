@@ -254,7 +254,6 @@ SHARDED = ckptplan.FSDP(4, param_dtype="bfloat16", reduce_dtype="float32")
 CASES: dict[str, Case] = {
     "gpt2": Case(gpt2),
     "llama": Case(lambda: llama(menus=False)),
-    "bert": Case(lambda: bert(menus=False)),
     "t5": Case(lambda: t5(menus=False)),
     "vit": Case(vit),
     "hidden states": Case(lambda: gpt2(hidden=True, menus=False)),

@@ -175,7 +175,7 @@ def test_the_default_data_type_is_part_of_a_call(mode: FakeTensorMode) -> None:
     assert found == [torch.float64, torch.float32]
 
 
-@pytest.mark.parametrize("name", ["transformer", "recurrent", "complex_valued"])
+@pytest.mark.parametrize("name", ["recurrent", "complex_valued"])
 def test_a_traced_model_is_given_what_the_kernels_return(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     original = Layouts.run
     compared = []

@@ -443,10 +443,8 @@ def torch_and_values() -> float:
 OWN = np.random.default_rng(4)
 CHANCES: dict[str, Callable[[], float]] = {
     "python": random.random,
-    "numpy": np.random.rand,
     "numpy's new one": OWN.random,
     "torch": lambda: torch.rand(()).item(),
-    "a list": lambda: torch.rand(2).tolist()[0],
     "an array": lambda: float(torch.rand(2).numpy()[0]),
     "a size": lambda: float((torch.rand(1) < 0.4).nonzero().numel() == 0),
     "values besides": torch_and_values,

@@ -181,7 +181,7 @@ def test_plans_of_sharded_models(mesh: Any, where: str) -> None:
         return output.float().mean()
 
     model, inputs = sharded(mesh, where, POLICIES["bfloat16"]), build("transformer")[1]
-    for budget in ("0%", "30%"):
+    for budget in ("10%",):
         plan = ckptplan.solve(model, budget=budget, inputs=inputs, loss_fn=loss_fn, cache=False, time_limit_s=0.2)
         found = ckptplan.verify(model, plan, inputs, loss_fn, repeats=1)
         assert found.gradients_equal

@@ -56,7 +56,7 @@ def seconds_of(profile: Profile, budget_bytes: int, codes: Sequence[int], segmen
 @pytest.mark.parametrize("part", range(6))
 def test_never_above_the_optimum_of_small_chains(part: int) -> None:
     closed = 0
-    for seed in range(part, 180, 6):
+    for seed in range(part, 90, 6):
         rng, size = random.Random(seed), 1 + seed % 5
         profile = random_chain(seed, size, most_options=5 if size < 5 else 4)
         actions = rng.choice([ACTIONS, ACTIONS, ("keep", "recompute"), ("keep", "swap")])
@@ -72,7 +72,7 @@ def test_never_above_the_optimum_of_small_chains(part: int) -> None:
             assert found.complete
             assert profile.baseline_step_s <= found.bound_s <= best * ROUNDING, (seed, budget)
             closed += found.bound_s >= best * (1 - 1e-6)
-    assert closed > 10  # of about 80; the rest is what whole transfers of few stages cost
+    assert closed > 5  # of about 40; the rest is what whole transfers of few stages cost
 
 
 def test_never_above_any_plan_of_longer_chains() -> None:

@@ -576,7 +576,7 @@ def test_the_way_for_long_chains_is_sound_on_short_ones(monkeypatch: pytest.Monk
     monkeypatch.setattr(planner, "ROUNDS_AT_LAST", 20)  # where each search ends, long before its time limit
     optimal, near, count = 0, 0, 0
     # A few: a search takes 0.3 s, and experiments/exactness.py compares by the hundred.
-    for seed in range(5):
+    for seed in range(4):
         profile, rng = random_chain(seed, 3 + seed % 4, most_options=5), random.Random(seed)
         host = None if seed % 4 else 30
         combinations = brute_force.combinations(profile)
