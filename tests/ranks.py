@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import importlib
 import sys
 import tempfile
 import traceback
@@ -11,7 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
@@ -75,7 +75,7 @@ def ranks(count: int) -> Iterator[Ranks]:
 
 def _serve(rank: int, count: int, folder: str, pipe: Any, path: list[str]) -> None:
     sys.path[:] = path
-    torch.set_num_threads(1)
+    importlib.import_module("torch_setup")
     store = dist.FileStore(str(Path(folder) / "store"), count)
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=count, timeout=datetime.timedelta(seconds=TIMEOUT_S)

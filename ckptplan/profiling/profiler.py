@@ -36,7 +36,7 @@ from ckptplan.profiling.cache import find, folder, put
 from ckptplan.profiling.cache_key import key_of
 from ckptplan.profiling.installed import NoKeyError
 from ckptplan.profiling.target import Target, find_target
-from ckptplan.profiling.times.collectives import measured_links, with_collectives
+from ckptplan.profiling.times.collectives import with_collectives, with_measured_collectives
 from ckptplan.profiling.times.links import measure_costs, measure_links, sharing_note
 from ckptplan.profiling.times.overheads import measure_overheads
 from ckptplan.profiling.times.timing import Again, Times, time_stages
@@ -146,6 +146,25 @@ def profile_step(
     cache: bool = False,
 ) -> Profile:
     """`profile` of a given step; `notes` go into the profile."""
+    found = _found(training, target, optimizer, swap_dir, menus, notes, on_progress, cache)
+    call = present_call()
+    if call is None or target.spec is not None:
+        return found
+    # Also of a profile from the cache, which isn't of a group: all ranks measure together.
+    return with_measured_collectives(found, training.model, training.ddp, call)
+
+
+def _found(
+    training: TrainingStep,
+    target: Target,
+    optimizer: OptimizerLike | None,
+    swap_dir: str | Path | None,
+    menus: bool,
+    notes: Sequence[str],
+    on_progress: Report,
+    cache: bool,
+) -> Profile:
+    """The profile from the cache, or a new one, which goes there."""
 
     @contextlib.contextmanager
     def undone() -> Iterator[Callable[[], None]]:
@@ -303,7 +322,7 @@ def _profile(
     if is_accelerator(target.device) and swap_dir is not None:
         disk, shared = measure_links(target.device, block, swap_dir, "disk")
         notes = [*notes, *filter(None, [sharing_note("disk", disk, shared)])]
-    found = _with_times(
+    return _with_times(
         traced,
         times,
         launches,
@@ -314,9 +333,6 @@ def _profile(
         overheads=overheads,
         has_launches=is_accelerator(target.device),
     )
-    call = present_call()
-    links = None if call is None else measured_links(step.model, call)
-    return found if links is None else with_collectives(found, step.model, links)
 
 
 @in_own_context

@@ -15,8 +15,8 @@ from unittest import mock
 import pytest
 import test_lightning
 import test_transformers
-import torch
 import torch.distributed as dist
+import torch_setup  # noqa: F401
 from accelerate.state import AcceleratorState, DistributedType, PartialState
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.fsdp import FSDPModule
@@ -95,7 +95,6 @@ def in_lightning(folder: Path, *, sharded: bool) -> None:
 
 def main() -> None:
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
     test_transformers.STEPS = test_lightning.STEPS = 4
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -11,6 +11,7 @@ from typing import Any
 import test_lightning
 import test_transformers
 import test_trl
+import torch_setup  # noqa: F401
 from transformers import Trainer
 
 from ckptplan.integrations.lightning import ActivationPlanner

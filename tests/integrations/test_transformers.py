@@ -256,7 +256,7 @@ def test_the_sentence_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert "of the best possible" in planned
 
 
-@pytest.mark.parametrize("kind", [MeasuredTrainer, Twice])
+@pytest.mark.parametrize("kind", [Twice])
 def test_padding_that_comes_later(kind: type[Trainer], tmp_path: Path) -> None:
     """The first batches' masks have only ones, and are left out by the model; later ones have zeros."""
     lengths = ([24] * 8 + [24, 24, 24, 20]) * 8

@@ -123,6 +123,8 @@ def either_side() -> tuple[int, int, int]:
     ckptplan.apply(model, coming).remove()
     wrapped = DistributedDataParallel(model)
     there = ckptplan.solve(wrapped, inputs=x, **how)
+    communicating = [any(n.startswith("collectives of 2 ranks take") for n in p.notes) for p in (alone, there)]
+    assert communicating == [False, True]
     for plan in (coming, there):
         for each in (wrapped, model):
             ckptplan.apply(each, plan).remove()

@@ -445,7 +445,6 @@ CHANCES: dict[str, Callable[[], float]] = {
     "python": random.random,
     "numpy's new one": OWN.random,
     "torch": lambda: torch.rand(()).item(),
-    "an array": lambda: float(torch.rand(2).numpy()[0]),
     "a size": lambda: float((torch.rand(1) < 0.4).nonzero().numel() == 0),
     "values besides": torch_and_values,
 }

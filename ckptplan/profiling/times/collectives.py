@@ -1,5 +1,6 @@
-"""The time of a sharded model's collectives, beside the compute that hides them.
+"""The time of a sharded or replicated model's collectives, beside the compute that hides them.
 
+DDP reduces a bucket of gradients while backward makes the next (Li et al., PyTorch Distributed, VLDB 2020).
 FSDP2 gathers the next unit, and reduces the gradients of the last one, on streams of their own while a unit computes
 (Zhao et al., PyTorch FSDP, VLDB 2023, section 3.3). So a unit takes, in each direction, the longer of its compute and
 its communication. A recompute is free as far as it fills time that backward waits anyway. Where a unit has several
@@ -28,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ckptplan.core.ddp import DDP
 from ckptplan.core.device import Device
 from ckptplan.core.profile import COLLECTIVES, Profile
 from ckptplan.core.stage import Stage
@@ -70,28 +72,46 @@ GATHERS = 5
 """That are measured, of which the median counts."""
 
 
-def measured_links(model: nn.Module, call: GroupCall) -> Links | None:
-    """Return the rate of gathers between the ranks of a sharded model, the slowest rank's; None if it isn't sharded.
+def with_measured_collectives(profile: Profile, model: nn.Module, ddp: DDP | None, call: GroupCall) -> Profile:
+    """Return the profile of a model of ranks that are here, with the time of their collectives.
 
-    All ranks make this call together. It takes the memory of the largest unit's parameters, as training does.
+    All ranks make this call together. Gathers are measured, which takes the memory of the largest unit's parameters, as
+    training does, or of a bucket. Of a replicated model each stage reduces its gradients while the next ones run
+    backward, in steps that don't accumulate: others may leave that to a later one.
     """
     groups = [group for state in states(model) for group in state._fsdp_param_groups]
-    if not groups:
-        return None
-    largest = max(groups, key=lambda group: sum(p._sharded_param_data.numel() for p in group.fsdp_params))
-    process_group = largest._all_gather_process_group
-    ranks = process_group.size()
-    numbers = sum(p._sharded_param_data.numel() for p in largest.fsdp_params)
-    shard = torch.zeros(max(min(numbers, MOST_GATHERED_BYTES // ranks // 4), 1), device=largest.device)
-    whole = torch.empty(shard.numel() * ranks, device=largest.device)
+    if groups:
+        largest = max(groups, key=lambda group: sum(p._sharded_param_data.numel() for p in group.fsdp_params))
+        numbers = sum(p._sharded_param_data.numel() for p in largest.fsdp_params)
+        return with_collectives(profile, model, _measured(largest._all_gather_process_group, numbers, model, call))
+    if ddp is None or profile.fingerprint.accumulates or len(call.ranks) < dist.get_world_size():
+        return profile
+    most = min(int(ddp.bucket_cap_mb * 2**20) // 4, sum(p.numel() for p in model.parameters()))
+    numbers = most // len(call.ranks)
+    links = _measured(dist.group.WORLD, numbers, model, call)
+    modules = dict(model.named_modules())
+    counted: set[int] = set()
+    units = []
+    for name in dict.fromkeys(s.name.partition("#")[0] for s in profile.stages if not s.is_glue):
+        own = [p for p in modules[name].parameters() if p.requires_grad and id(p) not in counted]
+        counted.update(map(id, own))
+        units.append(_Unit((name,), 0.0, 0.0, 2 * ring_s(sum(p.nbytes for p in own), len(call.ranks), links)))
+    return _with_units(profile, units, len(call.ranks))
+
+
+def _measured(process_group: Any, numbers: int, model: nn.Module, call: GroupCall) -> Links:
+    """Return the rate of gathers, of which each rank gives so many numbers of four bytes; the slowest rank's."""
+    ranks, device = process_group.size(), next(model.parameters()).device
+    shard = torch.zeros(max(min(numbers, MOST_GATHERED_BYTES // ranks // 4), 1), device=device)
+    whole = torch.empty(shard.numel() * ranks, device=device)
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before PyTorch 2.13
     taken_s = []
     call.exchange(None)  # none has failed
     for _ in range(1 + GATHERS):
-        synchronize(largest.device)
+        synchronize(device)
         begin = time.perf_counter()
         gather(whole, shard, group=process_group)
-        synchronize(largest.device)
+        synchronize(device)
         taken_s.append(time.perf_counter() - begin)
     rate = whole.nbytes * (ranks - 1) / ranks / statistics.median(taken_s[1:])
     return Links(min(call.exchange(rate)))
@@ -128,7 +148,11 @@ def with_collectives(profile: Profile, model: nn.Module, device: Device | Links)
         note = f"collectives take no time here: device {device.name!r} has no {' and no '.join(missing)}"
         return dataclasses.replace(profile, notes=(*profile.notes, note))
     names, outer = {module: name for name, module in model.named_modules()}, outermost(model)
-    units = [_unit(state, names, device, outer) for state in found]
+    return _with_units(profile, [_unit(state, names, device, outer) for state in found], ranks)
+
+
+def _with_units(profile: Profile, units: Sequence[_Unit], ranks: int) -> Profile:
+    """Return the profile with the time of each unit's collectives."""
     own = {k: stage.name.partition("#")[0] for k, stage in enumerate(profile.stages) if not stage.is_glue}
     waits: dict[int, list[tuple[float, float]]] = {}
     total_s = left_s = 0.0
