@@ -2443,9 +2443,9 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         35,
         "ranks plan for the largest inputs of all",
-        "Together.widened",
-        "        return tiled_to(call, largest)",
-        "        return call",
+        "_widened",
+        "    return tiled_to(call, largest)",
+        "    return call",
         ("tests/parallel/test_group.py::test_one_plan_where_no_rank_has_the_largest_inputs",),
     ),
     Safeguard(

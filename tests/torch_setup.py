@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
+from ranks import Ranks, ranks
 
 from ckptplan.profiling.times import timing
 
@@ -11,6 +14,13 @@ from ckptplan.profiling.times import timing
 torch.set_num_threads(1)
 # No test needs exact times, and each profile would take so much longer.
 timing._LEAST_RUNS, timing._MORE_S = 1, 0.0
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    """A group of two processes."""
+    with ranks(2) as found:
+        yield found
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

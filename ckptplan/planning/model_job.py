@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, replace
@@ -160,19 +161,14 @@ class Together:
         self._require_one(self._call.exchange(fingerprint(TrainingStep(unwrapped(model)))))
         inputs = dict(training.inputs) if isinstance(training.inputs, Mapping) else training.inputs
         call: Call = ((inputs,), {})
-        given = [{t.path: t.shape for t in each} for each in self._call.exchange(input_tensors(*call))]
-        if _largest([(shapes, 0) for shapes in given]) is not None or encloses(training):
+        given = self._call.exchange(input_tensors(*call))
+        if _largest([({t.path: t.shape for t in each}, 0) for each in given]) is not None or encloses(training):
             return training
-        return replace(training, inputs=self.widened(call)[0][0])
+        return replace(training, inputs=_widened(call, given)[0][0])
 
     def widened(self, call: Call) -> Call:
         """Return the call of a model with its tensors repeated up to the largest of all ranks, by path."""
-        largest: dict[str, tuple[int, ...]] = {}
-        for tensors in self._call.exchange(input_tensors(*call)):
-            for t in tensors:
-                own = largest.get(t.path, t.shape)
-                largest[t.path] = tuple(map(max, own, t.shape)) if len(own) == len(t.shape) else own
-        return tiled_to(call, largest)
+        return _widened(call, self._call.exchange(input_tensors(*call)))
 
     def planned(self, job: Job, budget_bytes: int | None, solve: Callable[[int | None], Plan]) -> Plan:
         """Return the plan of all ranks: `solve(smallest budget)` of the rank whose step is the largest.
@@ -216,6 +212,15 @@ class Together:
                 found[0].require(other, ignore=("inputs",))
             except PlanMismatchError as error:
                 raise RankError(f"rank {name} has another step than rank {first}: {error}", rank=name) from None
+
+
+def _widened(call: Call, given: Sequence[Sequence[InputTensor]]) -> Call:
+    """Return a call with its tensors repeated up to the largest of those that ranks are given."""
+    largest: dict[str, tuple[int, ...]] = {}
+    for t in itertools.chain(*given):
+        own = largest.get(t.path, t.shape)
+        largest[t.path] = tuple(map(max, own, t.shape)) if len(own) == len(t.shape) else own
+    return tiled_to(call, largest)
 
 
 def encloses(training: Training) -> bool:

@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -53,12 +52,6 @@ def wrapped(rows: int = 64, fails: str = "", width: int = 64) -> tuple[Distribut
 
 
 HOW: dict[str, Any] = {"time_limit_s": 0.2, "cache": False}
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with ranks(2) as found:
-        yield found
 
 
 def one_plan(rows: int, budget_gb: float | None, host_gb: float | None, *actions: Any) -> ckptplan.Plan:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from measured_step import measured
-from ranks import Ranks, ranks
+from ranks import Ranks
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
@@ -87,12 +86,6 @@ def compared(name: str) -> dict[str, Any]:
         "sent_bytes": x.nbytes,
         "plain": plain_peak,
     }
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with ranks(2) as found:
-        yield found
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from measured_step import measured
-from ranks import Ranks, ranks
+from ranks import Ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -99,12 +98,6 @@ def compared(name: str) -> dict[str, Any]:
         found = train(wrapped, x, twice=twice)
         stats = handle.stats()
     return outcome(plan, found, plain, stats=stats, verified=verified, unchanged=unchanged)
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with ranks(2) as found:
-        yield found
 
 
 @pytest.mark.parametrize("name", OPTIONS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from measured_step import measured
-from ranks import Ranks, ranks
+from ranks import Ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -133,12 +132,6 @@ def compared(name: str) -> dict[str, Any]:
         stats = handle.stats()
     told = outcome(plan, found, plain, stats=stats, verified=verified, unchanged=unchanged)
     return {**told, "estimated": estimated.peak_bytes}
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with ranks(2) as found:
-        yield found
 
 
 @pytest.mark.parametrize("name", WAYS)

@@ -35,7 +35,7 @@ from ckptplan.core.profile import COLLECTIVES, Profile
 from ckptplan.core.stage import Stage
 from ckptplan.runtime.accelerator import synchronize
 from ckptplan.runtime.group import GroupCall
-from ckptplan.runtime.sharded import outermost, resharded_over, sizes_of, states
+from ckptplan.runtime.sharded import outermost, parameter_groups, resharded_over, sizes_of, states
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ def with_measured_collectives(profile: Profile, model: nn.Module, ddp: DDP | Non
     training does, or of a bucket. Of a replicated model each stage reduces its gradients while the next ones run
     backward, in steps that don't accumulate: others may leave that to a later one.
     """
-    groups = [group for state in states(model) for group in state._fsdp_param_groups]
+    groups = parameter_groups(model)
     if groups:
         largest = max(groups, key=lambda group: sum(p._sharded_param_data.numel() for p in group.fsdp_params))
         numbers = sum(p._sharded_param_data.numel() for p in largest.fsdp_params)
@@ -136,8 +136,7 @@ def _rate(ranks: int, device: Device | Links) -> float:
 
 def with_collectives(profile: Profile, model: nn.Module, device: Device | Links) -> Profile:
     """Return the profile of a sharded model with the time of its collectives; the same one if it isn't sharded."""
-    found = states(model)
-    groups = [group for state in found for group in state._fsdp_param_groups]
+    groups = parameter_groups(model)
     if not groups:
         return profile
     ranks = max(math.prod(sizes_of(group)) for group in groups)
@@ -148,7 +147,7 @@ def with_collectives(profile: Profile, model: nn.Module, device: Device | Links)
         note = f"collectives take no time here: device {device.name!r} has no {' and no '.join(missing)}"
         return dataclasses.replace(profile, notes=(*profile.notes, note))
     names, outer = {module: name for name, module in model.named_modules()}, outermost(model)
-    return _with_units(profile, [_unit(state, names, device, outer) for state in found], ranks)
+    return _with_units(profile, [_unit(state, names, device, outer) for state in states(model)], ranks)
 
 
 def _with_units(profile: Profile, units: Sequence[_Unit], ranks: int) -> Profile:
