@@ -112,10 +112,14 @@ def whole_gradients(groups: Sequence[Any]) -> list[torch.Tensor]:
     return [getattr(owner, name) for group in groups for p in group.fsdp_params for owner, name in unreduced(p)]
 
 
+def reduce_gradients(groups: Sequence[Any]) -> bool:
+    """Whether each micro-batch reduces the gradients of groups of parameters."""
+    return all(g.reduce_grads and g.all_reduce_grads and not hasattr(g, _WHOLE) for g in groups)
+
+
 def keep_whole_gradients(groups: Sequence[Any]) -> bool:
     """Whether micro-batches leave whole gradients of groups of parameters (NOTE, item 4)."""
-    reduced = (g.reduce_grads and g.all_reduce_grads and not hasattr(g, _WHOLE) for g in groups)
-    return not all(reduced) or bool(whole_gradients(groups))
+    return not reduce_gradients(groups) or bool(whole_gradients(groups))
 
 
 _WHOLE = "ckptplan_keeps_whole_gradients"

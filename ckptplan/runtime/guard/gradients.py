@@ -36,6 +36,7 @@ from ckptplan.runtime.sharded import (
     give_whole_gradients,
     keep_whole_gradients,
     parameter_groups,
+    reduce_gradients,
     whole_gradient_bytes,
     whole_gradients,
 )
@@ -171,7 +172,7 @@ class GradientGuard(Observer):
             self._groups = parameter_groups(self._model)
         found = [gradient for p in self._leaves if (gradient := p.grad) is not None]
         found += (whole := whole_gradients(self._groups))
-        leaves_whole = bool(self._groups) and keep_whole_gradients(self._groups)
+        leaves_whole = bool(whole) or not reduce_gradients(self._groups)
         if not found and not leaves_whole:
             return
         seen = [leaves_whole, *map(id, found)]
