@@ -406,7 +406,11 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def fake_shards(
-    model: nn.Module, fake: Callable[[torch.Tensor], torch.Tensor], mode: Any, *, accumulating: bool = False
+    model: nn.Module,
+    fake: Callable[[torch.Tensor], torch.Tensor],
+    making: contextlib.AbstractContextManager[None],
+    *,
+    accumulating: bool = False,
 ) -> Iterator[None]:
     """Inside, a sharded model has fake shards (NOTE, item 2); its tables of parameters aren't put back.
 
@@ -414,8 +418,8 @@ def fake_shards(
     ----------
     fake : callable
         Returns the fake twin of a tensor, always the same.
-    mode : FakeTensorMode
-        That of the twins.
+    making : context manager
+        Inside, tensors are made as the twins are.
     accumulating : bool
         Every parameter has a gradient, whether or not it has one in the model.
     """
@@ -424,7 +428,7 @@ def fake_shards(
         yield
         return
     with without_group(model):
-        with torch.no_grad(), mode:
+        with torch.no_grad(), making:
             whole = keep_whole_gradients(groups)
             for group in groups:
                 for p in group.fsdp_params:

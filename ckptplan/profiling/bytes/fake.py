@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ckptplan.core.errors import CkptPlanError
+from ckptplan.profiling.bytes.layouts import Layouts
 from ckptplan.profiling.bytes.operations import Operands, TensorSpec, op_key
 from ckptplan.profiling.target import ON_CPU, Target
 from ckptplan.profiling.values.answers import (
@@ -100,6 +101,19 @@ def _zeros(like: torch.Tensor) -> torch.Tensor:
 
 _NO_KERNEL = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 """Errors that say that an operation has no fake kernel for any operands."""
+
+
+class _Made(TorchDispatchMode):
+    """Runs operations of a FakeTensorMode, which is on as well, with the results' layouts where they are known."""
+
+    def __init__(self, mode: FakeTensorMode, layouts: Layouts) -> None:
+        super().__init__()
+        self._mode, self._layouts = mode, layouts
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind is not FakeTensor and is_traceable_wrapper_subclass_type(kind) for kind in types):
+            return NotImplemented
+        return self._layouts.run(self._mode, func, args, kwargs or {})
 
 
 class FakeWorld(TorchDispatchMode):
@@ -176,6 +190,12 @@ class FakeWorld(TorchDispatchMode):
                 twin.requires_grad_(tensor.requires_grad)
             self._elsewhere[tensor] = twin
         return twin
+
+    @contextlib.contextmanager
+    def making(self) -> Iterator[None]:
+        """Inside, tensors are made that aren't of the step: fake, of known layouts, and no operation is counted."""
+        with self.fake_mode, _Made(self.fake_mode, self._target.layouts):
+            yield
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Operands | None = None) -> Any:
         """Run one operation: for real on integers alone, otherwise fake, or with its result in the real run.
@@ -448,7 +468,7 @@ def fake_parameters(
                             with world.fake_mode:
                                 twin.grad = torch.empty_like(twin, requires_grad=False)
                     table[name] = twins[id(tensor)]  # type: ignore[assignment]
-        shards.enter_context(fake_shards(model, world.fake, world.fake_mode, accumulating=accumulating))
+        shards.enter_context(fake_shards(model, world.fake, world.making(), accumulating=accumulating))
         with beside(model, others) as found:  # drops fake tensors that a forward leaves
             yield found.generators
     finally:
