@@ -16,9 +16,9 @@ torch.set_num_threads(1)
 timing._LEAST_RUNS, timing._MORE_S = 1, 0.0
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def two() -> Iterator[Ranks]:
-    """A group of two processes."""
+    """A group of two processes, one for all tests: they take longer to start than most tests to run."""
     with ranks(2) as found:
         yield found
 

@@ -195,6 +195,11 @@ class Plan(Saved):
         return self.peak_bytes + self.others_bytes
 
     @property
+    def needed_reserved_bytes(self) -> int | None:
+        """What the allocator reserves with all forwards in flight; None: not known."""
+        return None if self.reserved_bytes is None else self.reserved_bytes + self.others_bytes
+
+    @property
     def expected_step_s(self) -> float:
         """Predicted time of the step, including a host that launches more slowly than the device computes."""
         return max(self.step_s, self.launch_s)

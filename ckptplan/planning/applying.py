@@ -323,7 +323,7 @@ def _arrived(model: nn.Module, plan: Plan, training: Training) -> Plan:
         held += added_bytes(step.model, step.ddp)
         needs = held + replayed_bytes(step, bound, target)
     needs += plan.others_bytes
-    allowed = max(plan.budget_bytes, plan.reserved_bytes or 0)
+    allowed = max(plan.budget_bytes, plan.needed_reserved_bytes or 0)
     has = target.capacity_bytes
     if needs > allowed or (has is not None and needs + target.context_bytes > has):
         raise PlanMismatchError(

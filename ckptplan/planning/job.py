@@ -160,8 +160,8 @@ class Job:
 
     def needs(self, plan: Plan) -> int:
         """Return the bytes of `plan` in its replay, others in flight included; 0 if there is no model to replay."""
-        if plan.reserved_bytes is not None:
-            return plan.reserved_bytes + plan.others_bytes
+        if plan.needed_reserved_bytes is not None:
+            return plan.needed_reserved_bytes
         return 0 if self.replayed is None else self.replayed(plan).reserved_bytes + plan.others_bytes
 
     def sound(self, plan: Plan) -> Plan:

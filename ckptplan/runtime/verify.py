@@ -311,7 +311,7 @@ def verify(
         budget_bytes=plan.budget_bytes,
         predicted_peak_bytes=plan.needed_bytes,
         predicted_allocated_bytes=None if plan.allocated_bytes is None else plan.allocated_bytes + plan.others_bytes,
-        predicted_reserved_bytes=None if plan.reserved_bytes is None else plan.reserved_bytes + plan.others_bytes,
+        predicted_reserved_bytes=plan.needed_reserved_bytes,
         measured=planned_peaks,
         plain=plain_peaks,
         predicted_step_s=plan.expected_step_s,

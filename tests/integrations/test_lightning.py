@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 def layers() -> nn.Sequential:
-    blocks = [[nn.Linear(32, 128), nn.GELU(), nn.Dropout(0.1), nn.Linear(128, 32)] for _ in range(3)]
+    blocks = [[nn.Linear(32, 128), nn.GELU(), nn.Dropout(0.1), nn.Linear(128, 32)] for _ in range(2)]
     return nn.Sequential(*(layer for block in blocks for layer in block), nn.BatchNorm1d(32), nn.Linear(32, 10))
 
 

@@ -121,6 +121,9 @@ def test_what_a_step_takes_with_all_in_flight() -> None:
     assert verified.measured.requested_bytes <= plan.budget_bytes
     assert "3 forwards in flight: one step takes" in str(plan)
     assert Plan.from_json(plan.to_json()) == plan
+    on_cuda = replace(plan, allocated_bytes=plan.peak_bytes, reserved_bytes=plan.peak_bytes)
+    with ckptplan.apply(model, on_cuda) as handle:
+        assert handle.stats().planned_reserved_bytes == plan.needed_bytes
 
 
 def test_more_than_planned_are_an_error() -> None:
