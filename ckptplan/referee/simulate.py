@@ -57,7 +57,8 @@ class Event:
 class StepBytes:
     """Bytes on the device in one program step: at its start, and at its worst moment.
 
-    With `sweep`, the run of `stage` in a segment's sweep, which is a part of the following backward step.
+    With `sweep`, the run of `stage` in a segment's sweep, which is a part of the following backward step. The step
+    lasts from `start_s`, waits for transfers included, to the next one's.
     """
 
     phase: Phase
@@ -65,6 +66,21 @@ class StepBytes:
     start_bytes: int
     peak_bytes: int
     sweep: bool = False
+    start_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Stay:
+    """A storage that is on the device at the start of the steps `first` to `last`, by their numbers in the timeline.
+
+    With `again`, it is the block that a segment's sweep made again. Every step starts with its base bytes and those of
+    the stays that include it.
+    """
+
+    storage: int
+    first: int
+    last: int
+    again: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +88,7 @@ class Timeline:
     """The result of a replay: peak, makespan, bytes per step and one event per interval of each lane.
 
     `runs` is the number of times that each stage's forward runs; a selective option's partial recompute counts as one.
-    `between_bytes` is what forward leaves for backward, the output included.
+    `stays` are those of all storages but in the update, the last step. `between_bytes` is what forward leaves for backward, the output included.
     """
 
     peak_bytes: int
@@ -85,6 +101,7 @@ class Timeline:
     steps: tuple[StepBytes, ...]
     events: tuple[Event, ...]
     runs: tuple[int, ...]
+    stays: tuple[Stay, ...]
 
     @property
     def forward_peak_bytes(self) -> int:
@@ -147,6 +164,7 @@ def replay(profile: Profile, choices: Sequence[Decision], segments: Sequence[Seg
         tuple(step.steps),
         tuple(step.clock.events),
         tuple(step.runs),
+        tuple(step.device.stays),
     )
 
 
@@ -164,13 +182,31 @@ class _Device:
         self._storages = storages
         self._holders: dict[Block, set[int]] = {}
         self._away: set[Block] = set()
+        self._since: dict[Block, int] = {}  # block on the device -> the first step that starts with it
         self.total = 0
+        self.steps = 0  # that have started
+        self.stays: list[Stay] = []
+
+    def _arrives(self, block: Block) -> None:
+        self.total += self._storages[block[0]].nbytes
+        self._since[block] = self.steps
+
+    def _leaves(self, block: Block) -> None:
+        self.total -= self._storages[block[0]].nbytes
+        first = self._since.pop(block)
+        if first < self.steps:
+            self.stays.append(Stay(block[0], first, self.steps - 1, block[1] > 0))
+
+    def end(self) -> None:
+        """Note the stays of what is still there."""
+        for block in list(self._since):
+            self._leaves(block)
 
     def hold(self, block: Block, holder: int) -> None:
         holders = self._holders.get(block)
         if holders is None:
             holders = self._holders[block] = set()
-            self.total += self._storages[block[0]].nbytes
+            self._arrives(block)
         holders.add(holder)
 
     def drop(self, block: Block, holder: int) -> None:
@@ -183,17 +219,17 @@ class _Device:
             if block in self._away:
                 self._away.remove(block)
             else:
-                self.total -= self._storages[block[0]].nbytes
+                self._leaves(block)
 
     def send_away(self, block: Block) -> None:
         if block in self._holders and block not in self._away:
             self._away.add(block)
-            self.total -= self._storages[block[0]].nbytes
+            self._leaves(block)
 
     def bring_back(self, block: Block) -> None:
         if block in self._away:
             self._away.remove(block)
-            self.total += self._storages[block[0]].nbytes
+            self._arrives(block)
 
 
 class _Clock:
@@ -294,9 +330,12 @@ class _Step:
             self.sweep_before[segment.last] = segment
             self._find_sweeps(segment.inner)
 
-    def _record(self, phase: Phase, stage: int, base_bytes: int, added_bytes: int, *, sweep: bool = False) -> None:
+    def _record(
+        self, phase: Phase, stage: int, base_bytes: int, added_bytes: int, start_s: float, *, sweep: bool = False
+    ) -> None:
         start = base_bytes + self.device.total
-        self.steps.append(StepBytes(phase, self.stages[stage].name, start, start + added_bytes, sweep))
+        self.steps.append(StepBytes(phase, self.stages[stage].name, start, start + added_bytes, sweep, start_s))
+        self.device.steps += 1
 
     def _take(self, stage: int, s: int, block: Block) -> None:
         """Let `stage` hold `block` of storage `s`, unless it holds one of `s` already."""
@@ -306,7 +345,7 @@ class _Step:
 
     def forward(self, k: int) -> None:
         name, option = self.stages[k].name, self.option[k]
-        self._record("forward", k, self.profile.base_forward_bytes[k], option.forward_bytes)
+        self._record("forward", k, self.profile.base_forward_bytes[k], option.forward_bytes, self.clock.now)
         self.clock.run("forward", name, self.stages[k].forward_s)
         for s in self.made[k]:
             self.device.hold((s, 0), _PROGRAM)
@@ -329,7 +368,7 @@ class _Step:
             self.device.drop((s, 0), _PROGRAM)
 
     def backward(self, k: int) -> None:
-        stage = self.stages[k]
+        stage, start_s = self.stages[k], self.clock.now
         for i in reversed(self.fetch_at[k]):
             self.done[i] = self.clock.fetch(self.stages[i].name, self.moved_bytes[i], self.ways[i])
             for s in self.moved[i]:
@@ -337,9 +376,9 @@ class _Step:
         for i in reversed(self.wait_at[k]):
             self.clock.wait(self.done[i], stage.name)
         if k in self.sweep_before:
-            self._sweep(self.sweep_before[k])
+            start_s = self._sweep(self.sweep_before[k], start_s)
         option = self.option[k]
-        self._record("backward", k, self.profile.base_backward_bytes[k], option.backward_bytes)
+        self._record("backward", k, self.profile.base_backward_bytes[k], option.backward_bytes, start_s)
         if option.recomputes:
             self.runs[k] += 1
             self.clock.run("recompute", stage.name, option.recompute_s)
@@ -347,8 +386,11 @@ class _Step:
         for block in self.held[k].values():
             self.device.drop(block, k)
 
-    def _sweep(self, segment: Segment) -> None:
-        """Run `segment` again up to its last stage, which is recomputed next (rules 6 and 7)."""
+    def _sweep(self, segment: Segment, start_s: float) -> float:
+        """Run `segment` again up to its last stage, which is recomputed next (rules 6 and 7).
+
+        `start_s` is when its first run starts, waits included; returned is when the last stage's recompute does.
+        """
         self.sweeps += 1
         number = self.sweeps
         inner = outermost(segment.inner)
@@ -360,8 +402,9 @@ class _Step:
         for k in runs:
             stage, again = self.stages[k], self._recompute(k)
             option = again if k in inner else stage.keep
-            self._record("backward", k, base_bytes, option.forward_bytes, sweep=True)
+            self._record("backward", k, base_bytes, option.forward_bytes, start_s, sweep=True)
             self.clock.run("recompute", stage.name, stage.forward_s + stage.rerun_overhead_s)
+            start_s = self.clock.now
             self.runs[k] += 1
             for s in self.made[k]:
                 if s in awaited_by:
@@ -376,6 +419,7 @@ class _Step:
         last = self._recompute(segment.last)
         self._arrive(segment.last, last.held, number, awaited_by)
         self.option[segment.last] = last
+        return start_s
 
     def _arrive(self, k: int, kept: Iterable[int], number: int, awaited_by: dict[int, int]) -> None:
         """Let stage `k`, which sweep `number` has run or is about to recompute, hold `kept`."""
@@ -392,5 +436,6 @@ class _Step:
         return option
 
     def update(self) -> None:
+        self.device.end()
         peak = self.profile.update_peak_bytes
-        self.steps.append(StepBytes("update", self.stages[0].name, peak, peak))
+        self.steps.append(StepBytes("update", self.stages[0].name, peak, peak, start_s=self.clock.now))

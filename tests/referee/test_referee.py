@@ -58,6 +58,10 @@ def test_keep_all() -> None:
     assert starts(timeline) == [100, 110, 120, 130, 149, 136, 123, 110, 90]
     assert peaks(timeline) == [112, 122, 132, 142, 154, 141, 128, 115, 90]
     assert (timeline.peak_bytes, timeline.peak_stage, timeline.peak_phase) == (154, "s3", "backward")
+    assert [step.start_s for step in timeline.steps] == [0, 1, 2, 3, 4, 6, 8, 10, 12]
+    assert sorted((stay.storage, stay.first, stay.last, stay.again) for stay in timeline.stays) == [
+        (0, 1, 7, False), (1, 2, 6, False), (2, 3, 5, False), (3, 4, 4, False),
+    ]  # fmt: skip
     assert (timeline.makespan_s, timeline.stall_s, timeline.host_bytes) == (12, 0, 0)
     assert timeline.runs == (1, 1, 1, 1)
 
@@ -569,6 +573,26 @@ def pinning_more(rng: random.Random, profile: Profile) -> Profile:
     return replace(profile, stages=tuple(stages), storages=tuple(storages))
 
 
+def steps_add_up(profile: Profile, timeline: Timeline) -> bool:
+    """Whether each step starts with its base bytes and the storages that are said to stay."""
+    stages = {stage.name: i for i, stage in enumerate(profile.stages)}
+    stays = [0] * len(timeline.steps)
+    for stay in timeline.stays:
+        for k in range(stay.first, stay.last + 1):
+            stays[k] += profile.storages[stay.storage].nbytes
+    base = 0
+    for k in reversed(range(len(timeline.steps) - 1)):
+        step = timeline.steps[k]
+        if step.phase == "forward":
+            base = profile.base_forward_bytes[stages[step.stage]]
+        elif not step.sweep:  # a sweep has the base bytes of the stage behind it
+            base = profile.base_backward_bytes[stages[step.stage]]
+        if step.start_bytes != base + stays[k]:
+            return False
+    begins = [step.start_s for step in timeline.steps]
+    return stays[-1] == 0 and begins == sorted(begins) and (begins[0], begins[-1]) == (0.0, timeline.makespan_s)
+
+
 @pytest.mark.parametrize("part", range(4))
 def test_agrees_with_core_on_random_plans(part: int) -> None:
     moving = nested = 0
@@ -580,6 +604,7 @@ def test_agrees_with_core_on_random_plans(part: int) -> None:
         r = residency(profile, options, segments)
         timeline = simulate(profile, tightest(options, r), segments)
         assert worst_bytes(timeline) == (r.forward_bytes, r.backward_bytes), seed
+        assert steps_add_up(profile, timeline), seed
         assert timeline.host_bytes == sum(r.moved_bytes)
         for i in range(len(options)):
             depth = sum(segment.depth(i) for segment in segments)
@@ -594,6 +619,7 @@ def test_agrees_with_core_on_random_plans(part: int) -> None:
         choices = found.decisions()
         timeline = simulate(profile, choices, segments)
         assert timeline.peak_bytes <= budget, seed
+        assert steps_add_up(profile, timeline), seed
         # 1e-9: the same seconds added in another order.
         assert timeline.makespan_s == pytest.approx(makespan(profile, choices, found.residency), rel=1e-9), seed
         assert isinstance(evaluate(profile, options, least - 1, segments), StepNeed)
