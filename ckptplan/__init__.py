@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         UnsupportedModelError,
     )
     from ckptplan.core.estimate import Estimate
+    from ckptplan.core.frontier import Frontier
     from ckptplan.core.fsdp import FSDP
     from ckptplan.core.plan import Decision, Plan
     from ckptplan.core.profile import Profile
@@ -51,6 +52,7 @@ __all__ = [
     "Decision",
     "Device",
     "Estimate",
+    "Frontier",
     "InfeasibleBudgetError",
     "InvalidInputError",
     "OutOfMemoryError",
@@ -80,6 +82,7 @@ _NAMES = {
     "api": "explain frontier solve",
     "core.allocator_settings": "AllocatorSettings",
     "core.ddp": "DDP",
+    "core.frontier": "Frontier",
     "core.fsdp": "FSDP",
     "core.device": "Device",
     "core.errors": "CheckError CkptPlanError InfeasibleBudgetError InvalidInputError OutOfMemoryError "

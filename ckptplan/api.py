@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from ckptplan.core.budget import Budget
 from ckptplan.core.errors import InfeasibleBudgetError, InvalidInputError, PlanMismatchError
+from ckptplan.core.frontier import Frontier
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.request import Limits, SearchKeywords, SolveKeywords, Training, require_known
@@ -175,7 +176,7 @@ def frontier(
     inputs: Any = None,
     swap_dir: str | Path | None = None,
     **options: Unpack[SolveKeywords],
-) -> tuple[Plan, ...]:
+) -> Frontier:
     """The plans along the time/memory trade-off, from the smallest peak to everything kept.
 
     Parameters
@@ -187,8 +188,9 @@ def frontier(
 
     Returns
     -------
-    tuple of Plan
-        By rising peak and falling step time, each with its proven bound; checked as `solve` checks its plans.
+    Frontier
+        A sequence of plans by rising peak and falling step time, each with its proven bound; checked as `solve` checks
+        its plans.
 
     Raises
     ------
@@ -222,13 +224,13 @@ def _checked(job: Job, plans: Iterable[Plan]) -> list[Plan]:
     return checked
 
 
-def _undominated(plans: list[Plan]) -> tuple[Plan, ...]:
+def _undominated(plans: list[Plan]) -> Frontier:
     """By rising need of memory, those that are faster than all that need less."""
     out: list[Plan] = []
     for plan in sorted(plans, key=lambda p: (p.reserved_bytes or p.peak_bytes, p.step_s)):
         if not out or plan.step_s < out[-1].step_s:
             out.append(plan)
-    return tuple(out)
+    return Frontier(tuple(out))
 
 
 def explain(profile: Profile, plan: Plan, **options: Unpack[SearchKeywords]) -> Explanation:
@@ -267,7 +269,10 @@ def explain(profile: Profile, plan: Plan, **options: Unpack[SearchKeywords]) -> 
         deadline=time.monotonic() + limits.time_limit_s,
     )
     found = bound.prices
-    worth = None if found is None else Worth(found.budget_s_per_byte * GIB, found.out_s, found.in_s)
+    worth = None
+    if found is not None:
+        steps = (tuple((prices * GIB).tolist()) for prices in (found.forward_s_per_byte, found.backward_s_per_byte))
+        worth = Worth(found.budget_s_per_byte * GIB, found.out_s, found.in_s, *steps)
     return explanation(profile, plan, worth=worth, actions=limits.actions)
 
 

@@ -1048,6 +1048,21 @@ PROMISES: tuple[Promise, ...] = (
     # Command line
     Promise(
         "Command line",
+        "The page of a plan draws what the referee says, asks for nothing, and runs nothing of a stranger's",
+        _in(
+            "test_page",
+            "test_categories_add_up_to_the_peaks",
+            "test_the_page_draws_what_the_referee_says",
+            "test_hover_click_and_zoom",
+            "test_the_frontier_has_a_slider",
+            "test_a_measured_step_is_drawn_over_the_predicted_one",
+            "test_a_strangers_profile_runs_nothing",
+            "test_files_in_the_page_are_the_plan_and_the_profile",
+            "test_a_thousand_stages_fit_in_a_megabyte",
+        ),
+    ),
+    Promise(
+        "Command line",
         "Every command has help and an example, and does what its function does",
         _in(
             "test_cli",

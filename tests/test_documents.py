@@ -87,7 +87,9 @@ def test_blocks_of_the_guide_run(
     out = capsys.readouterr().out
     for text in ("gradients bitwise equal", "on NVIDIA L4", "fits with a plan", "1 new plan", "12 training forwards"):
         assert text in out
-    assert {path.name for path in tmp_path.iterdir()} == {"profile.json", "plan.json", "estimate.json", "trace.json"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "profile.json", "plan.json", "plan.html", "estimate.json", "trace.json"
+    }  # fmt: skip
 
 
 @pytest.mark.planning

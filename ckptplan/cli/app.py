@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from ckptplan.cli import device, inspect, plan
+from ckptplan.cli import device, inspect, plan, report
 from ckptplan.cli.output import show_error, show_users_error
 from ckptplan.cli.subject import is_torch
 from ckptplan.core.errors import CkptPlanError
+from ckptplan.core.version import installed_version
 
 
 class _Group(TyperGroup):
@@ -52,11 +52,7 @@ app = typer.Typer(
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        try:
-            found = version("ckptplan")
-        except PackageNotFoundError:  # run from a source tree that isn't installed
-            found = "0+unknown"
-        typer.echo(f"ckptplan {found}")
+        typer.echo(f"ckptplan {installed_version()}")
         raise typer.Exit
 
 
@@ -93,6 +89,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "solve": plan.solve,
     "frontier": plan.frontier,
     "explain": plan.explain,
+    "report": report.report,
     "show": inspect.show,
     "simulate": inspect.simulate_command,
     "compare": plan.compare,

@@ -145,7 +145,13 @@ def frontier(
     gap: Gap = NO_LIMITS.gap,
     cache: Cached = True,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="FOLDER", help="Where to write the plans, one file each.")
+        Path | None,
+        typer.Option(
+            "-o",
+            "--output",
+            metavar="FOLDER",
+            help="Where to write the plans, one file each, and all as frontier.json.",
+        ),
     ] = None,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE.png", help="Draw slowdown over memory, with the proven bound.")
@@ -174,6 +180,9 @@ def frontier(
             output.mkdir(parents=True, exist_ok=True)
         for plan in plans:
             save_plan(plan, output / f"plan_{plan.budget_bytes}.json")
+        with writing("the frontier", output / "frontier.json"):
+            plans.save(output / "frontier.json")
+        typer.echo(f"written to {output / 'frontier.json'}, all of them, for ckptplan report --frontier")
 
 
 def explain(

@@ -15,6 +15,7 @@ _MADE_BY = {
     "ckptplan.profile": "ckptplan.profile",
     "ckptplan.plan": "ckptplan.solve",
     "ckptplan.device": "ckptplan calibrate",
+    "ckptplan.frontier": "ckptplan frontier",
     "ckptplan.estimate": "ckptplan estimate",
 }
 

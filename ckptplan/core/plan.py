@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ckptplan.core.checks import MOST_BYTES, check_fields, is_int, short_repr
 from ckptplan.core.errors import InvalidInputError, PlanMismatchError
 from ckptplan.core.files import Saved
+from ckptplan.core.late import late
 from ckptplan.core.link import Tier
 from ckptplan.core.option import ACTIONS, Action
 from ckptplan.core.profile import Fingerprint, Profile
 from ckptplan.core.segment import Segment
 from ckptplan.core.stage import InputTensor
 from ckptplan.core.units import format_bytes, format_seconds, format_table
+
+if TYPE_CHECKING:  # of higher layers
+    from ckptplan.core.trace import Trace
+    from ckptplan.report.page.render import Report
 
 Status = Literal["optimal", "feasible"]
 OPTIMAL_GAP = 1e-6
@@ -223,6 +228,48 @@ class Plan(Saved):
     def gap(self) -> float:
         """(step_s - lower_bound_s) / lower_bound_s."""
         return (self.step_s - self.lower_bound_s) / self.lower_bound_s if self.lower_bound_s else 0.0
+
+    def report(
+        self,
+        profile: Profile,
+        *,
+        frontier: Sequence[Plan] = (),
+        time_limit_s: float | None = None,
+        trace: Trace | None = None,
+        verification: object = None,
+        commands: Sequence[str] = (),
+    ) -> Report:
+        """A page with the step's memory over time, the decisions and why, to save or to show in a notebook.
+
+        Parameters
+        ----------
+        profile : Profile
+            The one that the plan was made from.
+        frontier : sequence of Plan, optional
+            Plans for other budgets, as `ckptplan.frontier` returns them.
+        time_limit_s : float, optional
+            Seconds to find them, where they aren't given; None: the report is made without.
+        trace : Trace, optional
+            A measured step (`ckptplan.trace`), which is drawn over the predicted one.
+        verification : Verification, optional
+            What `ckptplan.verify` found.
+        commands : sequence of str
+            How to make the plan again.
+
+        Returns
+        -------
+        Report
+            `report.save("plan.html")` writes it.
+
+        Raises
+        ------
+        PlanMismatchError
+            If the plan isn't one of this profile.
+        """
+        return late("reporting", "report_of_plan")(  # type: ignore[no-any-return]
+            profile, self, frontier=frontier, time_limit_s=time_limit_s, trace=trace, verification=verification,
+            commands=commands,
+        )  # fmt: skip
 
     def require_profile(self, profile: Profile) -> None:
         """Raise unless the plan was made for the profile.

@@ -112,6 +112,27 @@ class Trace:
         except OSError as error:
             raise InvalidInputError(f"the trace can't be written to {path}: {error}") from error
 
+    @classmethod
+    def load(cls, path: str | Path) -> Trace:
+        """Read a file that `save` wrote.
+
+        Raises
+        ------
+        InvalidInputError
+            If it is another file.
+        """
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+            steps = [_step_of(data["traceEvents"], pid) for pid in (1, 2)]
+            notes = tuple(note for note in data["otherData"]["notes"].split("; ") if note)
+        except OSError as error:
+            raise InvalidInputError(f"{path} can't be read: {error}") from error
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            raise InvalidInputError(f"{path} is not a trace that `ckptplan trace` wrote: {error!r}") from error
+        if steps[0] is None:
+            raise InvalidInputError(f"{path} is not a trace that `ckptplan trace` wrote: it has no measured step")
+        return cls(steps[0], steps[1], notes)
+
     def __str__(self) -> str:
         lines = []
         for name, step in self._steps:
@@ -123,6 +144,25 @@ class Trace:
                 f"{peak}; moved out {format_bytes(moved)}"
             )
         return "\n".join([*lines, *self.notes])
+
+
+def _step_of(events: list[dict[str, Any]], pid: int) -> DrawnStep | None:
+    """Return a step by the events of its process; None if there are none."""
+    own = [event for event in events if event["pid"] == pid]
+    if not own:
+        return None
+    shown = {text: lane for lane, text in _LANES.items()}
+    lanes = {e["tid"]: shown[e["args"]["name"]] for e in own if e["name"] == "thread_name"}
+    spans = tuple(
+        Span(
+            lanes[event["tid"]], event["cat"], str(event["args"]["stage"]), event["ts"] / 1e6,
+            (event["ts"] + event["dur"]) / 1e6, int(event["args"].get("bytes", 0)),
+        )
+        for event in own
+        if event["ph"] == "X"
+    )  # fmt: skip
+    memory = tuple((event["ts"] / 1e6, int(event["args"]["bytes"])) for event in own if event["ph"] == "C")
+    return DrawnStep(spans, memory, max((span.end_s for span in spans), default=0.0))
 
 
 def _events(pid: int, name: str, step: DrawnStep) -> list[dict[str, Any]]:

@@ -88,7 +88,8 @@ class Timeline:
     """The result of a replay: peak, makespan, bytes per step and one event per interval of each lane.
 
     `runs` is the number of times that each stage's forward runs; a selective option's partial recompute counts as one.
-    `stays` are those of all storages but in the update, the last step. `between_bytes` is what forward leaves for backward, the output included.
+    `stays` are those of all storages but in the update, the last step. `between_bytes` is what forward leaves for
+    backward, the output included.
     """
 
     peak_bytes: int

@@ -34,11 +34,15 @@ class Worth:
         Saved by one more GiB of budget.
     out_s, in_s : float
         Saved by doubling the bandwidth out and in.
+    forward_gib_s, backward_gib_s : tuple of float
+        Per stage, saved by one GiB less in its forward and its backward; they add up to `gib_s`.
     """
 
     gib_s: float
     out_s: float
     in_s: float
+    forward_gib_s: tuple[float, ...] = ()
+    backward_gib_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +93,28 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The option of one of `count` neighbours with the same one, and the best with less and with more memory."""
+    """The option of one of several neighbours with the same one, and the best with less and with more memory.
+
+    Attributes
+    ----------
+    stage : str
+        The one that was looked at, or both ends of a segment.
+    stages : tuple of int
+        All of them.
+    option : str
+    leaner, richer : Alternative or None
+    """
 
     stage: str
-    count: int
+    stages: tuple[int, ...]
     option: str
     leaner: Alternative | None
     richer: Alternative | None
+
+    @property
+    def count(self) -> int:
+        """Number of the neighbours."""
+        return len(self.stages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,14 +292,14 @@ def _stage_choice(
     def next_best(found: list[Alternative]) -> Alternative | None:
         return min(found, key=lambda a: (a.extra_s, a.missing_bytes), default=None)
 
-    return Choice(profile.stages[i].name, len(run), options[i].name, next_best(leaner), next_best(richer))
+    return Choice(profile.stages[i].name, tuple(run), options[i].name, next_best(leaner), next_best(richer))
 
 
 def _segment_choice(profile: Profile, plan: Plan, options: list[Option], segment: Segment) -> Choice:
     rest = tuple(s for s in plan.segments if s is not segment)
     apart = _alternative(profile, plan, "each by itself", options, rest)
     first, last = profile.stages[segment.first].name, profile.stages[segment.last].name
-    return Choice(f"{first} .. {last}", segment.last - segment.first + 1, "together", None, apart)
+    return Choice(f"{first} .. {last}", tuple(range(segment.first, segment.last + 1)), "together", None, apart)
 
 
 def _on_device(profile: Profile, option: Option) -> int:

@@ -13,6 +13,7 @@ from command_line import Run, assert_clean_error
 
 from ckptplan.baselines import rotor
 from ckptplan.core.estimate import CATEGORIES, Estimate, Phase, Tensors
+from ckptplan.core.frontier import Frontier
 from ckptplan.core.plan import KEEP, Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.units import GIB, format_bytes
@@ -291,8 +292,9 @@ def test_frontier_prints_saves_and_draws_its_plans(
     folder, picture = tmp_path / "plans", tmp_path / "frontier.png"
     result = run("frontier", profile_file, "--points", 4, "--time-limit", 4, "-o", folder, "--plot", picture)
     assert result.exit_code == 0, result.output
-    plans = sorted((Plan.load(path) for path in folder.iterdir()), key=lambda plan: plan.budget_bytes)
+    plans = sorted((Plan.load(path) for path in folder.glob("plan_*")), key=lambda plan: plan.budget_bytes)
     assert 2 <= len(plans) <= 4
+    assert list(Frontier.load(folder / "frontier.json")) == plans
     assert all(validate(chain, plan, plan.budget_bytes) == () for plan in plans)
     for plan in plans:
         assert format_bytes(plan.peak_bytes) in result.stdout

@@ -1,0 +1,230 @@
+"""The report of a plan: verdict, texts and what the page draws."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckptplan.core.option import ACTIONS
+from ckptplan.core.plan import Plan
+from ckptplan.core.profile import Profile
+from ckptplan.core.trace import Trace
+from ckptplan.core.units import format_bytes, format_seconds
+from ckptplan.referee import Timeline, simulate
+from ckptplan.report.explain import Explanation
+from ckptplan.report.page.render import Attached, Part, Report, View
+from ckptplan.report.page.step import Arc, arcs, step_data
+from ckptplan.report.tables import swapped
+
+_LETTERS = {"keep": "K", "swap": "S", "recompute": "R"}
+
+
+@dataclass(frozen=True, slots=True)
+class Rival:
+    """A plan by another planner, as a point beside the frontier."""
+
+    planner: str
+    peak_bytes: int
+    step_s: float
+
+
+def plan_report(
+    profile: Profile,
+    plan: Plan,
+    *,
+    explanation: Explanation | None = None,
+    frontier: Sequence[Plan] = (),
+    rivals: Sequence[Rival] = (),
+    trace: Trace | None = None,
+    verification: object = None,
+    commands: Sequence[str] = (),
+) -> Report:
+    """Return the report of `plan`, which was made for `profile`.
+
+    Parameters
+    ----------
+    profile : Profile
+    plan : Plan
+        Its `budget_bytes` may be below its peak: then the report says that it doesn't fit.
+    explanation : Explanation, optional
+        Prices and next choices of the stages.
+    frontier : sequence of Plan
+        Best plans for other budgets.
+    rivals : sequence of Rival
+        Points beside the frontier.
+    trace : Trace, optional
+        A measured step.
+    verification : Verification, optional
+        What `verify` found; it is printed.
+    commands : sequence of str
+        How to make the plan again.
+
+    Raises
+    ------
+    PlanMismatchError
+        If the plan was made for another profile.
+    """
+    timeline = simulate(profile, plan)
+    data = step_data(profile, plan, timeline, explanation, trace)
+    if frontier:
+        data["frontier"] = _frontier_data(plan, frontier, rivals)
+    verified = "" if verification is None else str(verification)
+    view = View(
+        title=_title(plan),
+        fits=_needs(plan) <= plan.budget_bytes,
+        answer=_answer(plan),
+        verdict=_verdict(plan, timeline),
+        facts=_facts(profile, plan),
+        commands=list(commands),
+        parts=[part for part in _parts(profile, plan, explanation, frontier, verified) if part.table or part.lines],
+        notes=plan.notes,
+    )
+    counts = Counter(choice.action for choice in plan.choices)
+    together = {i for segment in plan.segments for i in range(segment.first, segment.last + 1)}
+    shown = {
+        "stages": [
+            {
+                "name": name, "option": choice.option, "action": choice.action, "letter": _LETTERS[choice.action],
+                "together": i in together,
+            }
+            for i, (name, choice) in enumerate(zip(plan.stages, plan.choices, strict=True))
+        ],
+        "counts": [(action, _LETTERS[action], counts[action]) for action in ACTIONS],
+        "segments": len(plan.segments),
+        "has_frontier": bool(frontier),
+        "explanation": "" if explanation is None else str(explanation).partition("\n\n")[0],
+        "verification": verified,
+        "graph": _Graph.of(len(plan.stages), arcs(profile)),
+    }  # fmt: skip
+    attached = [
+        Attached("plan.json", "Save the plan", plan.to_json()),
+        Attached("profile.json", "Save the profile", profile.to_json()),
+    ]
+    return Report("step.html", view, data, attached, shown)
+
+
+def _needs(plan: Plan) -> int:
+    """The bytes that are held against the budget: on CUDA those that the allocator reserves."""
+    return plan.needed_bytes if plan.needed_reserved_bytes is None else plan.needed_reserved_bytes
+
+
+def _title(plan: Plan) -> str:
+    made = plan.fingerprint
+    where = f" on {made.device}" if made.device else ""
+    return f"{made.model.rpartition('.')[2] or f'A chain of {len(plan.stages)} stages'}{where}"
+
+
+def _answer(plan: Plan) -> str:
+    needs, budget = format_bytes(_needs(plan)), format_bytes(plan.budget_bytes)
+    if _needs(plan) <= plan.budget_bytes:
+        return f"Fits: {needs} of {budget}."
+    return f"Doesn't fit: {needs} needed, {budget} given."
+
+
+def _verdict(plan: Plan, timeline: Timeline) -> str:
+    where = f"The peak is in the {timeline.peak_phase} of {timeline.peak_stage}"
+    if timeline.peak_phase == "update":
+        where = "The peak is in the optimizer's update"
+    slower = (
+        f"a step takes {format_seconds(plan.expected_step_s)}, {max(plan.overhead, 0.0):.1%} more than with everything "
+        f"kept ({format_seconds(plan.expected_baseline_step_s)})"
+    )
+    if _needs(plan) > plan.budget_bytes or not plan.lower_bound_s:  # a bound is one of plans that fit
+        proven = "no bound is known"
+    elif plan.status == "optimal":
+        proven = f"no plan is faster, which is proven to {plan.gap:.2%}"
+    else:
+        proven = f"at most {plan.gap:.2%} above the fastest plan there can be"
+    useful = ""
+    if plan.least_peak_bytes is not None and plan.most_peak_bytes is not None:
+        least, most = format_bytes(plan.least_peak_bytes), format_bytes(plan.most_peak_bytes)
+        useful = f" Budgets from {least} (the smallest peak found) to {most} (everything kept) make a difference."
+    return f"{where}; {slower}; {proven}.{useful}"
+
+
+def _facts(profile: Profile, plan: Plan) -> list[tuple[str, str]]:
+    made = plan.fingerprint
+    link = profile.link
+    facts = [
+        ("model", made.model),
+        ("inputs", made.inputs),
+        ("parameters", made.parameters),
+        ("device", made.device),
+        ("torch", made.torch_version),
+        ("optimizer", made.optimizer),
+        ("several devices", made.parallel),
+        ("link", f"{link.out_bytes_per_s / 1e9:.1f} GB/s out, {link.in_bytes_per_s / 1e9:.1f} GB/s in"),
+        ("planner", f"{plan.planner}, over {plan.space}"),
+        ("swapped in a step", swapped(plan)),
+    ]
+    return [(name, value) for name, value in facts if value]
+
+
+def _parts(
+    profile: Profile, plan: Plan, explanation: Explanation | None, frontier: Sequence[Plan], verified: str
+) -> list[Part]:
+    """The sections of the Markdown."""
+    decisions = str(plan).partition("\n\n")[2]
+    explained = "" if explanation is None else str(explanation)
+    table = [("peak", "step", "over everything kept", "gap")] if frontier else []
+    table += [
+        (format_bytes(p.peak_bytes), format_seconds(p.step_s), f"{max(p.overhead, 0.0):.1%}", f"{p.gap:.2%}")
+        for p in frontier
+    ]
+    return [
+        Part("Decisions", decisions),
+        Part("Why", explained),
+        Part("Memory against time", table=table),
+        Part("Verified", verified),
+    ]
+
+
+def _frontier_data(plan: Plan, frontier: Sequence[Plan], rivals: Sequence[Rival]) -> dict[str, Any]:
+    plans = sorted(frontier, key=lambda p: p.peak_bytes)
+    fitting = [k for k, found in enumerate(plans) if found.peak_bytes <= plan.budget_bytes]
+    return {
+        "plans": [{"peak": p.peak_bytes, "s": p.step_s, "bound": p.lower_bound_s} for p in plans],
+        "others": [{"name": rival.planner, "peak": rival.peak_bytes, "s": rival.step_s} for rival in rivals],
+        "baseline": plan.baseline_step_s or 1.0,
+        "chosen": fitting[-1] if fitting else 0,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _Path:
+    d: str
+    width: float
+    skips: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    """Boxes in a row with arcs above them, in SVG's pixels; arcs of about the same bytes are one path."""
+
+    width: int
+    height: int
+    base: int
+    box: float
+    paths: tuple[_Path, ...]
+
+    @classmethod
+    def of(cls, count: int, found: Sequence[Arc]) -> _Graph:
+        gap = 22 if count <= 60 else 12
+        most = max((arc.nbytes for arc in found), default=1) or 1
+        span = max((arc.user - arc.maker for arc in found), default=1)
+        height = min(20 + 6 * span, 160)
+        parts: dict[tuple[float, bool], list[str]] = {}
+        for arc in found:
+            width = round(0.75 + 3 * arc.nbytes / most, 1)
+            left, right = (round(gap * (k + 0.5), 1) for k in (arc.maker, arc.user))
+            rise = round(min(2.0 * height * (arc.user - arc.maker) / span, 1.3 * (right - left)), 1)
+            d = f"M{left} {height}C{left} {height - rise} {right} {height - rise} {right} {height}"
+            parts.setdefault((width, arc.skips), []).append(d)
+        paths = tuple(_Path("".join(d), width, skips) for (width, skips), d in sorted(parts.items()))
+        return cls(gap * count, height + 18, height + 2, gap - 3, paths)
+
+    def left(self, stage: int) -> float:
+        """The left side of a stage's box."""
+        return (self.box + 3) * stage + 1.5

@@ -1,0 +1,169 @@
+"""Reports: the texts of a report and its data, rendered as HTML, Markdown or a figure."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from ckptplan.core.errors import InvalidInputError
+from ckptplan.core.version import installed_version
+
+_ASSETS = files("ckptplan.report.page") / "assets"
+_LIBRARY_VERSION = "1.6.32"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A section of a report that is only text.
+
+    Attributes
+    ----------
+    heading : str
+    lines : str
+        Preformatted text.
+    table : sequence of sequence of str
+        Rows, the first one of headers; empty: none.
+    """
+
+    heading: str
+    lines: str = ""
+    table: Sequence[Sequence[str]] = ()
+
+
+@dataclass(frozen=True)
+class View:
+    """The texts of a report, common to all kinds."""
+
+    title: str
+    fits: bool
+    answer: str
+    verdict: str
+    facts: Sequence[tuple[str, str]]
+    commands: Sequence[str]
+    parts: Sequence[Part]
+    notes: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Attached:
+    """A file inside of the page, which a button saves."""
+
+    name: str
+    label: str
+    content: str
+
+
+@dataclass(frozen=True, eq=False)
+class Report:
+    """A report that can be saved or shown in a notebook.
+
+    Attributes
+    ----------
+    template : str
+        Name of the HTML template among the assets.
+    view : View
+        Its texts; what else the template shows is in `shown`.
+    data : mapping
+        What the charts draw, as plain JSON.
+    attached : sequence of Attached
+    """
+
+    template: str
+    view: View
+    data: dict[str, Any]
+    attached: Sequence[Attached] = ()
+    shown: dict[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def html(self) -> str:
+        """The page: one file that loads nothing, with its data inside."""
+        return _environment().get_template(self.template).render(
+            view=self.view, title=f"{self.view.title}: {self.view.answer}", heading=self.view.title,
+            data=_packed(json.dumps(self.data, separators=(",", ":"))), scripts=_scripts(),
+            files=[
+                {"id": f"file-{k}", "name": file.name, "label": file.label, "text": _packed(file.content)}
+                for k, file in enumerate(self.attached)
+            ],
+            version=installed_version(), css=_asset("page.css"), library_css=_asset("uPlot.min.css"),
+            library_version=_LIBRARY_VERSION, **self.shown,
+        )  # fmt: skip
+
+    @cached_property
+    def markdown(self) -> str:
+        """The texts as Markdown, for a pull request."""
+        view = self.view
+        lines = [f"## {_escaped(view.title)}", "", f"**{_escaped(view.answer)}** {_escaped(view.verdict)}", ""]
+        lines += [f"> {_escaped(note)}" for note in view.notes]
+        for part in view.parts:
+            lines += ["", f"### {_escaped(part.heading)}", ""]
+            if part.table:
+                head, *rows = part.table
+                lines += [_row(head), _row(["---", *["---:"] * (len(head) - 1)]), *map(_row, rows)]
+            if part.lines:
+                lines += ["```text", part.lines.replace("```", "'''"), "```"]
+        lines += ["", "### Reproduce", ""]
+        lines += [f"- {_escaped(name)}: {_escaped(value)}" for name, value in view.facts]
+        lines += ["", "```text", *(command.replace("```", "'''") for command in view.commands), "```"]
+        return "\n".join(lines) + "\n"
+
+    def save(self, path: str | Path) -> None:
+        """Write the report; the suffix says how: .html or .md.
+
+        Raises
+        ------
+        InvalidInputError
+            If the suffix is another, or the file can't be written.
+        """
+        path = Path(path)
+        kinds = {".html": "html", ".htm": "html", ".md": "markdown"}
+        kind = kinds.get(path.suffix.lower())
+        if kind is None:
+            raise InvalidInputError(f"a report can't be written to {path}: its name must end in {', '.join(kinds)}")
+        try:
+            path.write_text(getattr(self, kind), encoding="utf-8")
+        except OSError as error:
+            raise InvalidInputError(f"the report can't be written to {path}: {error}") from error
+
+
+def _packed(text: str) -> str:
+    """`text`, compressed, in base 64, of which no character means anything in HTML."""
+    return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
+
+
+def _asset(name: str) -> str:
+    return (_ASSETS / name).read_text(encoding="utf-8")
+
+
+def _scripts() -> list[dict[str, str]]:
+    """The page's scripts, the library with its licence first, with the hashes that its policy allows alone."""
+    texts = (f"/*\n{_asset('uPlot.LICENSE')}\n*/\n{_asset('uPlot.iife.min.js')}", _asset("page.js"))
+    hashes = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts)
+    return [{"text": text, "hash": f"sha256-{found}"} for text, found in zip(texts, hashes, strict=True)]
+
+
+def _environment() -> jinja2.Environment:
+    """Templates among the assets. Everything is escaped but the assets themselves and packed data."""
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, loader=jinja2.FunctionLoader(_asset)
+    )
+    return environment
+
+
+def _escaped(text: str) -> str:
+    """`text` with the characters that mean something in Markdown or HTML escaped, in one line."""
+    return re.sub(r"([\\`*_{}\[\]<>#|~])", r"\\\1", " ".join(text.split()))
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cell if set(cell) <= set('-:') else _escaped(cell) for cell in cells)} |"

@@ -1,0 +1,160 @@
+"""What the page shows of one planned step: bytes, lanes, stages with their decisions, and the model's graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckptplan.core.option import ACTIONS
+from ckptplan.core.plan import Decision, Plan
+from ckptplan.core.profile import Profile
+from ckptplan.core.trace import Trace
+from ckptplan.core.units import format_bytes, format_seconds
+from ckptplan.referee import Timeline
+from ckptplan.report.explain import Alternative, Explanation
+from ckptplan.report.page.waterline import CATEGORIES, waterline, widths
+
+LANES = ("compute", "out", "in")
+WHATS = ("forward", "recompute", "backward", "wait", "out", "in")
+PHASES = ("forward", "backward", "update")
+_ROUNDED = 9  # digits after the point of seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Arc:
+    """Bytes that stage `maker` makes and `user`, a later one, needs; `skips` if others lie between."""
+
+    maker: int
+    user: int
+    nbytes: int
+    skips: bool
+
+
+def step_data(
+    profile: Profile, plan: Plan, timeline: Timeline, explanation: Explanation | None, trace: Trace | None
+) -> dict[str, Any]:
+    """Return the data of the waterline, the lanes and the stages, as plain lists for JSON.
+
+    Storages on the device are lists by column, of which `first`, `last` are numbers of steps.
+    """
+    line = waterline(profile, plan, timeline)
+    stages = {stage.name: i for i, stage in enumerate(profile.stages)}
+    events = [event for event in timeline.events if event.end_s > event.start_s]
+    shown = {stay.storage for stay in line.stays}
+    data: dict[str, Any] = {
+        "budget": plan.budget_bytes,
+        "categories": CATEGORIES,
+        "stacked": line.stacked.tolist(),
+        "steps": {
+            "start": [round(begin, _ROUNDED) for begin, _ in widths(timeline)],
+            "end": round(widths(timeline)[-1][1], _ROUNDED),
+            "phase": [PHASES.index(step.phase) for step in timeline.steps],
+            "stage": [stages[step.stage] for step in timeline.steps],
+            "again": [int(step.sweep) for step in timeline.steps],
+        },
+        "stays": {
+            "storage": [stay.storage for stay in line.stays],
+            "first": [stay.first for stay in line.stays],
+            "last": [stay.last for stay in line.stays],
+            "category": line.of,
+        },
+        "storages": {s: [storage.name, storage.nbytes] for s, storage in enumerate(profile.storages) if s in shown},
+        "events": {
+            "lane": [LANES.index(event.lane) for event in events],
+            "what": [WHATS.index(event.what) for event in events],
+            "stage": [stages[event.stage] for event in events],
+            "start": [round(event.start_s, _ROUNDED) for event in events],
+            "end": [round(event.end_s, _ROUNDED) for event in events],
+        },
+        "stages": _stages(profile, plan, explanation),
+        "phases": PHASES,
+        "lanes": LANES,
+        "whats": WHATS,
+    }
+    if trace is not None and trace.measured.memory:
+        seconds, nbytes = zip(*trace.measured.memory, strict=True)
+        data["measured"] = {"s": [round(s, _ROUNDED) for s in seconds], "bytes": nbytes}
+    return data
+
+
+def _stages(profile: Profile, plan: Plan, explanation: Explanation | None) -> list[dict[str, Any]]:
+    """Name, decision and reasons of each stage."""
+    names = [stage.name for stage in profile.stages]
+    out: list[dict[str, Any]] = []
+    for stage, choice in zip(profile.stages, plan.choices, strict=True):
+        option = stage.option(choice.option)
+        moved = [profile.storages[option.saved[p]].nbytes for p in choice.moves]
+        held = sum(profile.storages[s].nbytes for s in option.held) - sum(moved)
+        facts = [
+            f"forward {format_seconds(stage.forward_s)}, backward {format_seconds(stage.backward_s)}",
+            f"holds {format_bytes(held)} on the device until its backward",
+        ]
+        if choice.moves:
+            facts.append(_moves(choice, sum(moved), names))
+        if option.recomputes:
+            facts.append(f"its backward runs its forward again: {format_seconds(option.recompute_s)}")
+        out.append({"name": stage.name, "action": ACTIONS.index(choice.action), "option": option.name, "facts": facts})
+    for number, segment in enumerate(plan.segments):
+        for i in range(segment.first, segment.last + 1):
+            out[i]["segment"] = number
+            out[i]["facts"].append(f"recomputed together: {names[segment.first]} .. {names[segment.last]}")
+    if explanation is not None:
+        _add_reasons(out, explanation)
+    return out
+
+
+def _moves(choice: Decision, nbytes: int, names: Sequence[str]) -> str:
+    assert choice.release is not None
+    assert choice.prefetch is not None
+    where = "disk" if choice.tier == "disk" else "host"
+    return (
+        f"moves {format_bytes(nbytes)} to the {where}: gone after the forward of {names[choice.release]}, back before "
+        f"the backward of {names[choice.prefetch]}"
+    )
+
+
+def _add_reasons(stages: list[dict[str, Any]], explanation: Explanation) -> None:
+    """Add the price of memory in each stage's steps, and its next choices."""
+    worth = explanation.worth
+    for i, stage in enumerate(stages):
+        if worth is not None and worth.forward_gib_s:
+            prices = (worth.forward_gib_s[i], worth.backward_gib_s[i])
+            told = [
+                f"{format_seconds(price)} per GiB in its {phase}"
+                for phase, price in zip(PHASES, prices, strict=False)
+                if price > 0
+            ]
+            free = "memory costs nothing in its steps: other steps are tighter"
+            stage["price"] = f"memory there costs {' and '.join(told)}" if told else free
+    for choice in explanation.choices:
+        for i in choice.stages:
+            if choice.leaner is not None:
+                stages[i]["leaner"] = _told(choice.leaner)
+            if choice.richer is not None:
+                stages[i]["richer"] = _told(choice.richer)
+            if choice.count > 1:
+                stages[i]["like"] = f"as for {choice.stage}, one of {choice.count} alike"
+
+
+def _told(found: Alternative) -> str:
+    change = "as fast" if abs(found.extra_s) < 1e-9 else f"{format_seconds(abs(found.extra_s))} "
+    if abs(found.extra_s) >= 1e-9:
+        change += "slower" if found.extra_s > 0 else "faster"
+    missing = f", but {format_bytes(found.missing_bytes)} don't fit" if found.missing_bytes else ", and fits"
+    return f"{found.option}: {change}{missing}"
+
+
+def arcs(profile: Profile) -> tuple[Arc, ...]:
+    """Return who needs what whose output, by the profile's graph; what a stage keeps for itself is left out."""
+    graph = profile.graph()
+    found: dict[tuple[int, int], Arc] = {}
+    stages = [("stage", i) for i in range(len(profile.stages))]
+    for (_, maker), storage in graph.out_edges(stages):
+        for (_, user), edge in graph[storage].items():
+            if user == maker:
+                continue
+            before = found.get((maker, user), Arc(maker, user, 0, False))
+            nbytes = before.nbytes + graph.nodes[storage]["nbytes"]
+            found[maker, user] = Arc(maker, user, nbytes, before.skips or edge["passes"] > 0)
+    return tuple(found.values())

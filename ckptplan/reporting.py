@@ -1,0 +1,63 @@
+"""Reports of plans and estimates: what `report` methods and the command line show, with what has to be worked out."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ckptplan.api import explain
+from ckptplan.api import frontier as frontier_of
+from ckptplan.baselines import BASELINES
+from ckptplan.core.errors import InfeasibleBudgetError
+from ckptplan.core.plan import Plan
+from ckptplan.core.profile import Profile
+from ckptplan.core.trace import Trace
+from ckptplan.report.page.planned import Rival, plan_report
+from ckptplan.report.page.render import Report
+
+if TYPE_CHECKING:  # it imports torch
+    from ckptplan.runtime.verify import Verification
+
+RIVALS = {"greedy (PoocH)": "pooch", "uniform": "uniform", "checkpoint every block": "recompute_all"}
+"""Planners whose plans are points beside a frontier: by greed, the uniform rule, and a framework's own switch."""
+PRICES_S = 2.0
+"""Seconds for the prices of memory."""
+
+
+def report_of_plan(
+    profile: Profile,
+    plan: Plan,
+    *,
+    frontier: Sequence[Plan] = (),
+    time_limit_s: float | None = None,
+    trace: Trace | None = None,
+    verification: Verification | None = None,
+    commands: Sequence[str] = (),
+) -> Report:
+    """See `Plan.report`."""
+    plan.require_profile(profile)
+    if not frontier and time_limit_s is not None:
+        frontier = frontier_of(profile, time_limit_s=time_limit_s)
+    fits = plan.needed_bytes <= plan.budget_bytes  # no plan has prices within a budget that none fits
+    return plan_report(
+        profile,
+        plan,
+        explanation=explain(profile, plan, time_limit_s=PRICES_S) if fits else None,
+        frontier=frontier,
+        rivals=_rivals(profile, frontier),
+        trace=trace,
+        verification=verification,
+        commands=commands,
+    )
+
+
+def _rivals(profile: Profile, frontier: Sequence[Plan]) -> list[Rival]:
+    """The plans of other planners within the peaks of a frontier."""
+    found: dict[tuple[str, int, float], Rival] = {}
+    for budget in sorted({plan.peak_bytes for plan in frontier}):
+        for name, planner in RIVALS.items():
+            with contextlib.suppress(InfeasibleBudgetError):
+                plan = BASELINES[planner](profile, budget)
+                found.setdefault((name, plan.peak_bytes, plan.step_s), Rival(name, plan.peak_bytes, plan.step_s))
+    return list(found.values())

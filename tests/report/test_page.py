@@ -1,0 +1,301 @@
+"""The page of a plan, in a browser: it draws what the referee says, and answers to mouse and keyboard."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import Run
+from made_plans import plan_of, scheduled
+from random_chains import random_chain, random_options, random_segments
+
+import ckptplan
+from ckptplan.core.errors import InvalidInputError
+from ckptplan.core.frontier import Frontier
+from ckptplan.core.plan import Plan
+from ckptplan.core.profile import Profile
+from ckptplan.core.trace import DrawnStep, Span, Trace
+from ckptplan.report.page.planned import plan_report
+from ckptplan.report.page.render import Report
+from ckptplan.report.page.waterline import CATEGORIES, waterline
+
+pytestmark = pytest.mark.planning
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+HOSTILE = '</script><script>window.hacked = 1</script><img src=x onerror="window.hacked = 2">'
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    if CHROMIUM is None:
+        pytest.skip("needs Chromium: apt-get install chromium")
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
+    with playwright.sync_playwright() as running:
+        started = running.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield started
+        started.close()
+
+
+@pytest.fixture
+def opened(browser: Any, tmp_path: Path) -> Iterator[Any]:
+    """Opens a report; at the end, nothing was asked of a network, and nothing complained."""
+    told: list[str] = []
+    context = browser.new_context(viewport={"width": 1000, "height": 800})
+    page = context.new_page()
+    page.on("console", lambda message: told.append(message.text))
+    page.on("pageerror", lambda error: told.append(str(error)))
+    page.on("request", lambda request: told.append(request.url))
+
+    def opens(report: Report) -> Any:
+        file = tmp_path / "report.html"
+        report.save(file)
+        page.goto(file.as_uri())
+        page.wait_for_selector("html[data-drawn=yes]", timeout=20_000)
+        told.remove(file.as_uri())
+        return page
+
+    yield opens
+    context.close()
+    assert told == []
+
+
+def chain(n: int = 12) -> Profile:
+    link = {"out_bytes_per_s": 3e8, "in_bytes_per_s": 3e8}
+    return Profile.from_chain([0.01] * n, [0.02] * n, [1 << 20] * n, [8 << 20] * n, input_bytes=1 << 20, **link)
+
+
+def solved(profile: Profile, share: str = "40%", **options: Any) -> Plan:
+    return ckptplan.solve(profile, budget=share, time_limit_s=2, **options)
+
+
+def at_random(seed: int) -> tuple[Profile, Plan]:
+    """A random chain, and a plan with swaps and with segments that are recomputed together."""
+    rng = random.Random(seed)
+    profile = random_chain(seed, rng.randint(1, 10))
+    segments = random_segments(rng, profile, share=rng.random())
+    return profile, scheduled(profile, random_options(rng, profile, segments), segments, rng.random())
+
+
+def with_all() -> tuple[Profile, Plan]:
+    """The first of these that swaps and has a segment that makes something again."""
+    for seed in range(1000):
+        profile, plan = at_random(seed)
+        if plan.segments and plan.host_bytes and any(stay.again for stay in ckptplan.simulate(profile, plan).stays):
+            return profile, plan
+    raise AssertionError
+
+
+def drawn(page: Any, name: str) -> list[list[float | None]]:
+    return page.evaluate(f"report.charts.{name}.data.map((column) => [...column])")  # type: ignore[no-any-return]
+
+
+def test_categories_add_up_to_the_peaks() -> None:
+    seen = [0] * len(CATEGORIES)
+    for seed in range(300):
+        profile, plan = at_random(seed)
+        if seed % 2:
+            plan = replace(plan, in_flight=3, others_bytes=20)
+        timeline = ckptplan.simulate(profile, plan)
+        found = waterline(profile, plan, timeline).stacked
+        others = [plan.others_bytes] * (len(timeline.steps) - 1) + [0]
+        assert found.sum(axis=0).tolist() == [s.peak_bytes + n for s, n in zip(timeline.steps, others, strict=True)]
+        assert (found >= 0).all()
+        seen = [a + b for a, b in zip(seen, found.sum(axis=1).tolist(), strict=True)]
+    assert all(seen)
+
+
+def test_the_page_draws_what_the_referee_says(opened: Any) -> None:
+    profile, plan = with_all()
+    page = opened(plan.report(profile))
+    timeline = ckptplan.simulate(profile, plan)
+    x, *columns = drawn(page, "waterline")
+    assert x[:-1] == pytest.approx([step.start_s for step in timeline.steps], abs=1e-8)
+    peaks = [step.peak_bytes for step in timeline.steps]
+    assert columns[0] == [*peaks, peaks[-1]]  # the topmost; each hides those below but for what it adds
+    assert columns[-1] == [plan.budget_bytes] * len(x)
+    labels = page.evaluate("report.charts.waterline.series.slice(1).map((s) => s.label)")
+    stacked = waterline(profile, plan, timeline).stacked
+    for k, label in enumerate(labels[:-1]):
+        below = columns[k + 1] if k + 2 < len(labels) else [0] * len(x)
+        added = [a - b for a, b in zip(columns[k], below, strict=True)][:-1]
+        assert added == stacked[CATEGORIES.index(label)].tolist(), label
+    # And on the canvas: the top of the highest step is at its bytes.
+    highest = peaks.index(max(peaks))
+    pixel = """(k) => { const u = report.charts.waterline, at = (x, y) => u.ctx.getImageData(x, y - 3, 1, 7).data;
+        const middle = (u.data[0][k] + u.data[0][k + 1]) / 2, x = u.valToPos(middle, "x", true);
+        const found = [...at(x, u.valToPos(u.data[1][k], "y", true))]; return [found.slice(0, 4), found.slice(-4)]; }"""
+    over, under = page.evaluate(pixel, highest)
+    assert over != under
+    assert under[3] == 255
+    lanes = drawn(page, "lanes")
+    for column in lanes[1:]:
+        assert any(value is not None for value in column)
+
+
+@pytest.mark.usefixtures("short_search")
+def test_hover_click_and_zoom(opened: Any) -> None:
+    profile = chain()
+    plan = solved(profile)
+    page = opened(plan.report(profile))
+    timeline = ckptplan.simulate(profile, plan)
+    over = page.locator("#waterline .u-over")
+    over.scroll_into_view_if_needed()
+    box = over.bounding_box()
+    for k in (3, len(timeline.steps) - 5):
+        step, then = timeline.steps[k], timeline.steps[k + 1]
+        share = (step.start_s + 0.3 * (then.start_s - step.start_s)) / (1.02 * timeline.makespan_s)
+        over.hover(position={"x": share * box["width"], "y": 50})
+        text = page.locator("#moment").inner_text()
+        assert text.startswith(f"{step.phase} of {step.stage}: {step.peak_bytes / 2**20:.2f} MiB of ")
+        assert "s0.inner" in text or k != 3
+        over.click(position={"x": share * box["width"], "y": 50})
+        assert page.locator("#why strong").inner_text() == step.stage
+        assert page.locator("#strip [aria-selected=true]").get_attribute("title").startswith(f"{step.stage}: ")
+    swapping = next(i for i, choice in enumerate(plan.choices) if choice.action == "swap")
+    page.locator("#strip button").nth(swapping).click()
+    text = page.locator("#why").inner_text()
+    assert "to the host: gone after the forward of" in text
+    assert "With more memory: " in text
+    page.keyboard.press("ArrowRight")
+    assert page.locator("#strip [aria-selected=true]").get_attribute("title").startswith(f"s{swapping + 1}: ")
+    ranges = "['waterline', 'lanes'].map((name) => { const x = report.charts[name].scales.x; return [x.min, x.max]; })"
+    whole = page.evaluate(ranges)
+    over.scroll_into_view_if_needed()
+    box = over.bounding_box()
+    page.mouse.move(box["x"] + 0.25 * box["width"], box["y"] + 60)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 0.5 * box["width"], box["y"] + 60, steps=4)
+    page.mouse.up()
+    zoomed = page.evaluate(ranges)
+    assert zoomed[0] == zoomed[1]
+    end = 1.02 * timeline.makespan_s
+    assert zoomed[0] == pytest.approx([0.25 * end, 0.5 * end], abs=0.01 * end)
+    page.locator("#waterline").focus()
+    page.keyboard.press("0")
+    assert page.evaluate(ranges) == whole
+    page.keyboard.press("+")
+    (low, high), other = page.evaluate(ranges)
+    assert [low, high] == other
+    assert high - low == pytest.approx(end / 2)
+
+
+@pytest.mark.usefixtures("short_search")
+def test_the_frontier_has_a_slider(opened: Any) -> None:
+    profile = chain()
+    plan = solved(profile)
+    plans = ckptplan.frontier(profile, points=3, time_limit_s=2)
+    page = opened(plan.report(profile, frontier=plans))
+    peaks, ours, *_ = drawn(page, "frontier")
+    at = dict(zip(peaks, ours, strict=True))
+    for found in plans:
+        assert at[found.peak_bytes] == pytest.approx(100 * found.overhead, abs=1e-6)
+    labels = page.evaluate("report.charts.frontier.series.slice(1).map((s) => s.label)")
+    assert {"greedy (PoocH)", "checkpoint every block"} <= set(labels)
+    for k in (0, len(plans) - 1):
+        page.locator("#point").fill(str(k))
+        told = page.locator("#told").inner_text()
+        assert told.startswith(f"{plans[k].peak_bytes / 2**20:.2f} MiB: ")
+        assert ("one GiB more saves" in told) == (k == 0)
+        chosen = drawn(page, "frontier")[-1]
+        assert [peak for peak, value in zip(peaks, chosen, strict=True) if value is not None] == [plans[k].peak_bytes]
+
+
+@pytest.mark.usefixtures("short_search")
+def test_a_measured_step_is_drawn_over_the_predicted_one(opened: Any, tmp_path: Path) -> None:
+    profile = chain(4)
+    spans = (Span("compute", "forward", "s0", 0.0, 0.05), Span("out", "out", "", 0.01, 0.02, 512))
+    step = DrawnStep(spans, ((0.0, 5 << 20), (0.031, 9 << 20)), 0.05)
+    Trace(step, None, ("slow", "here")).save(tmp_path / "trace.json")
+    loaded = Trace.load(tmp_path / "trace.json")
+    assert (loaded.measured.memory, loaded.notes, loaded.predicted) == (step.memory, ("slow", "here"), None)
+    assert loaded.measured.spans == spans
+    page = opened(solved(profile).report(profile, trace=loaded))
+    x, *columns = drawn(page, "waterline")
+    measured = {at: value for at, value in zip(x, columns[-1], strict=True) if value is not None}
+    assert measured == {0.0: 5 << 20, 0.031: 9 << 20}
+    assert page.evaluate("report.charts.waterline.series.at(-1).label") == "measured"
+
+
+@pytest.mark.usefixtures("short_search")
+def test_a_strangers_profile_runs_nothing(opened: Any, tmp_path: Path) -> None:
+    profile = chain(5)
+    stages = tuple(replace(stage, name=f"{HOSTILE}{i}") for i, stage in enumerate(profile.stages))
+    storages = tuple(replace(storage, name=HOSTILE) for storage in profile.storages)
+    made_on = replace(profile.fingerprint, model=HOSTILE, inputs=HOSTILE, device=HOSTILE)
+    profile = replace(profile, stages=stages, storages=storages, notes=(HOSTILE,), fingerprint=made_on)
+    plan = solved(profile)
+    report = plan.report(profile, commands=[HOSTILE], verification=HOSTILE)
+    page = opened(report)
+    page.locator("#strip button").nth(1).click()
+    page.locator("#waterline .u-over").hover()
+    assert page.evaluate("window.hacked") is None
+    assert page.locator("#why strong").inner_text() == f"{HOSTILE}1"
+    assert HOSTILE in page.locator("#moment").inner_text()
+    assert page.locator("img").count() == 0
+    assert page.locator("script:not([type])").count() == 2
+    shown = re.sub(r"```text\n.*?```", "", report.markdown, flags=re.DOTALL)
+    assert not re.search(r"(?<!\\)<", shown)
+    assert report.markdown.count("```") % 2 == 0
+
+
+@pytest.mark.usefixtures("short_search")
+def test_files_in_the_page_are_the_plan_and_the_profile(opened: Any) -> None:
+    profile = chain(3)
+    plan = solved(profile)
+    page = opened(plan.report(profile))
+    for kind, made in ((Plan, plan), (Profile, profile)):
+        with page.expect_download() as saved:
+            page.get_by_role("button", name=f"Save the {kind.__name__.lower()}").click()
+        assert kind.load(saved.value.path()) == made  # type: ignore[attr-defined]
+
+
+def test_a_budget_that_is_too_small_says_so() -> None:
+    profile = chain(3)
+    plan = ckptplan.solve(profile, 1.0, time_limit_s=1)
+    report = replace(plan, budget_bytes=plan.peak_bytes // 2).report(profile)
+    assert report.view.answer.startswith("Doesn't fit: ")
+    assert not report.view.fits
+    assert "proven" not in report.view.verdict
+
+
+@pytest.mark.usefixtures("short_search")
+def test_of_the_command_line(run: Run, tmp_path: Path) -> None:
+    profile = chain(6)
+    profile.save(tmp_path / "profile.json")
+    solved(profile).save(tmp_path / "plan.json")
+    files = (tmp_path / "profile.json", tmp_path / "plan.json")
+    Frontier((Plan.load(files[1]),)).save(tmp_path / "frontier.json")
+    page, text = tmp_path / "plan.html", tmp_path / "plan.md"
+    done = run("report", *files, "--frontier", tmp_path / "frontier.json", "-o", page)
+    assert done.exit_code == 0, done.output
+    assert 'id="frontier"' in page.read_text()
+    assert run("report", *files, "-o", text).exit_code == 0
+    assert text.read_text().startswith("## A chain of 6 stages")
+    (tmp_path / "broken.json").write_text(json.dumps({"traceEvents": [{"pid": 1}]}))
+    for arguments, message in (
+        ((*files, "-o", tmp_path / "plan.pdf"), "its name must end in .html, .htm, .md"),
+        ((files[1], files[0]), "has schema 'ckptplan.plan/3'"),
+        ((*files, "--frontier", files[1]), "give a file that ckptplan frontier made"),
+        ((*files, "--trace", tmp_path / "broken.json"), "is not a trace that `ckptplan trace` wrote"),
+        ((*files, "--trace", tmp_path / "none.json"), "can't be read"),
+    ):
+        done = run("report", *arguments)
+        assert done.exit_code == 2
+        assert message in " ".join(done.stderr.split())
+    with pytest.raises(InvalidInputError, match="can't be written"):
+        solved(profile).report(profile).save(tmp_path / "nowhere" / "plan.html")
+
+
+def test_a_thousand_stages_fit_in_a_megabyte(opened: Any) -> None:
+    profile = chain(1000)
+    report = plan_report(profile, plan_of(profile, ["keep", "swap", "recompute", "keep"] * 250))
+    assert len(report.html) < 1 << 20
+    page = opened(report)
+    assert page.locator("#strip button").count() == 1000
