@@ -33,6 +33,7 @@ def report_of_plan(
     time_limit_s: float | None = None,
     trace: Trace | None = None,
     verification: Verification | None = None,
+    stats: object = None,
     commands: Sequence[str] = (),
 ) -> Report:
     """See `Plan.report`."""
@@ -48,6 +49,7 @@ def report_of_plan(
         rivals=_rivals(profile, frontier),
         trace=trace,
         verification=verification,
+        stats=stats,
         commands=commands,
     )
 

@@ -1057,9 +1057,12 @@ PROMISES: tuple[Promise, ...] = (
             "test_the_frontier_has_a_slider",
             "test_a_measured_step_is_drawn_over_the_predicted_one",
             "test_a_strangers_profile_runs_nothing",
+            "test_the_page_of_an_estimate",
+            "test_a_strangers_estimate_runs_nothing",
             "test_files_in_the_page_are_the_plan_and_the_profile",
             "test_a_thousand_stages_fit_in_a_megabyte",
-        ),
+        )
+        + _in("test_trace", "test_the_page_of_an_applied_plan"),
     ),
     Promise(
         "Command line",

@@ -10,8 +10,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from ckptplan.cli.arguments import Budget, PlanFile, ProfileFile, to_bytes
+from ckptplan.cli.arguments import Budget, to_bytes
 from ckptplan.cli.output import check_writable
+from ckptplan.core.errors import InvalidInputError
+from ckptplan.core.estimate import Estimate
+from ckptplan.core.files import read_json
 from ckptplan.core.frontier import Frontier
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
@@ -19,8 +22,13 @@ from ckptplan.core.trace import Trace
 
 
 def report(
-    profile_file: ProfileFile,
-    plan_file: PlanFile,
+    file: Annotated[
+        Path,
+        typer.Argument(metavar="FILE.json", help="A profile, or an estimate by [bold]ckptplan estimate --json[/bold]."),
+    ],
+    plan_file: Annotated[
+        Path | None, typer.Argument(metavar="PLAN.json", help="The profile's plan; an estimate has none.")
+    ] = None,
     output: Annotated[
         Path,
         typer.Option(
@@ -42,17 +50,29 @@ def report(
 ) -> None:
     """Write a page on a plan: its memory over one step, each decision and why, and the price of other budgets.
 
+    Of an estimate: memory by phase, what is there at the peak, and the devices that have enough.
+
     The page is one file that loads nothing from the network.
 
     Example: [bold]ckptplan report profile.json plan.json --time-limit 30 -o plan.html[/bold]
     """
     check_writable(output, "the report")
-    profile, plan = Profile.load(profile_file), Plan.load(plan_file)
+    if read_json(file, Profile.SCHEMA, Estimate.SCHEMA)["schema"] == Estimate.SCHEMA:
+        given = {"PLAN.json": plan_file, "--budget-gb": budget_gb, "--frontier": frontier, "--trace": trace}
+        extra = [name for name, value in {**given, "--time-limit": time_limit}.items() if value is not None]
+        if extra:
+            raise InvalidInputError(f"{file} is an estimate, which goes without {', '.join(extra)}")
+        Estimate.load(file).report(commands=[f"ckptplan report {shlex.quote(file.name)}"]).save(output)
+        typer.echo(f"written to {output}")
+        return
+    if plan_file is None:
+        raise InvalidInputError(f"{file} is a profile; give its plan too: ckptplan report {file} PLAN.json")
+    profile, plan = Profile.load(file), Plan.load(plan_file)
     if budget_gb is not None:
         plan = replace(plan, budget_bytes=to_bytes(budget_gb, "--budget-gb"))
     others = () if frontier is None else Frontier.load(frontier)
     step = None if trace is None else Trace.load(trace)
-    words = ["ckptplan", "report", profile_file.name, plan_file.name]
+    words = ["ckptplan", "report", file.name, plan_file.name]
     with Console(stderr=True).status("explaining"):
         made = plan.report(profile, frontier=others, time_limit_s=time_limit, trace=step, commands=[shlex.join(words)])
     made.save(output)

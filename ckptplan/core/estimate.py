@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ckptplan.core.files import Saved
+from ckptplan.core.late import late
 from ckptplan.core.units import format_bytes
+
+if TYPE_CHECKING:  # of a higher layer
+    from ckptplan.report.page.render import Report
 
 GATHERED = "gathered weights"
 CATEGORIES = (
@@ -181,6 +186,21 @@ class Estimate(Saved):
     def fits(self) -> bool | None:
         """Whether the device has enough memory; None if its size isn't known."""
         return None if self.capacity_bytes is None else self.total_bytes <= self.capacity_bytes
+
+    def report(self, *, commands: Sequence[str] = ()) -> Report:
+        """A page with the memory by phase, what is there at the peak, and the devices that have enough.
+
+        Parameters
+        ----------
+        commands : sequence of str
+            How to make the estimate again.
+
+        Returns
+        -------
+        Report
+            `report.save("estimate.html")` writes it.
+        """
+        return late("report.page.estimated", "estimate_report")(self, commands)  # type: ignore[no-any-return]
 
     def phase(self, name: str) -> Phase:
         """Return the phase with this name.

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from ckptplan.core.errors import InfeasibleBudgetError
+from ckptplan.core.late import late
 from ckptplan.core.measured import Measured, StageTimes
 from ckptplan.core.plan import Plan
 from ckptplan.core.shortage import Shortage
@@ -13,6 +15,7 @@ from ckptplan.core.trace import DrawnStep
 from ckptplan.planning.in_flight import with_others
 from ckptplan.planning.job import Job
 from ckptplan.referee import simulate
+from ckptplan.report.page.render import Report
 from ckptplan.report.refine import corrected, drawn, stage_times
 from ckptplan.report.shortage import corrections, planned_bytes, with_predictions
 
@@ -63,6 +66,12 @@ class Adviser:
     def drawn(self, plan: Plan) -> DrawnStep:
         """Return the predicted step."""
         return drawn(self.job.profile, plan)
+
+    def report(self, plan: Plan, stats: object, **options: Any) -> Report:
+        """Return the page of `plan`, with what was measured in training; options as of `Plan.report`."""
+        return late("reporting", "report_of_plan")(  # type: ignore[no-any-return]
+            self.job.profile, plan, stats=stats, **options
+        )
 
     def refined(self, plan: Plan, measured: Measured) -> tuple[Plan, Plan]:
         """Return the fastest plan of the profile corrected by measurements, and `plan` with corrected predictions.

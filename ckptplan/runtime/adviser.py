@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ckptplan.core.measured import Measured, StageTimes
 from ckptplan.core.plan import Plan
 from ckptplan.core.shortage import Shortage
 from ckptplan.core.stage import Phase
 from ckptplan.core.trace import DrawnStep
+
+if TYPE_CHECKING:  # of a higher layer
+    from ckptplan.report.page.render import Report
 
 
 class Adviser(Protocol):
@@ -25,6 +28,9 @@ class Adviser(Protocol):
 
     def drawn(self, plan: Plan) -> DrawnStep:
         """Return the predicted step, as spans and bytes over time."""
+
+    def report(self, plan: Plan, stats: object, **options: Any) -> Report:
+        """Return the page of `plan`, with what was measured in training; options as of `Plan.report`."""
 
     def refined(self, plan: Plan, measured: Measured) -> tuple[Plan, Plan]:
         """Return the best plan for the profile corrected by `measured`, and `plan` with predictions from it."""

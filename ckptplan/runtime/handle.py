@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -41,6 +41,9 @@ from ckptplan.runtime.replicated import ddp_under, unwrapped
 from ckptplan.runtime.sharded import PlannedSharding, unlike
 from ckptplan.runtime.step import TrainingStep, check_supported, fingerprint, model_device, training_config
 from ckptplan.runtime.swap.stores import Store, close_all, make_stores
+
+if TYPE_CHECKING:  # of a higher layer
+    from ckptplan.report.page.render import Report
 
 Result = TypeVar("Result")
 
@@ -149,6 +152,21 @@ class Handle:
             If the plan isn't applied now, or `run` isn't one forward followed by its backward.
         """
         return report.trace(self._applied, self._adviser, run, inputs, optimizer)
+
+    def report(self, **options: Any) -> Report:
+        """A page on the applied plan, with the statistics of its steps; see `Plan.report`.
+
+        Parameters
+        ----------
+        **options
+            As of `Plan.report`, such as `trace=handle.trace(...)`, which draws a measured step over the predicted one.
+
+        Raises
+        ------
+        InvalidInputError
+            If the profile isn't known.
+        """
+        return report.page(self._applied, self._adviser, options)
 
     def refine(self, threshold: float = 0.1) -> Refinement:
         """Plan again from the measured times and bytes of the last steps, if they differ from the prediction.

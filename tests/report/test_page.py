@@ -18,6 +18,7 @@ from random_chains import random_chain, random_options, random_segments
 
 import ckptplan
 from ckptplan.core.errors import InvalidInputError
+from ckptplan.core.estimate import Estimate, Phase, Tensors
 from ckptplan.core.frontier import Frontier
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
@@ -256,6 +257,47 @@ def test_files_in_the_page_are_the_plan_and_the_profile(opened: Any) -> None:
         assert kind.load(saved.value.path()) == made  # type: ignore[attr-defined]
 
 
+def estimated(name: str = "") -> Estimate:
+    phases = (
+        Phase("forward", 100, 700, 900, 1000, {"weights": 100, "saved activations": 800}),
+        Phase(f"backward{name}", 700, 100, 1200, 1300, {"weights": 100, "gradients": 400, "saved activations": 700}),
+    )
+    alive = (Tensors(700, 2, "saved activations", f"h{name}", "", f"h{name}", "model.py:3", "aten.mm", (7, 5), "f4"),)
+    return Estimate(
+        f"a device{name}", phases, 1200, f"backward{name}", f"h{name}", 1300, 50, 1 << 40, {"weights": 100},
+        {f"h{name}": 800}, alive, (f"a note{name}",),
+    )  # fmt: skip
+
+
+def test_the_page_of_an_estimate(opened: Any, run: Run, tmp_path: Path) -> None:
+    estimate = estimated()
+    page = opened(estimate.report())
+    _, *columns = drawn(page, "phases")
+    assert columns[0] == [phase.reserved_bytes + estimate.context_bytes for phase in estimate.phases]
+    labels = page.evaluate("report.charts.phases.series.slice(1).map((s) => s.label)")
+    assert columns[labels.index("weights")] == [100, 100]
+    assert columns[labels.index("the device has")] == [1 << 40, 1 << 40]
+    tables = page.locator("table")
+    text = "\n".join(tables.nth(k).inner_text() for k in range(tables.count()))
+    for told in ("700 B", "f4[7, 5]", "model.py:3 in h", "NVIDIA A100 40GB", "fits, "):
+        assert told in text
+    assert "Doesn't fit" in replace(estimate, capacity_bytes=1000).report().markdown
+    estimate.save(tmp_path / "estimate.json")
+    done = run("report", tmp_path / "estimate.json", "-o", tmp_path / "estimate.md")
+    assert done.exit_code == 0, done.output
+    assert "**Fits: 1.32 KiB of 1024.00 GiB.**" in (tmp_path / "estimate.md").read_text()
+    done = run("report", tmp_path / "estimate.json", "--budget-gb", 1, "--time-limit", 2)
+    assert done.exit_code == 2
+    assert "is an estimate, which goes without --budget-gb, --time-limit" in " ".join(done.stderr.split())
+
+
+def test_a_strangers_estimate_runs_nothing(opened: Any) -> None:
+    page = opened(estimated(HOSTILE).report())
+    page.locator("#phases .u-over").hover()
+    assert page.evaluate("window.hacked") is None
+    assert page.locator("img").count() == 0
+
+
 def test_a_budget_that_is_too_small_says_so() -> None:
     profile = chain(3)
     plan = ckptplan.solve(profile, 1.0, time_limit_s=1)
@@ -282,6 +324,7 @@ def test_of_the_command_line(run: Run, tmp_path: Path) -> None:
     for arguments, message in (
         ((*files, "-o", tmp_path / "plan.pdf"), "its name must end in .html, .htm, .md"),
         ((files[1], files[0]), "has schema 'ckptplan.plan/3'"),
+        ((files[0],), "is a profile; give its plan too"),
         ((*files, "--frontier", files[1]), "give a file that ckptplan frontier made"),
         ((*files, "--trace", tmp_path / "broken.json"), "is not a trace that `ckptplan trace` wrote"),
         ((*files, "--trace", tmp_path / "none.json"), "can't be read"),

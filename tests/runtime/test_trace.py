@@ -182,6 +182,25 @@ def test_without_a_profile_nothing_is_predicted(tmp_path: Path) -> None:
         ckptplan.trace(model, planned("mlp", "swap"))
 
 
+def test_the_page_of_an_applied_plan() -> None:
+    model, inputs = build("transformer")
+    profile, plan = measured("transformer"), planned("transformer", "segment")
+    verification = ckptplan.verify(model, plan, inputs, repeats=1)
+    with ckptplan.apply(model, plan, profile=profile) as handle:
+        trace = handle.trace(lambda: model(inputs).sum().backward(), inputs=inputs)
+        report = handle.report(trace=trace, verification=verification)
+    assert report.data["measured"]["bytes"] == tuple(nbytes for _, nbytes in trace.measured.memory)
+    assert max(map(sum, zip(*report.data["stacked"], strict=True))) == plan.peak_bytes
+    for told in ("gradients bitwise equal", "1 training forward"):
+        assert told in report.html
+        assert told in report.markdown
+    with (
+        ckptplan.apply(model, planned("transformer", "keep")) as handle,
+        pytest.raises(InvalidInputError, match="report draws the profile that the plan was made from, which isn't"),
+    ):
+        handle.report()
+
+
 def test_what_is_no_step_isn_t_traced() -> None:
     model, inputs = build("mlp")
     with ckptplan.apply(model, planned("mlp", "recompute")) as handle:

@@ -39,6 +39,7 @@ def plan_report(
     rivals: Sequence[Rival] = (),
     trace: Trace | None = None,
     verification: object = None,
+    stats: object = None,
     commands: Sequence[str] = (),
 ) -> Report:
     """Return the report of `plan`, which was made for `profile`.
@@ -58,6 +59,8 @@ def plan_report(
         A measured step.
     verification : Verification, optional
         What `verify` found; it is printed.
+    stats : Stats, optional
+        What was measured in training; it is printed.
     commands : sequence of str
         How to make the plan again.
 
@@ -70,7 +73,7 @@ def plan_report(
     data = step_data(profile, plan, timeline, explanation, trace)
     if frontier:
         data["frontier"] = _frontier_data(plan, frontier, rivals)
-    verified = "" if verification is None else str(verification)
+    verified, trained = ("" if found is None else str(found) for found in (verification, stats))
     view = View(
         title=_title(plan),
         fits=_needs(plan) <= plan.budget_bytes,
@@ -78,7 +81,7 @@ def plan_report(
         verdict=_verdict(plan, timeline),
         facts=_facts(profile, plan),
         commands=list(commands),
-        parts=[part for part in _parts(profile, plan, explanation, frontier, verified) if part.table or part.lines],
+        parts=[part for part in _parts(plan, explanation, frontier, verified, trained) if part.table or part.lines],
         notes=plan.notes,
     )
     counts = Counter(choice.action for choice in plan.choices)
@@ -96,6 +99,7 @@ def plan_report(
         "has_frontier": bool(frontier),
         "explanation": "" if explanation is None else str(explanation).partition("\n\n")[0],
         "verification": verified,
+        "stats": trained,
         "graph": _Graph.of(len(plan.stages), arcs(profile)),
     }  # fmt: skip
     attached = [
@@ -163,7 +167,7 @@ def _facts(profile: Profile, plan: Plan) -> list[tuple[str, str]]:
 
 
 def _parts(
-    profile: Profile, plan: Plan, explanation: Explanation | None, frontier: Sequence[Plan], verified: str
+    plan: Plan, explanation: Explanation | None, frontier: Sequence[Plan], verified: str, trained: str
 ) -> list[Part]:
     """The sections of the Markdown."""
     decisions = str(plan).partition("\n\n")[2]
@@ -178,6 +182,7 @@ def _parts(
         Part("Why", explained),
         Part("Memory against time", table=table),
         Part("Verified", verified),
+        Part("In training", trained),
     ]
 
 

@@ -6,7 +6,7 @@ Predictions beside the measurements are those of an adviser, if there is one.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -22,6 +22,9 @@ from ckptplan.runtime.observe.stats import Stats, stage_stats
 from ckptplan.runtime.observe.traced import record_step
 from ckptplan.runtime.replicated import unseen_bucket_bytes
 from ckptplan.runtime.swap.own import storages_of
+
+if TYPE_CHECKING:  # of a higher layer
+    from ckptplan.report.page.render import Report
 
 
 def stats(applied: Applied, adviser: Adviser | None) -> Stats:
@@ -59,16 +62,17 @@ def trace(
     return Trace(step, None if adviser is None else adviser.drawn(plan), notes)
 
 
+def page(applied: Applied, adviser: Adviser | None, options: dict[str, Any]) -> Report:
+    """See `Handle.report`."""
+    return _known(adviser, "report draws").report(applied.plan, stats(applied, adviser), **options)
+
+
 def refine(applied: Applied, adviser: Adviser | None, threshold: float) -> Refinement:
     """See `Handle.refine`."""
     limit = checked_threshold(threshold)
     if not applied.is_on:
         raise InvalidInputError("the plan isn't applied now, so there is nothing to refine")
-    if adviser is None:
-        raise InvalidInputError(
-            "refine corrects the profile that the plan was made from, which isn't known: pass it to apply, "
-            "ckptplan.apply(model, plan, profile=profile)"
-        )
+    adviser = _known(adviser, "refine corrects")
     before = applied.plan
     measured = measured_steps(applied.controller.counters.meter.steps(), before, applied.peaks.bytes)
     over = measured.peak_bytes is not None and measured.peak_bytes > before.budget_bytes
@@ -80,3 +84,12 @@ def refine(applied: Applied, adviser: Adviser | None, threshold: float) -> Refin
     else:
         applied.take(after)
     return Refinement(limit, measured, before, told, after)
+
+
+def _known(adviser: Adviser | None, what: str) -> Adviser:
+    if adviser is None:
+        raise InvalidInputError(
+            f"{what} the profile that the plan was made from, which isn't known: pass it to apply, "
+            "ckptplan.apply(model, plan, profile=profile)"
+        )
+    return adviser
