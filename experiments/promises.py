@@ -1059,6 +1059,7 @@ PROMISES: tuple[Promise, ...] = (
             "test_a_strangers_profile_runs_nothing",
             "test_the_page_of_an_estimate",
             "test_a_strangers_estimate_runs_nothing",
+            "test_what_notebooks_show",
             "test_files_in_the_page_are_the_plan_and_the_profile",
             "test_a_thousand_stages_fit_in_a_megabyte",
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -20,6 +20,8 @@ from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.trace import Trace
 
+Format = Literal["html", "md", "png", "svg"]
+
 
 def report(
     file: Annotated[
@@ -30,11 +32,18 @@ def report(
         Path | None, typer.Argument(metavar="PLAN.json", help="The profile's plan; an estimate has none.")
     ] = None,
     output: Annotated[
-        Path,
+        Path | None,
         typer.Option(
-            "-o", "--output", metavar="FILE", help="Where to write the report: FILE.html, or FILE.md for Markdown."
+            "-o",
+            "--output",
+            metavar="FILE",
+            help="Where to write the report: FILE.html, FILE.md for Markdown, FILE.png or FILE.svg for the charts; "
+            "default: report and the format.",
         ),
-    ] = Path("plan.html"),
+    ] = None,
+    form: Annotated[
+        Format | None, typer.Option("--format", help="What to write, where the file's name doesn't say so.")
+    ] = None,
     budget_gb: Budget = None,
     frontier: Annotated[
         Path | None,
@@ -56,6 +65,9 @@ def report(
 
     Example: [bold]ckptplan report profile.json plan.json --time-limit 30 -o plan.html[/bold]
     """
+    output = output or Path(f"report.{form or 'html'}")
+    if form is not None and output.suffix != f".{form}":
+        raise InvalidInputError(f"--format {form} doesn't go with the name {output}; leave out one of them")
     check_writable(output, "the report")
     if read_json(file, Profile.SCHEMA, Estimate.SCHEMA)["schema"] == Estimate.SCHEMA:
         given = {"PLAN.json": plan_file, "--budget-gb": budget_gb, "--frontier": frontier, "--trace": trace}

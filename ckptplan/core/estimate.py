@@ -187,6 +187,9 @@ class Estimate(Saved):
         """Whether the device has enough memory; None if its size isn't known."""
         return None if self.capacity_bytes is None else self.total_bytes <= self.capacity_bytes
 
+    def _repr_html_(self) -> str:
+        return late("report.page.notebook", "estimate_html")(self)  # type: ignore[no-any-return]
+
     def report(self, *, commands: Sequence[str] = ()) -> Report:
         """A page with the memory by phase, what is there at the peak, and the devices that have enough.
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import overload
 
 from ckptplan.core.files import Saved
+from ckptplan.core.late import late
 from ckptplan.core.plan import Plan
 
 
@@ -28,6 +29,9 @@ class Frontier(Saved, Sequence[Plan]):
 
     def __iter__(self) -> Iterator[Plan]:
         return iter(self.plans)
+
+    def _repr_html_(self) -> str:
+        return late("report.page.notebook", "frontier_html")(self)  # type: ignore[no-any-return]
 
     @overload
     def __getitem__(self, index: int) -> Plan: ...

@@ -229,6 +229,9 @@ class Plan(Saved):
         """(step_s - lower_bound_s) / lower_bound_s."""
         return (self.step_s - self.lower_bound_s) / self.lower_bound_s if self.lower_bound_s else 0.0
 
+    def _repr_html_(self) -> str:
+        return late("report.page.notebook", "plan_html")(self)  # type: ignore[no-any-return]
+
     def report(
         self,
         profile: Profile,

@@ -14,6 +14,7 @@ from torch import nn
 
 from ckptplan.core.checks import is_int
 from ckptplan.core.errors import InvalidInputError
+from ckptplan.core.late import late
 from ckptplan.core.plan import Plan, require_plan
 from ckptplan.core.profile import COLLECTIVES
 from ckptplan.core.request import Training
@@ -138,6 +139,13 @@ class Verification:
         if plain is not None and plain.reserved_bytes is not None:
             rows.append(_row("plain reserved", "", format_bytes(plain.reserved_bytes)))
         return rows
+
+    def _repr_html_(self) -> str:
+        good = self.within_budget and self.gradients_equal is not False
+        head = "Within the budget." if self.within_budget else "OVER the budget."
+        if self.gradients_equal is not None:
+            head += " Gradients bitwise equal." if self.gradients_equal else " Gradients DIFFER."
+        return late("report.page.notebook", "text_html")(head, str(self), opened=not good)  # type: ignore[no-any-return]
 
     def __str__(self) -> str:
         equal = {

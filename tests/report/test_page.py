@@ -298,6 +298,27 @@ def test_a_strangers_estimate_runs_nothing(opened: Any) -> None:
     assert page.locator("img").count() == 0
 
 
+def test_what_notebooks_show(browser: Any) -> None:
+    profile = chain(3)
+    stages = tuple(replace(stage, name=f"{HOSTILE}{i}") for i, stage in enumerate(profile.stages))
+    profile = replace(profile, stages=stages, notes=(HOSTILE,))
+    plan = plan_of(profile, ["keep", "swap", "recompute"])
+    report = plan_report(profile, plan)
+    shown = [found._repr_html_() for found in (profile, plan, Frontier((plan, plan)), estimated(HOSTILE), report)]
+    assert max(map(len, shown[:-1])) < 10_000
+    page = browser.new_page()
+    page.set_content(f"<body>{''.join(shown)}</body>")
+    page.frame_locator("iframe").locator("html[data-drawn=yes]").wait_for(state="attached")
+    assert page.evaluate("window.hacked") is None
+    assert page.locator("img").count() == 0
+    text = page.locator("body").inner_text()
+    told = ("3 stages, 90.0 ms", "Fits: ", "2 plans.", "Fits: 1.32 KiB of 1024.00 GiB.", "recompute")
+    assert [each for each in told if each not in text] == []
+    widths = [float(page.locator("svg").nth(1).locator("rect").nth(k).get_attribute("width")) for k in range(3)]
+    assert sum(widths) == pytest.approx(640, abs=0.2)
+    page.close()
+
+
 def test_a_budget_that_is_too_small_says_so() -> None:
     profile = chain(3)
     plan = ckptplan.solve(profile, 1.0, time_limit_s=1)
@@ -320,9 +341,15 @@ def test_of_the_command_line(run: Run, tmp_path: Path) -> None:
     assert 'id="frontier"' in page.read_text()
     assert run("report", *files, "-o", text).exit_code == 0
     assert text.read_text().startswith("## A chain of 6 stages")
+    for kind in ("png", "svg"):
+        done = run("report", *files, "--format", kind, "-o", tmp_path / f"plan.{kind}")
+        assert done.exit_code == 0, done.output
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in (tmp_path / "plan.svg").read_text()
     (tmp_path / "broken.json").write_text(json.dumps({"traceEvents": [{"pid": 1}]}))
     for arguments, message in (
-        ((*files, "-o", tmp_path / "plan.pdf"), "its name must end in .html, .htm, .md"),
+        ((*files, "-o", page, "--format", "md"), "--format md doesn't go with the name"),
+        ((*files, "-o", tmp_path / "plan.pdf"), "its name must end in .html, .md, .png, .svg"),
         ((files[1], files[0]), "has schema 'ckptplan.plan/3'"),
         ((files[0],), "is a profile; give its plan too"),
         ((*files, "--frontier", files[1]), "give a file that ckptplan frontier made"),

@@ -10,7 +10,7 @@ from ckptplan.core.estimate import CATEGORIES, Estimate, Tensors
 from ckptplan.core.units import format_bytes
 from ckptplan.report.page.render import Attached, Part, Report, View
 
-_COLOURS = {
+COLOURS = {
     "weights": "#9aa5b1",
     "gathered weights": "#c9bfb0",
     "buffers": "#bcc5ce",
@@ -41,7 +41,7 @@ def estimate_report(estimate: Estimate, commands: Sequence[str] = ()) -> Report:
     view = View(
         title=f"Training on {estimate.device}",
         fits=estimate.fits is not False,
-        answer=_answer(estimate),
+        answer=answer_of(estimate),
         verdict=_verdict(estimate),
         facts=[
             ("device", estimate.device),
@@ -59,7 +59,8 @@ def estimate_report(estimate: Estimate, commands: Sequence[str] = ()) -> Report:
     return Report("estimate.html", view, _data(estimate), attached)
 
 
-def _answer(estimate: Estimate) -> str:
+def answer_of(estimate: Estimate) -> str:
+    """Whether the device has enough, in one sentence."""
     needs = format_bytes(estimate.total_bytes)
     if estimate.capacity_bytes is None:
         return f"Needs {needs}."
@@ -90,7 +91,7 @@ def _data(estimate: Estimate) -> dict[str, Any]:
         "phases": [phase.name for phase in phases],
         "categories": CATEGORIES,
         "bytes": rows,
-        "colours": [_COLOURS[category] for category in CATEGORIES],
+        "colours": [COLOURS[category] for category in CATEGORIES],
         "capacity": estimate.capacity_bytes,
     }
 

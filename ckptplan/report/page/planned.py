@@ -77,7 +77,7 @@ def plan_report(
     view = View(
         title=_title(plan),
         fits=_needs(plan) <= plan.budget_bytes,
-        answer=_answer(plan),
+        answer=answer(plan),
         verdict=_verdict(plan, timeline),
         facts=_facts(profile, plan),
         commands=list(commands),
@@ -120,7 +120,8 @@ def _title(plan: Plan) -> str:
     return f"{made.model.rpartition('.')[2] or f'A chain of {len(plan.stages)} stages'}{where}"
 
 
-def _answer(plan: Plan) -> str:
+def answer(plan: Plan) -> str:
+    """Whether a plan fits its budget, in one sentence."""
     needs, budget = format_bytes(_needs(plan)), format_bytes(plan.budget_bytes)
     if _needs(plan) <= plan.budget_bytes:
         return f"Fits: {needs} of {budget}."

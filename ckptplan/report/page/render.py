@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import gzip
 import hashlib
+import html
 import json
 import re
 from collections.abc import Sequence
@@ -18,9 +19,12 @@ import jinja2
 
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.version import installed_version
+from ckptplan.report.plots import plot_page
 
 _ASSETS = files("ckptplan.report.page") / "assets"
 _LIBRARY_VERSION = "1.6.32"
+SUFFIXES = (".html", ".md", ".png", ".svg")
+"""Of the files that a report can be written to."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +103,11 @@ class Report:
             library_version=_LIBRARY_VERSION, **self.shown,
         )  # fmt: skip
 
+    def _repr_html_(self) -> str:
+        page = html.escape(self.html)
+        allowed = "allow-scripts allow-downloads"
+        return f'<iframe srcdoc="{page}" sandbox="{allowed}" style="width:100%;height:46rem;border:0"></iframe>'
+
     @cached_property
     def markdown(self) -> str:
         """The texts as Markdown, for a pull request."""
@@ -118,20 +127,24 @@ class Report:
         return "\n".join(lines) + "\n"
 
     def save(self, path: str | Path) -> None:
-        """Write the report; the suffix says how: .html or .md.
+        """Write the report; the suffix says how: .html, .md, or the charts alone as .png or .svg.
 
         Raises
         ------
         InvalidInputError
             If the suffix is another, or the file can't be written.
+        CkptPlanError
+            If charts are asked for, and matplotlib isn't installed.
         """
         path = Path(path)
-        kinds = {".html": "html", ".htm": "html", ".md": "markdown"}
-        kind = kinds.get(path.suffix.lower())
-        if kind is None:
-            raise InvalidInputError(f"a report can't be written to {path}: its name must end in {', '.join(kinds)}")
+        kind = path.suffix.lower()
+        if kind not in SUFFIXES:
+            raise InvalidInputError(f"a report can't be written to {path}: its name must end in {', '.join(SUFFIXES)}")
         try:
-            path.write_text(getattr(self, kind), encoding="utf-8")
+            if kind in (".png", ".svg"):
+                plot_page(self.data, path, f"{self.view.title}. {self.view.answer}")
+            else:
+                path.write_text(self.markdown if kind == ".md" else self.html, encoding="utf-8")
         except OSError as error:
             raise InvalidInputError(f"the report can't be written to {path}: {error}") from error
 

@@ -13,7 +13,8 @@ from ckptplan.core.trace import Trace
 from ckptplan.core.units import format_bytes, format_seconds
 from ckptplan.referee import Timeline
 from ckptplan.report.explain import Alternative, Explanation
-from ckptplan.report.page.waterline import CATEGORIES, waterline, widths
+from ckptplan.report.page.waterline import CATEGORIES, COLOURS, waterline, widths
+from ckptplan.report.plots import WHAT_COLOURS
 
 LANES = ("compute", "out", "in")
 WHATS = ("forward", "recompute", "backward", "wait", "out", "in")
@@ -45,6 +46,7 @@ def step_data(
     data: dict[str, Any] = {
         "budget": plan.budget_bytes,
         "categories": CATEGORIES,
+        "colours": COLOURS,
         "stacked": line.stacked.tolist(),
         "steps": {
             "start": [round(begin, _ROUNDED) for begin, _ in widths(timeline)],
@@ -71,6 +73,7 @@ def step_data(
         "phases": PHASES,
         "lanes": LANES,
         "whats": WHATS,
+        "shades": [WHAT_COLOURS[what] for what in WHATS],
     }
     if trace is not None and trace.measured.memory:
         seconds, nbytes = zip(*trace.measured.memory, strict=True)

@@ -32,6 +32,8 @@ The first is there in every step. "on the way to the host" is held until its rel
 its prefetch point on; "made again" are the storages of a segment's sweep; "held by the program" is what no stage keeps
 for its backward; "temporary" is what a stage adds at its worst moment, what it recomputes alone included.
 """
+COLOURS = ("#9aa5b1", "#5d6975", "#c9bfb0", "#0072b2", "#009e73", "#7fd1ae", "#e69f00", "#cc79a7", "#f0e442")
+"""Of the categories, which readers who see few colours can tell apart (Okabe and Ito, 2008)."""
 _FIXED, _BASE, _OTHERS, _KEPT, _LEAVING, _BACK, _AGAIN, _PROGRAM, _TEMPORARY = range(len(CATEGORIES))
 
 

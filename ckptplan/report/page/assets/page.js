@@ -1,9 +1,6 @@
 "use strict";
 // Draws the charts of a report from its data, and lets them be explored. Texts come in through textContent alone.
 (() => {
-  const COLOURS = ["#9aa5b1", "#5d6975", "#c9bfb0", "#0072b2", "#009e73", "#7fd1ae", "#e69f00", "#cc79a7", "#f0e442"];
-  const WHATS = { forward: ["#0072b2", "#3f97cc"], recompute: ["#e69f00", "#f2bd4d"], backward: ["#56b4e9", "#92cdf0"],
-    wait: ["#d55e00", "#e58a4a"], out: ["#009e73", "#3fb795"], in: ["#7fd1ae", "#a9e0c9"] };
   const LANES = { compute: "compute", out: "copies out", in: "copies in" };
   const ACTIONS = ["keep", "swap", "recompute"];
   const charts = {};
@@ -64,7 +61,7 @@
     for (let c = 1; c < sums.length; c++) sums[c] = sums[c].map((n, k) => n + sums[c - 1][k]);
     const used = data.categories.map((_, c) => c).filter((c) => data.stacked[c].some((n) => n > 0)).reverse();
     const series = used.map((c) => ({
-      label: data.categories[c], stroke: COLOURS[c], fill: COLOURS[c], width: 0, paths: stepped, points: { show: false },
+      label: data.categories[c], stroke: data.colours[c], fill: data.colours[c], width: 0, paths: stepped, points: { show: false },
       value: (_, __, ___, k) => (k == null ? "–" : bytes(data.stacked[c][Math.min(k, last)])),
     }));
     let columns = [x, ...used.map((c) => sums[c]), x.map(() => data.budget)];
@@ -116,7 +113,7 @@
         found.set(key, columns.length);
         columns.push(new Array(x.length).fill(null));
         const base = data.lanes.length - 1 - lane[e];
-        const colour = WHATS[data.whats[w]][stage[e] % 2];
+        const colour = data.shades[w] + ["", "b0"][stage[e] % 2];
         series.push({ label: data.whats[w], stroke: colour, fill: colour, width: 0, fillTo: () => base + 0.12,
           points: { show: false } });
       }
