@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ckptplan.core.checks import MOST_BYTES, check_fields, is_int, short_repr
 from ckptplan.core.errors import InvalidInputError
@@ -15,7 +15,7 @@ class Storage:
     Parameters
     ----------
     name : str
-        Its origin, for messages.
+        The stage that makes it and a number, for messages.
     nbytes : int
         Size as the device's allocator counts it.
     born : int
@@ -29,6 +29,9 @@ class Storage:
     dropped_bytes : int
         Size of a storage that forward frees together with the graph that saved it (of an unused output). It exists at
         the end of its stage, but no stage holds it until backward, so `nbytes` is 0.
+    origin : str
+        The operation that makes it, the module whose forward runs then, and the line of the model's code, for people:
+        "aten.gelu in h.0.mlp.act, modeling_gpt2.py:312". Empty if it isn't known; compared with nothing.
     """
 
     name: str
@@ -38,6 +41,7 @@ class Storage:
     to_end: bool = False
     stays: bool = False
     dropped_bytes: int = 0
+    origin: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         owner = f"storage {self.name!r}"

@@ -9,22 +9,19 @@ from __future__ import annotations
 import bisect
 import contextlib
 import functools
-import os
 import sys
-import threading
-import types
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.modules.module import register_module_forward_hook
 
-import ckptplan
 from ckptplan.core.estimate import GATHERED
 from ckptplan.core.plan import KEEP, Decision
 from ckptplan.core.segment import Segment
+from ckptplan.profiling.bytes.origins import Where, names_of, operation_name, where
 from ckptplan.profiling.bytes.trace import Replay, replay, segment_name
 from ckptplan.profiling.bytes.tracker import Tracker, learn_storages
 from ckptplan.profiling.target import Target
@@ -124,11 +121,6 @@ class Recording:
         return frozenset(name for block in self.blocks if block.category == "gradients" for name in block.parameters)
 
 
-class _Where(NamedTuple):
-    module: str
-    line: str
-
-
 class Recorder(Tracker):
     """A tracker that also records each block with its origin.
 
@@ -144,16 +136,14 @@ class Recorder(Tracker):
         self._saves = saves
         self.blocks: list[Block] = []
         self.sections: list[Section] = []
-        self.operations: list[tuple[Hashable, int, _Where, str]] = []
+        self.operations: list[tuple[Hashable, int, Where, str]] = []
         self._model = model
-        self._names = {module: name for name, module in model.named_modules()}
-        self._modules: list[str] = [""]
-        self._thread = threading.get_ident()
+        self._names = names_of(model)
         self._block_of: dict[int, int] = {}
         self._sums: dict[int, int] = {}
         self._nodes_end: list[int] = []
-        self._nodes: list[_Where] = []
-        self._where = _Where("", "")
+        self._nodes: list[Where] = []
+        self._where = Where("", "")
         self._op = ""
         self._streams: dict[Any, int] = {own_module(target.device).current_stream(): 0}
         self._numbers: list[tuple[int, int]] = []  # the nodes that saved some, and their blocks
@@ -198,11 +188,11 @@ class Recorder(Tracker):
         """Run an operation, and record the blocks that it makes."""
         forward = not self._in_backward or torch.is_grad_enabled()
         if forward:
-            self._where = _Where(self._modules[-1], _line(sys._getframe(1)))
+            self._where = where(sys._getframe(1), self._names)
         else:
             self._where = self._of_node()
             self._free_numbers()
-        self._op = f"{func.namespace}.{func._opname}"
+        self._op = operation_name(func, self)
         first = len(self.blocks)
         result = super().operation(func, args, kwargs)
         if forward:
@@ -234,7 +224,7 @@ class Recorder(Tracker):
         while self._numbers and (all_of_them or (node is not None and self._numbers[-1][0] > node._sequence_nr())):
             self.sections[-1].events.append((FREE, self._numbers.pop()[1]))
 
-    def _of_node(self) -> _Where:
+    def _of_node(self) -> Where:
         """Return the origin of the forward operation whose backward runs."""
         node = torch._C._current_autograd_node()
         if node is None or not self._nodes:
@@ -309,53 +299,19 @@ class Recorder(Tracker):
         """Return the index of a tensor's block; None for a tensor from before the recording."""
         return self._block_of.get(id(local_part(tensor).untyped_storage()))
 
-    # --- modules ---
-
     @contextlib.contextmanager
-    def watching_modules(self) -> Iterator[None]:
-        """Track which module's forward runs while the context is active."""
+    def watching_model(self) -> Iterator[None]:
+        """Note when the model's forward returns, while the context is active."""
 
-        def enter(module: nn.Module, args: Any) -> None:
-            if threading.get_ident() == self._thread:
-                self._modules.append(self._names.get(module, self._modules[-1]))
-
-        def leave(module: nn.Module, args: Any, output: Any) -> None:
-            if threading.get_ident() == self._thread and len(self._modules) > 1:
-                self._modules.pop()
+        def returned(module: nn.Module, args: Any, output: Any) -> None:
             if module is self._model and not self._in_backward:
                 self.sections.append(Section("loss", 0))
 
-        handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
+        handle = register_module_forward_hook(returned, always_call=True)
         try:
             yield
         finally:
-            for handle in handles:
-                handle.remove()
-
-
-_TORCH = os.path.dirname(torch.__file__)
-_STEP = TrainingStep.forward.__code__.co_filename
-_OURS = os.path.dirname(os.path.abspath(ckptplan.__file__))
-
-
-def _line(frame: types.FrameType | None) -> str:
-    """Return the innermost line of code that is neither PyTorch's nor this package's; empty if there is none."""
-    while frame is not None:
-        path = frame.f_code.co_filename
-        if path == _STEP:
-            return ""  # the step began here: frames further out aren't the model's
-        if not path.startswith((_TORCH, _OURS, "<")) and "/contextlib.py" not in path:
-            return f"{_short(path)}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
-
-
-def _short(path: str) -> str:
-    """Return a file's path relative to its entry of `sys.path`."""
-    for root in sys.path:
-        if root and path.startswith(root + os.sep):
-            return path[len(root) + 1 :]
-    return os.path.basename(path)
+            handle.remove()
 
 
 def record_step(
@@ -393,7 +349,7 @@ def record_step(
     """
     while True:
         recorder = Recorder(target, step.model, saves=not inference)
-        with recorder.watching_modules():
+        with recorder.watching_model():
             seen = replay(
                 step.without_loss() if inference else step,
                 stages,

@@ -22,7 +22,7 @@ NAMES = ("conv", "transformer", "chain")
 LOAD: dict[str, Any] = {"profile": Profile.load, "plan": Plan.load}
 ADDED = {
     "profile": {"outside": None, "step_error": 0.0, "input_bytes": 0},
-    "storage": {"dropped_bytes": 0},
+    "storage": {"dropped_bytes": 0, "origin": ""},
     "stage": {
         "forward_launch_s": 0.0,
         "backward_launch_s": 0.0,

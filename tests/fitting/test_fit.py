@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from collections.abc import Callable
@@ -245,6 +246,8 @@ def test_chains_between_batches_are_those_traced(model: nn.Module) -> None:
     assert peaks[0] == pytest.approx(peaks[1], rel=0.01)  # of a sum of such blocks
     other = planned_profiles(Batches(rows, TrainingBytes(layers(1), target)).step(4), None, target, [target.spec])[0]
     assert between_batches(traced(4), 4, other, 16, 10) is None
+    bare = tuple(dataclasses.replace(storage, origin="") for storage in traced(16).storages)
+    assert between_batches(traced(4), 4, dataclasses.replace(traced(16), storages=bare), 16, 10) == made
 
 
 def test_chains_are_interpolated_from_the_nearest_traced(monkeypatch: pytest.MonkeyPatch) -> None:

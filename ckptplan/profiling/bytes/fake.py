@@ -132,6 +132,8 @@ class FakeWorld(TorchDispatchMode):
         operations run.
     answer : Answer or None
         Result of the last operation in the real run, if it was taken from there.
+    plays_compiled : bool
+        The operations that run now stand for compiled code.
     """
 
     def __init__(self, target: Target = ON_CPU) -> None:
@@ -146,6 +148,7 @@ class FakeWorld(TorchDispatchMode):
         answers = target.answers
         self._answers = answers if answers is not None and answers.phases else None
         self.answer: Answer | None = None
+        self.plays_compiled = False
         self._real_shapes: dict[Hashable, list[_Shape | None]] = {}
         self._drew = False  # a random operation has made real values here
         self._taken: Counter[Question] = Counter()  # answers taken so far

@@ -2,7 +2,8 @@
 
 Each replay runs the step under a plan, through the controller and the hooks that run a real plan:
 
-- *program*: autograd saves nothing, so the storages that live on are those that the program's own variables hold;
+- *program*: autograd saves nothing, so the storages that live on are those that the program's own variables hold. It
+  runs all layers, and notes where each storage is made;
 - *keep*: gives the storages that each stage, and the glue between stages, saves, and the bytes no decision changes;
 - *recompute*: gives what recomputing adds, and, beside keep, the bytes that no hook sees;
 - further ones until each option that moves nothing was run: they give its temporaries, and what it holds without any
@@ -43,6 +44,7 @@ from ckptplan.core.stage import InputTensor
 from ckptplan.core.storage import Storage
 from ckptplan.profiling.bytes.fake import FakeWorld, fake_parameters
 from ckptplan.profiling.bytes.menus import Choice, choose, front, list_ops, numbered
+from ckptplan.profiling.bytes.origins import Locating
 from ckptplan.profiling.bytes.real_storages import Places
 from ckptplan.profiling.bytes.traced import Traced, TracedStage
 from ckptplan.profiling.bytes.tracker import (
@@ -131,6 +133,8 @@ class Replay:
         Bytes of the parameters and buffers that forward replaced by others.
     changes : list of Change
         Those after backward, up to the point that `left_bytes` is of.
+    origins : dict
+        Storage -> where forward made it, as `Storage.origin` says it; of a replay that saves nothing alone.
     """
 
     forward: dict[int, SegmentTrace] = field(default_factory=dict)
@@ -157,6 +161,7 @@ class Replay:
     gradients: set[Sid] = field(default_factory=set)
     replaced_bytes: int = 0
     changes: list[Change] = field(default_factory=list, compare=False)
+    origins: dict[Sid, str] = field(default_factory=dict, compare=False)
 
 
 class _Names:
@@ -398,7 +403,8 @@ def replay(
     accumulating : bool
         Every parameter has a gradient already.
     tracker : Tracker, optional
-        Counts the storages; by default a plain `Tracker` for `target`.
+        Counts the storages; by default a plain `Tracker` for `target`, or one that also notes where they are made if
+        `saves` is false.
     numbered : bool
         The replay is for a chain, whose menus name operations by their numbers (`Target.choices`).
     holds_output : bool
@@ -411,7 +417,7 @@ def replay(
     """
     out = Replay()
     owners_of_a_lone_gradient()  # cached now: it can't be measured inside a replay
-    tracker = tracker or Tracker(target)
+    tracker = tracker or (Tracker(target) if saves else Locating(target, step.model))
     modules = dict(step.model.named_modules())
     staged = [modules[name] for name in dict.fromkeys(n.partition("#")[0] for n in stages if not is_glue(n))]
     with (
@@ -494,6 +500,8 @@ def replay(
     for j, sizes in controller.counters.copied_bytes.items():
         out.copied_bytes[stage_segment(j)] = sum(map(target.rounded, sizes))
     out.forward, out.backward = tracker.forward, tracker.backward
+    if isinstance(tracker, Locating):
+        out.origins = tracker.origins
     return out
 
 
@@ -898,7 +906,8 @@ class _Tracing:
             name = f"{segment_name(self.names, sid[1])}/{sid[2]}"
             stays = nbytes < self.target.least_moved_bytes or sid in self.kept.in_objects
             dropped = self.kept.dropped.get(sid, 0)
-            storages.append(Storage(name, nbytes, born, until, sid in self.kept.output, stays, dropped))
+            origin = self.program.origins.get(sid, "")
+            storages.append(Storage(name, nbytes, born, until, sid in self.kept.output, stays, dropped, origin))
         return storages, {sid: s for s, sid in enumerate(wanted)}
 
     def _kind(self, g: int) -> str:

@@ -30,6 +30,7 @@ from torch import nn
 
 from ckptplan.core.plan import Decision
 from ckptplan.profiling.bytes.folding import Periods, Run, UnlikeLayersError, find_runs, quiet, shortened
+from ckptplan.profiling.bytes.origins import Locating
 from ckptplan.profiling.bytes.trace import Replay, replay
 from ckptplan.profiling.bytes.tracker import DETACHED, Change, OpTrace, SegmentTrace, Sid, Tracker
 from ckptplan.profiling.target import Target
@@ -195,8 +196,8 @@ def _are_equal(a: Replay, b: Replay) -> bool:
     )
 
 
-class _Reading(Tracker):  # type: ignore[no-untyped-call]
-    """Tracker that notes each operation's operands: storage, or name in the model, gradient required, hooks.
+class _Reading(Locating):
+    """Tracker that also notes each operation's operands: storage, or name in the model, gradient required, hooks.
 
     Parameters
     ----------
@@ -208,7 +209,7 @@ class _Reading(Tracker):  # type: ignore[no-untyped-call]
         self._model: nn.Module | None = model
         self._named: dict[int, str] = {}
         self._held: list[torch.Tensor] = []
-        super().__init__(target)
+        super().__init__(target, model)
 
     def operands(self, given: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], ...]:
         """Storage or name of each operand, and whether it requires a gradient and has hooks on that."""

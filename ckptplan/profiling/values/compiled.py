@@ -484,7 +484,11 @@ def _play(noted: Noted, module: nn.Module, world: FakeWorld, args: tuple[Any, ..
     inputs = _tensors((args, kwargs))
     own = _own(module)
     world.runs_compiled(noted.kind)
-    made = _Played.apply(noted, len(inputs), *inputs, *own)
+    world.plays_compiled = True
+    try:
+        made = _Played.apply(noted, len(inputs), *inputs, *own)
+    finally:
+        world.plays_compiled = False
     buffers = _buffers(module)
     for key in noted.updated:
         torch.autograd.graph.increment_version(buffers[key][2])
