@@ -241,7 +241,8 @@ def explain(profile: Profile, plan: Plan, **options: Unpack[SearchKeywords]) -> 
     profile : Profile
         The one that the plan was made from.
     **options
-        As given to `solve`: what the prices and the alternatives may use; `time_limit_s` is for the prices.
+        As given to `solve`: what the prices and the alternatives may use; `time_limit_s` is for the prices, and again
+        for the alternatives, of the longest runs of equal stages first.
 
     Returns
     -------
@@ -273,7 +274,8 @@ def explain(profile: Profile, plan: Plan, **options: Unpack[SearchKeywords]) -> 
     if found is not None:
         steps = (tuple((prices * GIB).tolist()) for prices in (found.forward_s_per_byte, found.backward_s_per_byte))
         worth = Worth(found.budget_s_per_byte * GIB, found.out_s, found.in_s, *steps)
-    return explanation(profile, plan, worth=worth, actions=limits.actions)
+    deadline = time.monotonic() + limits.time_limit_s
+    return explanation(profile, plan, worth=worth, actions=limits.actions, deadline=deadline)
 
 
 def _require_made_from(profile: Profile, plan: Plan) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -185,7 +187,12 @@ def _text(alternative: Alternative | None) -> str:
 
 
 def explain(
-    profile: Profile, plan: Plan, *, worth: Worth | None = None, actions: tuple[Action, ...] = ACTIONS
+    profile: Profile,
+    plan: Plan,
+    *,
+    worth: Worth | None = None,
+    actions: tuple[Action, ...] = ACTIONS,
+    deadline: float = math.inf,
 ) -> Explanation:
     """Return an explanation of `plan`, which was made for `profile`.
 
@@ -195,6 +202,8 @@ def explain(
         Becomes `Explanation.worth`.
     actions : tuple of str
         Actions that alternatives may use.
+    deadline : float
+        Of `time.monotonic()`: the alternatives of stages that it comes before are left out, but for the first ones.
 
     Raises
     ------
@@ -218,7 +227,7 @@ def explain(
         in_busy=busy["in"] / timeline.makespan_s if timeline.makespan_s else 0.0,
         bindings=_bindings(profile, plan, timeline) if any(c.action != "keep" for c in plan.choices) else (),
         worth=worth,
-        choices=_choices(profile, plan, menu),
+        choices=_choices(profile, plan, menu, deadline),
     )
 
 
@@ -265,14 +274,21 @@ def _passing(profile: Profile, plan: Plan) -> dict[tuple[Phase, str], list[Passi
     return out
 
 
-def _choices(profile: Profile, plan: Plan, menu: Sequence[Sequence[int]]) -> tuple[Choice, ...]:
+def _choices(profile: Profile, plan: Plan, menu: Sequence[Sequence[int]], deadline: float) -> tuple[Choice, ...]:
     options = [stage.option(choice.option) for stage, choice in zip(profile.stages, plan.choices, strict=True)]
     grouped = {i for segment in plan.segments for i in range(segment.first, segment.last + 1)}
     alone = [i for i, stage in enumerate(profile.stages) if not stage.is_glue and i not in grouped]
     runs = [list(run) for _, run in groupby(alone, key=lambda i: (profile.stages[i].kind, plan.choices[i].option))]
     longest = sorted(runs, key=len, reverse=True)[:MOST_STAGES]
-    out = {run[0]: _stage_choice(profile, plan, options, menu, run) for run in longest}
-    out |= {s.first: _segment_choice(profile, plan, options, s) for s in plan.segments[:MOST_STAGES]}
+    out: dict[int, Choice] = {}
+    for run in longest:
+        if out and time.monotonic() > deadline:
+            break
+        out[run[0]] = _stage_choice(profile, plan, options, menu, run)
+    for segment in plan.segments[:MOST_STAGES]:
+        if out and time.monotonic() > deadline:
+            break
+        out[segment.first] = _segment_choice(profile, plan, options, segment)
     return tuple(choice for _, choice in sorted(out.items()))
 
 

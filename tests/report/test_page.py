@@ -228,7 +228,7 @@ def test_a_measured_step_is_drawn_over_the_predicted_one(opened: Any, tmp_path: 
 def test_a_strangers_profile_runs_nothing(opened: Any, tmp_path: Path) -> None:
     profile = chain(5)
     stages = tuple(replace(stage, name=f"{HOSTILE}{i}") for i, stage in enumerate(profile.stages))
-    storages = tuple(replace(storage, name=HOSTILE) for storage in profile.storages)
+    storages = tuple(replace(storage, name=HOSTILE, origin=HOSTILE) for storage in profile.storages)
     made_on = replace(profile.fingerprint, model=HOSTILE, inputs=HOSTILE, device=HOSTILE)
     profile = replace(profile, stages=stages, storages=storages, notes=(HOSTILE,), fingerprint=made_on)
     plan = solved(profile)

@@ -61,7 +61,11 @@ def step_data(
             "last": [stay.last for stay in line.stays],
             "category": line.of,
         },
-        "storages": {s: [storage.name, storage.nbytes] for s, storage in enumerate(profile.storages) if s in shown},
+        "storages": {
+            s: [storage.name, storage.nbytes, storage.origin]
+            for s, storage in enumerate(profile.storages)
+            if s in shown
+        },
         "events": {
             "lane": [LANES.index(event.lane) for event in events],
             "what": [WHATS.index(event.what) for event in events],
