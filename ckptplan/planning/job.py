@@ -147,8 +147,14 @@ class Job:
 
     def needed_range_bytes(self, range_bytes: tuple[int, int]) -> tuple[int, int]:
         """Return the bytes that the plans with these two peaks need on the device."""
+        if self.replayed is None:
+            return range_bytes
         limits = replace(self.limits, on_plan=None)
-        least, most = (self._within(peak, limits) for peak in range_bytes)
+        try:
+            least = self._within(range_bytes[0], limits)
+        except InfeasibleBudgetError as error:  # another search doesn't always find the smallest peak again in its time
+            least = self._within(error.min_peak_bytes, limits)
+        most = self._within(range_bytes[1], limits)
         return max(least.needed_bytes, self.needs(least)), max(most.needed_bytes, self.needs(most))
 
     def reserving(self, plan: Plan) -> Plan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,9 +10,12 @@ import pytest
 import ckptplan
 from ckptplan.core.budget import AUTO_MARGIN, Budget
 from ckptplan.core.errors import InvalidInputError, PlanMismatchError
+from ckptplan.core.measured import DeviceBytes
 from ckptplan.core.plan import KEEP
 from ckptplan.core.profile import Profile
+from ckptplan.core.request import Limits
 from ckptplan.core.units import GIB
+from ckptplan.planning.job import Job
 from ckptplan.referee import simulate
 
 pytestmark = pytest.mark.planning
@@ -64,6 +68,16 @@ def test_a_share_of_the_way_from_the_smallest_peak_to_everything_kept() -> None:
     assert half.budget_bytes == least.peak_bytes + (most - least.peak_bytes) // 2
     assert half.peak_bytes <= half.budget_bytes
     assert (half.least_peak_bytes, half.most_peak_bytes) == (least.peak_bytes, most)
+
+
+def test_a_share_of_a_way_that_is_found_once_alone() -> None:
+    """A search that ends with its time doesn't find every peak that another one finds."""
+    profile = chain()
+    least = ckptplan.solve(profile, budget="0%").peak_bytes
+    job = Job(profile, Limits(time_limit_s=1.0))
+    assert job.needed_range_bytes((least - 1, 2 * least)) == (least - 1, 2 * least)
+    replayed = replace(job, replayed=lambda plan: DeviceBytes(plan.peak_bytes, plan.peak_bytes, plan.peak_bytes + 7))
+    assert replayed.needed_range_bytes((least - 1, 2 * least))[0] == least + 7
 
 
 def test_a_plan_says_between_which_budgets_it_makes_a_difference() -> None:
