@@ -13,6 +13,7 @@ from ckptplan.core.budget import Budget
 from ckptplan.core.errors import InfeasibleBudgetError, InvalidInputError, PlanMismatchError
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
+from ckptplan.core.progress import limited
 from ckptplan.core.request import Limits, SearchKeywords, SolveKeywords, Training, require_known
 from ckptplan.core.units import GIB, format_bytes
 from ckptplan.planning.job import Job, job_of_profile
@@ -202,7 +203,7 @@ def frontier(
     with _sharded(model_or_profile, options.get("fsdp")):
         job = _job(model_or_profile, Training.of(options, inputs), swap_dir, each)
         plans = frontier_profile(job.profile, points, replace(job.handing_out, time_limit_s=together.time_limit_s))
-        return _undominated(_checked(job, plans))
+        return undominated(_checked(job, plans))
 
 
 def _checked(job: Job, plans: Iterable[Plan]) -> list[Plan]:
@@ -222,7 +223,7 @@ def _checked(job: Job, plans: Iterable[Plan]) -> list[Plan]:
     return checked
 
 
-def _undominated(plans: list[Plan]) -> tuple[Plan, ...]:
+def undominated(plans: Iterable[Plan]) -> tuple[Plan, ...]:
     """By rising need of memory, those that are faster than all that need less."""
     out: list[Plan] = []
     for plan in sorted(plans, key=lambda p: (p.reserved_bytes or p.peak_bytes, p.step_s)):
@@ -257,6 +258,7 @@ def explain(profile: Profile, plan: Plan, **options: Unpack[SearchKeywords]) -> 
     plan.require_profile(profile)
     _require_made_from(profile, plan)
     plan = replace(plan, budget_bytes=plan.budget_bytes - plan.others_bytes)  # that of a step
+    limits.on_progress(limited("finding what memory and links are worth", limits.time_limit_s))
     bound = lower_bound(
         profile,
         menus_of(profile, limits.actions),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 
 from ckptplan.core.units import format_bytes, format_seconds
@@ -41,6 +42,13 @@ class Message(str):
         made = super().__new__(cls, what + clock)
         made.what, made.done, made.total, made.began_s, made.limit_s = what, done, total, began_s, limit_s
         return made
+
+
+def in_notebook() -> bool:
+    """Return whether a Jupyter kernel runs this process."""
+    ipython = sys.modules.get("IPython")  # loaded by every kernel
+    shell = None if ipython is None else ipython.get_ipython()
+    return shell is not None and getattr(shell, "kernel", None) is not None
 
 
 def clock_of(began_s: float, limit_s: float) -> str:
