@@ -88,7 +88,9 @@ REFUSAL_LEAST_S = 0.2
 BOUND_ROUNDING = 1e-9
 """Relative difference by which a bound may be above the plan for nothing but rounding."""
 REPORT_S = 0.5
-"""Least seconds between reports within a part: each replays the plan that it hands out."""
+"""Least seconds between reports within a part."""
+REPORT_SHARE = 0.1
+"""Largest share of the time for them: of a plan of 1000 stages, the referee's replay takes 0.3 s."""
 
 # Shares of the time that is left when a part begins; the rest is for the parts behind it. On small chains each part
 # ends long before.
@@ -234,7 +236,8 @@ class _PlanSearch:
     handed_out_s: float = math.inf
     handed_bound_s: float = 0.0
     part: str = ""
-    reported_s: float = field(default_factory=time.monotonic)
+    quiet_until_s: float = field(default_factory=lambda: time.monotonic() + REPORT_S)
+    told: tuple[str, float, float, int | None] | None = None
     seen: tuple[Sequence[int], Segments] | None = None
     space: PlanSpace = field(init=False)
     menu: Menu = field(init=False)
@@ -461,16 +464,21 @@ class _PlanSearch:
 
     def report_now_and_then(self, found: Schedule | None) -> None:
         """The same in the midst of a part, with the best schedule that it has found, unless the last was just now."""
-        if time.monotonic() - self.reported_s >= REPORT_S:
+        begun_s = time.monotonic()
+        if begun_s >= self.quiet_until_s:
             self.tell(found)
             self.hand_out(found)
+            took_s = time.monotonic() - begun_s
+            self.quiet_until_s = begun_s + max(REPORT_S, took_s / REPORT_SHARE)
 
     def tell(self, found: Schedule | None) -> None:
-        """Call `on_progress`."""
-        self.reported_s = time.monotonic()
+        """Call `on_progress`, if there is anything new."""
         if self.on_progress is not None:
             step_s, peak_bytes = (math.inf, None) if found is None else (found.step_s, found.peak_bytes)
-            self.on_progress(self.part, step_s, self.bound_s, peak_bytes)
+            state = self.part, step_s, self.bound_s, peak_bytes
+            if state != self.told:
+                self.told = state
+                self.on_progress(*state)
 
     def hand_out(self, found: Schedule | None, *, bounds: bool = False) -> None:
         """Call `on_plan` with a schedule that is faster than those before, or with a better bound if `bounds` count."""
@@ -497,7 +505,7 @@ class _PlanSearch:
     def glance(self, codes: Sequence[int], segments: Segments) -> None:
         """Report a plan from which a local search goes on; what that returns is offered, and no worse."""
         self.seen = codes, segments
-        if time.monotonic() - self.reported_s < REPORT_S:
+        if time.monotonic() < self.quiet_until_s:
             return
         found = self.evaluator.schedule(codes, self.budget_bytes, segments)
         if found is not None and (self.best is None or found.step_s < self.best.step_s):
