@@ -13,7 +13,7 @@ from ckptplan.core.budget import Budget
 from ckptplan.core.errors import InfeasibleBudgetError, InvalidInputError, PlanMismatchError
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
-from ckptplan.core.progress import limited
+from ckptplan.core.progress import limited, search_state
 from ckptplan.core.request import Limits, SearchKeywords, SolveKeywords, Training, require_known
 from ckptplan.core.units import GIB, format_bytes
 from ckptplan.planning.job import Job, job_of_profile
@@ -117,6 +117,7 @@ def solve(
 
         def solved(budget_bytes: int | None) -> Plan:
             plan = _solved(job, budget_bytes, wanted.share, max_overhead)
+            limits.on_progress(f"solved: {search_state(plan.step_s, plan.lower_bound_s, plan.needed_bytes)}")
             return replace(plan, notes=(*notes, *plan.notes))
 
         return solved(budget_bytes) if together is None else together.planned(job, budget_bytes, solved)
