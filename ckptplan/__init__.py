@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ckptplan.core.allocator_settings import AllocatorSettings
     from ckptplan.core.ddp import DDP
     from ckptplan.core.device import Device
+    from ckptplan.core.display import progress
     from ckptplan.core.errors import (
         CheckError,
         CkptPlanError,
@@ -70,6 +71,7 @@ __all__ = [
     "keep_pinned_memory",
     "max_batch_size",
     "profile",
+    "progress",
     "record_forward",
     "simulate",
     "solve",
@@ -85,6 +87,7 @@ _NAMES = {
     "core.frontier": "Frontier",
     "core.fsdp": "FSDP",
     "core.device": "Device",
+    "core.display": "progress",
     "core.errors": "CheckError CkptPlanError InfeasibleBudgetError InvalidInputError OutOfMemoryError "
     "PlanMismatchError RankError SwapError UnsupportedModelError",
     "core.estimate": "Estimate",

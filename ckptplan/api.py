@@ -14,6 +14,7 @@ from ckptplan.core.errors import InfeasibleBudgetError, InvalidInputError, PlanM
 from ckptplan.core.frontier import Frontier
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
+from ckptplan.core.progress import limited, search_state
 from ckptplan.core.request import Limits, SearchKeywords, SolveKeywords, Training, require_known
 from ckptplan.core.units import GIB, format_bytes
 from ckptplan.planning.job import Job, job_of_profile
@@ -117,6 +118,7 @@ def solve(
 
         def solved(budget_bytes: int | None) -> Plan:
             plan = _solved(job, budget_bytes, wanted.share, max_overhead)
+            limits.on_progress(f"solved: {search_state(plan.step_s, plan.lower_bound_s, plan.needed_bytes)}")
             return replace(plan, notes=(*notes, *plan.notes))
 
         return solved(budget_bytes) if together is None else together.planned(job, budget_bytes, solved)
@@ -204,7 +206,7 @@ def frontier(
     with _sharded(model_or_profile, options.get("fsdp")):
         job = _job(model_or_profile, Training.of(options, inputs), swap_dir, each)
         plans = frontier_profile(job.profile, points, replace(job.handing_out, time_limit_s=together.time_limit_s))
-        return _undominated(_checked(job, plans))
+        return undominated(_checked(job, plans))
 
 
 def _checked(job: Job, plans: Iterable[Plan]) -> list[Plan]:
@@ -224,7 +226,7 @@ def _checked(job: Job, plans: Iterable[Plan]) -> list[Plan]:
     return checked
 
 
-def _undominated(plans: list[Plan]) -> Frontier:
+def undominated(plans: Iterable[Plan]) -> Frontier:
     """By rising need of memory, those that are faster than all that need less."""
     out: list[Plan] = []
     for plan in sorted(plans, key=lambda p: (p.reserved_bytes or p.peak_bytes, p.step_s)):
@@ -260,6 +262,7 @@ def explain(profile: Profile, plan: Plan, **options: Unpack[SearchKeywords]) -> 
     plan.require_profile(profile)
     _require_made_from(profile, plan)
     plan = replace(plan, budget_bytes=plan.budget_bytes - plan.others_bytes)  # that of a step
+    limits.on_progress(limited("finding what memory and links are worth", limits.time_limit_s))
     bound = lower_bound(
         profile,
         menus_of(profile, limits.actions),

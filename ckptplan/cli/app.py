@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from ckptplan.cli import device, inspect, plan, report
-from ckptplan.cli.output import show_error, show_users_error
+from ckptplan.cli.output import INTERRUPTED, show_error, show_interrupt, show_users_error
 from ckptplan.cli.subject import is_torch
 from ckptplan.core.errors import CkptPlanError
 from ckptplan.core.version import installed_version
@@ -18,8 +18,8 @@ from ckptplan.core.version import installed_version
 class _Group(TyperGroup):
     """Turns the package's own errors, and PyTorch's absence, into one line and exit code 2.
 
-    An error in the user's code is shown without this package's part of the traceback, with exit code 1. Anything else
-    is a bug and keeps its traceback.
+    An error in the user's code is shown without this package's part of the traceback, with exit code 1. Ctrl-C is one
+    line and exit code 130. Anything else is a bug and keeps its traceback.
     """
 
     def invoke(self, ctx: Any) -> Any:
@@ -33,6 +33,9 @@ class _Group(TyperGroup):
                 raise
             show_error("this needs PyTorch, which isn't installed; install it with: pip install torch")
             raise typer.Exit(2) from error
+        except KeyboardInterrupt as error:
+            show_interrupt(str(error))
+            raise typer.Exit(INTERRUPTED) from error
         except Exception as error:
             if not show_users_error(error):
                 raise

@@ -23,6 +23,7 @@ from ckptplan.cli.arguments import (
 )
 from ckptplan.cli.output import check_writable, terminal, writing
 from ckptplan.cli.subject import batches_of, model_of
+from ckptplan.core.display import progress
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.fsdp import FSDP
 from ckptplan.core.plan import Plan
@@ -55,8 +56,8 @@ def calibrate(
     # Imported here: it imports torch.
     from ckptplan.profiling.times.calibrate import calibrate, summary
 
-    with Console(stderr=True).status("measuring") as status:
-        found = calibrate(device, name=name, swap_dir=swap_dir, effort_s=effort, on_progress=status.update)
+    with progress("measuring", console=Console(stderr=True)) as shown:
+        found = calibrate(device, name=name, swap_dir=swap_dir, effort_s=effort, on_progress=shown)
     table = Table("what", "measured", "share of the peak", title=escape(f"{found.name}: {found.description}"))
     for row in summary(found):
         table.add_row(*map(escape, row))
@@ -123,7 +124,7 @@ def estimate(
         model, inputs = model_of(source)
     from ckptplan.memory.estimate import estimate
 
-    with Console(stderr=True).status("estimating"):
+    with progress("estimating", console=Console(stderr=True)) as shown:
         found = estimate(
             model,
             inputs,
@@ -139,6 +140,7 @@ def estimate(
             plan=plan,
             allocator=allocator,
             empty_cache=empty_cache,
+            on_progress=shown,
         )
     typer.echo(str(found))
     if json_file is not None:
@@ -223,7 +225,7 @@ def fit(
             typer.echo(f"note: {note}")
     from ckptplan.fitting.survey import survey
 
-    with Console(stderr=True).status("estimating") as status:
+    with progress("estimating", console=Console(stderr=True)) as shown:
         rows = survey(
             model,
             make_inputs,
@@ -237,7 +239,7 @@ def fit(
             ),
             budget_bytes=budget,
             time_limit_s=time_limit,
-            on_progress=status.update,
+            on_progress=shown,
         )
     # Many terminals cut a wider table.
     Console(width=100, highlight=False).print(fit_table(rows, batch=batch or given))

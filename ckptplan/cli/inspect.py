@@ -15,11 +15,13 @@ from rich.table import Table
 from ckptplan.cli.arguments import ModelSource, PlanFile, ProfileFile, to_bytes
 from ckptplan.cli.output import check_writable, terminal, writing
 from ckptplan.cli.subject import model_of
+from ckptplan.core.display import progress
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.files import read_json
 from ckptplan.core.option import Option
 from ckptplan.core.plan import KEEP, Plan
 from ckptplan.core.profile import Profile
+from ckptplan.core.progress import limited
 from ckptplan.core.request import Limits
 from ckptplan.core.units import format_bytes, format_seconds
 from ckptplan.referee import Violation, simulate, validate
@@ -112,7 +114,7 @@ def trace(
     if inputs is None:
         args, kwargs, _ = find_inputs(model, model_device(model))
         inputs = args or kwargs
-    with Console(stderr=True).status("running"):
+    with progress("running the planned step", console=Console(stderr=True)):
         found = trace(model, plan, inputs, profile=profile, swap_dir=swap_dir)
     found.save(output)
     typer.echo(str(found))
@@ -149,8 +151,8 @@ def snapshot(
     from ckptplan.memory.history.summary import summarize, to_json
     from ckptplan.report.snapshot import snapshot_tables
 
-    with Console(stderr=True).status(f"reading {file}") as status:
-        found = summarize(load_snapshot(file), limit_bytes=limit, on_progress=status.update)
+    with progress(f"reading {file}", console=Console(stderr=True)) as shown:
+        found = summarize(load_snapshot(file), limit_bytes=limit, on_progress=shown)
     text = to_json(found) + "\n"
     if json_file == "-":
         typer.echo(text, nl=False)
@@ -191,7 +193,9 @@ def _show_profile(profile: Profile) -> None:
     console = terminal()
     console.print(table)
     keep_all = simulate(profile, (KEEP,) * len(profile.stages))
-    smallest = smallest_peak(profile, Limits(time_limit_s=SHOWN_PEAK_S))
+    with progress(console=Console(stderr=True)) as shown:
+        shown(limited("looking for the smallest peak", SHOWN_PEAK_S))
+        smallest = smallest_peak(profile, Limits(time_limit_s=SHOWN_PEAK_S))
     within = f" found in {SHOWN_PEAK_S:g} s, at least {format_bytes(smallest.bound_bytes)}"
     totals = Table(show_header=False, box=None)
     for label, text in (

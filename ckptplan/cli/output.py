@@ -17,6 +17,8 @@ from rich.markup import escape
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.plan import Plan
 
+INTERRUPTED = 130
+"""The exit code after Ctrl-C: 128 and the number of SIGINT, as in shells."""
 _OURS = str(Path(__file__).parent.parent)
 _NOT_USERS = (_OURS, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), "<")
 """Where this package, Python and installed packages lie."""
@@ -25,6 +27,11 @@ _NOT_USERS = (_OURS, *(sysconfig.get_path(name) for name in ("stdlib", "purelib"
 def show_error(text: str) -> None:
     """Print an error in one line."""
     Console(stderr=True).print(f"[red]error:[/red] {escape(text)}", soft_wrap=True, highlight=False)
+
+
+def show_interrupt(text: str = "") -> None:
+    """Print that Ctrl-C ended the work, and what is left of it, in one line."""
+    Console(stderr=True).print(f"[red]interrupted[/red]{escape(text and f': {text}')}", soft_wrap=True, highlight=False)
 
 
 def show_users_error(error: Exception) -> bool:

@@ -36,11 +36,13 @@ from ckptplan.cli.arguments import (
     to_actions,
     to_bytes,
 )
-from ckptplan.cli.output import check_writable, save_plan, terminal, writing
+from ckptplan.cli.output import INTERRUPTED, check_writable, save_plan, show_interrupt, terminal, writing
 from ckptplan.cli.subject import profile_of, subject_of
+from ckptplan.core.display import progress
 from ckptplan.core.errors import CkptPlanError, InfeasibleBudgetError, InvalidInputError
 from ckptplan.core.plan import KEEP, Plan
 from ckptplan.core.profile import Profile
+from ckptplan.core.progress import Message, limited, search_state
 from ckptplan.core.request import NO_LIMITS, Limits, SolveKeywords
 from ckptplan.core.units import format_bytes, format_seconds
 from ckptplan.referee import simulate, validate
@@ -79,7 +81,8 @@ def solve(
     """Find the fastest plan within a budget, or the plan with the smallest peak within a slowdown, with a proven bound.
 
     A model is profiled first, and its plan is replayed on it. Plans found on the way are shown. Exits with 2 if no plan
-    fits; the message names the smallest budget that works.
+    fits; the message names the smallest budget that works. Ctrl-C prints and writes the best plan so far, and exits
+    with 130.
 
     Example: [bold]ckptplan solve profile.json --budget-gb 12 -o plan.json[/bold]
     """
@@ -95,13 +98,39 @@ def solve(
     subject, inputs = subject_of(source)
     from ckptplan.api import solve as solve_subject
 
-    with Console(stderr=True).status("solving") as status:
-        options["on_progress"] = status.update
-        options["on_plan"] = functools.partial(_show, status.console)
-        plan = solve_subject(subject, budget_in_gb, budget=budget, inputs=inputs, max_overhead=max_overhead, **options)
+    found: list[Plan] = []
+    console = Console(stderr=True)
+
+    def on_plan(plan: Plan) -> None:
+        found[:] = [plan]
+        _show(console, plan)
+
+    interrupted = False
+    try:
+        with progress("solving", console=console) as shown:
+            options["on_progress"], options["on_plan"] = shown, on_plan
+            plan = solve_subject(
+                subject, budget_in_gb, budget=budget, inputs=inputs, max_overhead=max_overhead, **options
+            )
+    except KeyboardInterrupt:
+        (plan,) = _best_so_far(found, subject)
+        interrupted = True
     typer.echo(str(plan))
     if output is not None:
         save_plan(plan, output)
+    if interrupted:
+        show_interrupt("this is the best plan so far")
+        raise typer.Exit(INTERRUPTED)
+
+
+def _best_so_far(found: Sequence[Plan], subject: object) -> tuple[Plan, ...]:
+    """Return the plans found before an interrupt, which the referee has accepted, with a note; raise it without any."""
+    if not found:
+        raise KeyboardInterrupt("no plan was found before")
+    note = "the search was interrupted; a longer one may find a faster plan, or prove a smaller gap"
+    if not isinstance(subject, Profile):
+        note += "; the plan hasn't been replayed on the model, whose bytes may be more"
+    return tuple(replace(plan, notes=(*plan.notes, note)) for plan in found)
 
 
 def _show(console: Console, plan: Plan) -> None:
@@ -159,18 +188,27 @@ def frontier(
 ) -> None:
     """Find plans along the whole trade-off between memory and time, from the smallest peak to everything kept.
 
+    Ctrl-C prints and writes the plans found so far, and exits with 130.
+
     Example: [bold]ckptplan frontier profile.json --points 8 --plot frontier.png[/bold]
     """
     check_writable(plot, "the plot")
     options = _options(host_gb, disk_gb, actions, segments, accumulate, time_limit, gap, cache)
     subject, inputs = subject_of(source)
     from ckptplan.api import frontier as frontier_of
+    from ckptplan.api import undominated
 
-    with Console(stderr=True).status("solving") as status:
-        options["on_progress"] = status.update
-        plans = frontier_of(subject, points=points, inputs=inputs, **options)
+    found: list[Plan] = []
+    interrupted = False
+    try:
+        with progress("solving", console=Console(stderr=True)) as shown:
+            options["on_progress"], options["on_plan"] = shown, found.append
+            plans = frontier_of(subject, points=points, inputs=inputs, **options)
+    except KeyboardInterrupt:
+        plans = undominated(_best_so_far(found, subject))
+        interrupted = True
     terminal().print(frontier_table(plans))
-    if plot is not None:
+    if plot is not None and not interrupted:
         from ckptplan.report.plots import plot_frontier
 
         plot_frontier(plans, plot, title=Path(source).stem)
@@ -183,6 +221,9 @@ def frontier(
         with writing("the frontier", output / "frontier.json"):
             plans.save(output / "frontier.json")
         typer.echo(f"written to {output / 'frontier.json'}, all of them, for ckptplan report --frontier")
+    if interrupted:
+        show_interrupt("these are the plans so far" + ("" if plot is None else ", which aren't drawn"))
+        raise typer.Exit(INTERRUPTED)
 
 
 def explain(
@@ -198,7 +239,10 @@ def explain(
     profile, plan = Profile.load(profile_file), Plan.load(plan_file)
     from ckptplan.api import explain
 
-    found = explain(profile, plan, host_gb=number(host_gb, "--host-gb", least=0), time_limit_s=time_limit)
+    with progress("explaining", console=Console(stderr=True)) as shown:
+        found = explain(
+            profile, plan, host_gb=number(host_gb, "--host-gb", least=0), time_limit_s=time_limit, on_progress=shown
+        )
     typer.echo(str(plan).partition("\n\n")[0])
     typer.echo(str(found))
 
@@ -238,10 +282,12 @@ def compare(
     shares = None if budgets is None else _percentages(budgets)
     profile = profile_of(source)
     rows = []
-    with Console(stderr=True).status("planning") as status:
+    with progress("planning", console=Console(stderr=True)) as shown:
+        if fixed is None:
+            shown(limited("looking for the smallest peak", time_limit))
         limits = [fixed] if fixed is not None else _budgets(profile, shares or (), time_limit)
         for limit in limits:
-            rows += _rows(profile, limit, wanted, time_limit, status.update)
+            rows += _rows(profile, limit, wanted, time_limit, shown)
     if json_file is not None:
         data = {"source": source, "stages": len(profile.stages), "rows": [_fields(row) for row in rows]}
         with writing("the rows", json_file):
@@ -277,13 +323,31 @@ def _rows(
     from ckptplan.baselines import BASELINES
     from ckptplan.solving.planner import solve_profile
 
+    names = (OURS, *(name for name in wanted if name != OURS))
+    began_s = time.monotonic()
+
     def ours(profile: Profile, budget_bytes: int) -> Plan:
-        return solve_profile(profile, budget_bytes, Limits(time_limit_s=time_limit_s, gap=0.0))
+        return solve_profile(
+            profile, budget_bytes, Limits(time_limit_s=time_limit_s, gap=0.0), on_progress=functools.partial(tell, OURS)
+        )
+
+    def tell(name: str, part: str, *state: Any) -> None:
+        number = names.index(name) + 1
+        on_progress(
+            Message(
+                f"planner {number} of {len(names)} within {format_bytes(budget_bytes)}: {name}"
+                + (f" ({part}): {search_state(*state)}" if state else ""),
+                done=number,
+                total=len(names),
+                began_s=began_s if state else None,
+                limit_s=time_limit_s if state else None,
+            )
+        )
 
     bound_s = None
     rows = []
-    for name in (OURS, *(name for name in wanted if name != OURS)):
-        on_progress(f"planning within {format_bytes(budget_bytes)}: {name}")
+    for name in names:
+        tell(name, "")
         row = _row(profile, budget_bytes, name, ours if name == OURS else BASELINES[name])
         if name == OURS:
             bound_s = row.bound_s

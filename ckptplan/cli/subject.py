@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
+from ckptplan.core.display import progress
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.profile import Profile
 
@@ -107,8 +108,8 @@ def profile_of(source: str) -> Profile:
         return subject
     from ckptplan.profiling.profiler import profile
 
-    with Console(stderr=True).status("profiling") as status:
-        return profile(subject, inputs, on_progress=status.update)
+    with progress("profiling", console=Console(stderr=True)) as shown:
+        return profile(subject, inputs, on_progress=shown)
 
 
 def _import(source: str, module: str, name: str) -> Any:

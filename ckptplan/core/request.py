@@ -21,6 +21,7 @@ from ckptplan.core.ddp import DDP
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.fsdp import FSDP
 from ckptplan.core.option import ACTIONS, Action
+from ckptplan.core.progress import in_notebook
 from ckptplan.core.units import budget_to_bytes
 
 if TYPE_CHECKING:  # these import torch
@@ -44,7 +45,18 @@ MOST_IN_FLIGHT = 1 << 20
 
 
 def ignore_progress(text: str) -> None:
-    """Do nothing: the default of `on_progress`."""
+    """Do nothing: the default of `on_progress` in programs."""
+
+
+def reporting(on_progress: Report | None) -> Report:
+    """Return the function that `on_progress` stands for; None: a line in a notebook, and nothing elsewhere."""
+    if on_progress is not None:
+        return on_progress
+    if not in_notebook():
+        return ignore_progress
+    from ckptplan.core.display import NotebookLine  # rich, which planning does without
+
+    return NotebookLine()
 
 
 class LossKeywords(TypedDict, total=False):
@@ -244,10 +256,14 @@ class Limits:
         Threads of CP-SAT, which uses the time that other searches leave where plans have no segments; default: 1. All
         other searches use one thread.
     on_progress : callable
-        Called with a description of the present work.
+        Called with a description of the present work: `print`, or `shown` of ``with ckptplan.progress() as shown``.
+        Default: a line that changes in a notebook, nothing elsewhere.
     on_plan : callable, optional
-        Called during the search with the first plan found that fits, and with each better one. They have passed
-        `validate`, but unlike the plan returned no replay of the model. `frontier` calls it with each of its plans.
+        Called during the search with the first plan found that fits, and with better ones, twice a second at most
+        within a part of the search. They have passed `validate`, but unlike the plan returned no replay of the model;
+        where that needs more than the budget, the search begins again within less, and so do they. Before a
+        `KeyboardInterrupt` leaves the search, the best plan is handed out with the bound proven so far. `frontier`
+        calls it with each of its plans.
     in_flight : int
         Forwards that are alive at once, each of which waits for its backward: a pipeline's micro-batches between the
         two, this one included. With several, gradients are accumulated (`accumulate`) unless that is said.
@@ -322,8 +338,7 @@ class Limits:
                 "host_gb too; host_gb=0 sends all to the disk"
             )
         named = {field.name: options[field.name] for field in fields(cls) if field.name in options}
-        if named.get("on_progress", ignore_progress) is None:
-            del named["on_progress"]
+        named["on_progress"] = reporting(named.get("on_progress"))
         return cls(host_bytes=tier_bytes("host_gb", host_gb), disk_bytes=tier_bytes("disk_gb", disk_gb), **named)
 
 

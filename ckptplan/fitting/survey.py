@@ -171,9 +171,15 @@ class _Group:
         """Return the traced chains by device."""
         if n not in self.chains:
             target = self.batches.target
-            self.tell(f"{target.description}: tracing batch {n}")
+            tracing = f"{target.description}, batch {n}"
             optimizer = self.batches.sizes.training.optimizer
-            profiles = planned_profiles(self.batches.step(n), optimizer, target, self.devices)
+            profiles = planned_profiles(
+                self.batches.step(n),
+                optimizer,
+                target,
+                self.devices,
+                report=lambda text: self.tell(f"{tracing}: {text}"),
+            )
             self.chains[n] = {device.name: p for device, p in zip(self.devices, profiles, strict=True)}
         return self.chains[n]
 
@@ -219,7 +225,7 @@ class _Group:
         """Return the batches that fit one of the devices."""
         kept = self.kept_bytes(self.batch)
         most_kept, _ = largest(self.kept_bytes, budget_bytes, self.limit, self.kept)
-        self.tell(f"{device.name}: planning")
+        self.tell(f"{device.name}: planning batch {self.batch}")
         least = self.least_bytes(self.batch)
         plan = self.plan(device, self.batch, budget_bytes) if kept > budget_bytes >= least else None
         most, most_plan = self.most(device, budget_bytes, most_kept)
@@ -236,6 +242,7 @@ class _Group:
 
     def most(self, device: Device, budget_bytes: int, most_kept: int) -> tuple[int, Plan | None]:
         """Return the largest batch with a plan, and the plan."""
+        self.tell(f"{device.name}: looking for the largest batch")
         n, _ = largest(self.least_bytes, budget_bytes, self.limit)
         for _ in range(_RETRIES):
             if n <= most_kept:

@@ -20,7 +20,16 @@ from ckptplan.core.errors import InvalidInputError, UnsupportedModelError
 from ckptplan.core.estimate import CATEGORIES, KEPT, Estimate, Phase
 from ckptplan.core.measured import DeviceBytes
 from ckptplan.core.plan import Plan
-from ckptplan.core.request import UNSAID, StepKeywords, Training, require_known
+from ckptplan.core.progress import counted
+from ckptplan.core.request import (
+    UNSAID,
+    Report,
+    StepKeywords,
+    Training,
+    ignore_progress,
+    reporting,
+    require_known,
+)
 from ckptplan.memory.allocator import SimulatedOutOfMemoryError
 from ckptplan.memory.batches import batch_steps, does_the_same, require_planned
 from ckptplan.memory.folding import Folding
@@ -63,6 +72,7 @@ def estimate(
     plan: Plan | None = None,
     allocator: AllocatorSettings | str | None = None,
     empty_cache: bool = False,
+    on_progress: Report | None = None,
     **training: Unpack[StepKeywords],
 ) -> Estimate:
     """Return the memory of training `model`, by category and phase, without allocating it.
@@ -105,6 +115,8 @@ def estimate(
         CUDA's caching allocator as in PYTORCH_CUDA_ALLOC_CONF, such as "expandable_segments:True".
     empty_cache : bool
         Whether the loop calls `torch.cuda.empty_cache()` after each step, when what isn't in `keeps` has been freed.
+    on_progress : callable, optional
+        Called with a description of the present work.
     **training
         `loss_fn`, `optimizer`, `device`, `step`, `amp`, `accumulate`, `ddp`, `fsdp` (see
         `ckptplan.core.request.Training`). Without an optimizer there is no update, and the phase "zero_grad" takes its
@@ -150,6 +162,7 @@ def estimate(
         empty_cache=empty_cache,
         plan=plan,
         notes=notes,
+        report=reporting(on_progress),
     )
     reached = [each for step in steps for each in step.reached()]
     with (
@@ -356,10 +369,12 @@ class _Run:
     unknown: set[str] = field(default_factory=set)
     path_is_drawn: bool = False
     whole_gradient_bytes: int = 0
+    report: Report = ignore_progress
 
     def estimate(self, rewind: Callable[[], None], settings: AllocatorSettings | None) -> Estimate:
         """Record the parts, write them into ledgers, add them up."""
         batches = self.recorded(rewind, inference=True)
+        self.report("adding up what is allocated")
         account, notes = self._account(self.training(batches), settings)
         inference = Account.of(self._inference(batches), settings)
         return self._result(account, (*account.phases(), *inference.phases()[1:]), batches, notes)
@@ -413,10 +428,16 @@ class _Run:
             self.unknown.update(unknown)
             return recording
 
-        fresh = record()
         # From the second backward on, gradients exist to add to, unless they are dropped after each step.
         lasting = self.accumulation_steps > 1 or not self._drops_gradients
+        passes, of_batch = 1 + lasting + inference, f" of batch {number}" if len(self.steps) > 1 else ""
+        self.report(counted("recording", 1, passes, f"passes{of_batch}"))
+        fresh = record()
+        if lasting:
+            self.report(counted("recording", 2, passes, f"passes{of_batch}"))
         adding = record(accumulating=True) if lasting else fresh
+        if inference:
+            self.report(counted("recording", passes, passes, f"passes{of_batch}"))
         return _Batch(number, step, inputs, fresh, adding, record(inference=True) if inference else None)
 
     # --- the ledger ---

@@ -143,10 +143,16 @@ class _Search:
         if limit < 1:
             return math.inf
         view = self._view(limit, most)
+        handed: list[Plan] = []
+        limits = replace(self._limits, on_plan=handed.append)
         try:
-            found = solve_profile(view, limit, self._limits, on_progress=self._on_progress)
+            found = solve_profile(view, limit, limits, on_progress=self._on_progress)
         except InfeasibleBudgetError:
             return math.inf if smallest_peak(view, self._limits).bound_bytes > limit else None
+        except KeyboardInterrupt:
+            for plan in handed[-1:]:
+                self._offer(plan)
+            raise
         self._offer(found)
         return found.lower_bound_s
 

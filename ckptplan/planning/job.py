@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -12,12 +12,13 @@ from ckptplan.core.link import STAGING_BYTES
 from ckptplan.core.measured import DeviceBytes
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
+from ckptplan.core.progress import Message, limited, search_state
 from ckptplan.core.request import Limits
-from ckptplan.core.units import GIB, format_bytes, format_seconds
+from ckptplan.core.units import GIB, format_bytes
 from ckptplan.planning.in_flight import solve_in_flight, with_others
 from ckptplan.referee.simulate import simulate
 from ckptplan.referee.validate import examine
-from ckptplan.solving.planner import smallest_peak, solve_profile
+from ckptplan.solving.planner import OnProgress, smallest_peak, solve_profile
 from ckptplan.solving.tiers import check_disk
 
 _TIGHTENINGS = 6  # attempts with a smaller limit before the plan with the smallest peak is tried
@@ -63,7 +64,7 @@ class Job:
         CkptPlanError
             If the referee rejects a plan, or the replays of all plans exceed the budget: a defect of this package.
         """
-        limit, limits = budget_bytes, self._handing_out_faster()
+        limit, limits = budget_bytes, self.handing_out
         for attempt in range(_TIGHTENINGS + 1):
             if attempt == _TIGHTENINGS:
                 limit = 1  # below every peak, so that the plan with the smallest peak is tried
@@ -73,6 +74,8 @@ class Job:
                 if limit == budget_bytes and not self.on_cuda:
                     raise
                 return self._leanest(budget_bytes, error, limits)
+            if self.replayed is not None:
+                self.limits.on_progress("replaying the plan on the model")
             over = self.needs(plan) - budget_bytes
             if over <= 0:
                 return plan
@@ -87,28 +90,13 @@ class Job:
 
     def _within(self, limit: int, limits: Limits) -> Plan:
         solve = solve_profile if limits.in_flight == 1 else solve_in_flight
-        return self.reserving(self.sound(solve(self.profile, limit, limits, on_progress=self.progress)))
+        return self.reserving(self.sound(solve(self.profile, limit, limits, on_progress=self._progress())))
 
     @property
     def handing_out(self) -> Limits:
         """The limits, with an `on_plan` that gets plans which the referee has accepted."""
         on_plan = self.limits.on_plan
         return self.limits if on_plan is None else replace(self.limits, on_plan=lambda plan: on_plan(self.sound(plan)))
-
-    def _handing_out_faster(self) -> Limits:
-        """`handing_out` for several searches: of each, the plans that are faster than all before."""
-        limits, best_s = self.handing_out, math.inf
-        on_plan = limits.on_plan
-        if on_plan is None:
-            return limits
-
-        def hand_out(plan: Plan) -> None:
-            nonlocal best_s
-            if plan.step_s < best_s:
-                best_s = plan.step_s
-                on_plan(plan)
-
-        return replace(limits, on_plan=hand_out)
 
     def _leanest(self, budget_bytes: int, error: InfeasibleBudgetError, limits: Limits) -> Plan:
         """Return the plan with the smallest peak, if it fits the budget with the allocator's fragments."""
@@ -135,6 +123,7 @@ class Job:
     def range_bytes(self, time_limit_s: float) -> tuple[int, int]:
         """Return the smallest peak found within a time, and the peak with everything kept."""
         limits = replace(self.limits, time_limit_s=time_limit_s, on_plan=None, in_flight=1)
+        self.limits.on_progress(limited("looking for the smallest peak", time_limit_s))
         least = smallest_peak(self.profile, limits).peak_bytes
         if self.limits.in_flight > 1:
             least = self._flying(solve_profile(self.profile, least, limits)).needed_bytes
@@ -183,11 +172,15 @@ class Job:
             )
         return with_others(self.profile, plan, found)
 
-    def progress(self, part: str, best_s: float, bound_s: float) -> None:
-        """Report the solver's state in words."""
-        found = "no plan yet" if best_s == math.inf else f"step {format_seconds(best_s)}"
-        gap = f", gap {best_s / bound_s - 1:.2%}" if bound_s and best_s != math.inf else ""
-        self.limits.on_progress(f"solving ({part}): {found}{gap}")
+    def _progress(self) -> OnProgress:
+        """Return a function that reports the state of a search which begins now."""
+        began_s, limits = time.monotonic(), self.limits
+
+        def report(part: str, best_s: float, bound_s: float, peak_bytes: int | None) -> None:
+            what = f"solving ({part}): {search_state(best_s, bound_s, peak_bytes)}"
+            limits.on_progress(Message(what, began_s=began_s, limit_s=limits.time_limit_s))
+
+        return report
 
 
 def job_of_profile(profile: Profile, limits: Limits) -> Job:

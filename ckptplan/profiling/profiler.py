@@ -22,7 +22,7 @@ from ckptplan.core.option import Option
 from ckptplan.core.overheads import NO_OVERHEADS, Overheads
 from ckptplan.core.plan import KEEP, Plan
 from ckptplan.core.profile import MOST_ERROR, Fingerprint, Profile
-from ckptplan.core.request import Report, StepKeywords, Training, ignore_progress, require_known
+from ckptplan.core.request import Report, StepKeywords, Training, ignore_progress, reporting, require_known
 from ckptplan.core.stage import InputTensor, Stage
 from ckptplan.core.storage import Storage
 from ckptplan.profiling.bytes.fake import FakeWorld, fake_parameters
@@ -128,7 +128,7 @@ def profile(
         swap_dir=swap_dir,
         menus=menus,
         notes=notes,
-        on_progress=on_progress or ignore_progress,
+        on_progress=reporting(on_progress),
         cache=cache,
     )
 
@@ -305,7 +305,7 @@ def _profile(
     report("measuring the runtime")
     overheads = measure_overheads(target.device, swap_dir)
     report("timing stages")
-    times, launches, unlike, real = _timed(step, traced, folding, target, rewind)
+    times, launches, unlike, real = _timed(step, traced, folding, target, rewind, report)
     rewind()
     first = {stage.kind: stage.name for stage in reversed(traced.stages)}
     refused = (f"{first[kind]} and its like can't be recomputed: {why}" for kind, why in unlike.items())
@@ -337,7 +337,11 @@ def _profile(
 
 @in_own_context
 def planned_profiles(
-    step: TrainingStep, optimizer: OptimizerLike | None, target: Target, devices: Sequence[Device]
+    step: TrainingStep,
+    optimizer: OptimizerLike | None,
+    target: Target,
+    devices: Sequence[Device],
+    report: Report = ignore_progress,
 ) -> list[Profile]:
     """Profiles for several devices that aren't in this machine from one trace: stages as wholes, without collectives.
 
@@ -349,7 +353,9 @@ def planned_profiles(
     with training_config(step.model), restored(step.model, step.reached(), runs=False) as rewind:
         rewind()
         with as_ours(step, "tracing"):
-            traced, times, _ = _traced(step, optimizer, target, menus=False, devices=devices, rewind=rewind)
+            traced, times, _ = _traced(
+                step, optimizer, target, menus=False, devices=devices, rewind=rewind, report=report
+            )
     return [
         _planned(step, traced, on_device, dataclasses.replace(target, spec=device), [])
         for device, on_device in zip(devices, times, strict=True)
@@ -414,6 +420,7 @@ def _traced(
             update_bytes=update_bytes,
             menus=menus,
             devices=devices,
+            report=report,
         )
         folding = Folding(step, found.stages, target)
         try:
@@ -434,6 +441,7 @@ def _timed(
     folding: Folding,
     target: Target,
     rewind: Callable[[], None],
+    report: Report,
 ) -> tuple[Times, Times, dict[str, str], dict[int, Places]]:
     """`time_stages` of the layers that `folding` runs, and where the real storages of each segment are."""
     again: dict[str, Again] = {}
@@ -447,7 +455,7 @@ def _timed(
     with parameters.restored(), folding.shortened():
         real = RealStorages(step.model, target.device, target.round_to)
         times, launches, unlike = time_stages(
-            step, few, Counter(kinds), again, target.device, rewind, real, traced.rerun_shares
+            step, few, Counter(kinds), again, target.device, rewind, real, traced.rerun_shares, report
         )
     places = {
         2 * k + inside: real.found[2 * s + inside]

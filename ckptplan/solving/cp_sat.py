@@ -14,6 +14,7 @@ from typing import Any
 
 from ckptplan.core.profile import Profile
 from ckptplan.solving.bound.relaxation import Chain
+from ckptplan.solving.interruptible import Interruptible
 
 UNITS = 1 << 20
 """Units of the budget that bytes are counted in: sums over hundreds of stages stay far below 2**60."""
@@ -188,13 +189,15 @@ class FluidModel:
             The proven bound in seconds; infinite where nothing fits.
         """
         outer = self
+        solver = self.cp.CpSolver()
+        call = Interruptible(solver.stop_search)
 
         class Watch(self.cp.CpSolverSolutionCallback):  # type: ignore[misc,name-defined]
             def on_solution_callback(self) -> None:
-                if on_solution(outer.read(self.value), outer.bound_s(self.best_objective_bound)):
+                codes, bound_s = outer.read(self.value), outer.bound_s(self.best_objective_bound)
+                if call.here(lambda: on_solution(codes, bound_s)) is not False:
                     self.stop_search()
 
-        solver = self.cp.CpSolver()
         solver.parameters.max_time_in_seconds = max(LEAST_TIME_S, deadline - time.monotonic())
         solver.parameters.random_seed = seed % MOST_SEEDS
         # One worker is deterministic as it is, several only where they take turns.
@@ -203,7 +206,7 @@ class FluidModel:
         solver.parameters.relative_gap_limit = PROVEN_GAP
         # Catching it, CP-SAT would leave the process without Python's handler: the next Ctrl-C would kill it.
         solver.parameters.catch_sigint_signal = False
-        status = solver.solve(self.model, Watch())
+        status = call.run(lambda: solver.solve(self.model, Watch()))
         if status == self.cp.INFEASIBLE:
             return math.inf
         bound_s = self.profile.baseline_step_s

@@ -9,12 +9,13 @@ from itertools import pairwise
 from ckptplan.core.errors import InfeasibleBudgetError, InvalidInputError
 from ckptplan.core.plan import Plan, status_of
 from ckptplan.core.profile import Profile
-from ckptplan.core.request import NO_LIMITS, Limits
+from ckptplan.core.progress import Message, limited, search_state
+from ckptplan.core.request import NO_LIMITS, Limits, OnPlan
 from ckptplan.core.schedule import residency, tightest_peak
 from ckptplan.core.units import format_bytes
 from ckptplan.solving.bound.pricing import lower_bound
 from ckptplan.solving.cost import menus
-from ckptplan.solving.planner import Start, smallest_peak, solve_profile
+from ckptplan.solving.planner import OnProgress, Start, smallest_peak, solve_profile
 from ckptplan.solving.tiers import all_bytes, check_disk
 
 PEAK_PRECISION = 0.002
@@ -64,13 +65,16 @@ def frontier_profile(
     """
     if isinstance(points, bool) or not isinstance(points, int) or points < 2:
         raise InvalidInputError(f"points={points!r} must be a whole number, 2 or more: the two ends of the frontier")
+    began_s = time.monotonic()
     each = replace(limits, time_limit_s=limits.time_limit_s / (points + 1), on_plan=None)
+    limits.on_progress(limited("looking for the smallest peak", each.time_limit_s))
     least = smallest_peak(profile, each)
     most = max(everything_kept_bytes(profile), least.peak_bytes)
 
     def solve(budget_bytes: int, start: Start | None = None) -> Plan:
-        limits.on_progress(f"budget {len(found) + 1} of {points}")
-        plan = solve_profile(profile, budget_bytes, each, start=start)
+        what = f"budget {len(found) + 1} of {points}"
+        report = _reporting(limits, what, began_s, done=len(found) + 1, total=points)
+        plan = _solved(profile, budget_bytes, each, limits.on_plan, start=start, on_progress=report)
         if limits.on_plan is not None:
             limits.on_plan(plan)
         return plan
@@ -95,6 +99,38 @@ def frontier_profile(
         if not out or plan.step_s < out[-1].step_s * (1 - EQUAL_STEP):
             out.append(plan)
     return tuple(out)
+
+
+def _reporting(
+    limits: Limits, what: str, began_s: float, *, done: int | None = None, total: int | None = None
+) -> OnProgress:
+    """A function that reports the state of a search, as part of a work that began at `began_s`."""
+
+    def report(part: str, best_s: float, bound_s: float, peak_bytes: int | None) -> None:
+        text = f"{what} ({part}): {search_state(best_s, bound_s, peak_bytes)}"
+        limits.on_progress(Message(text, done=done, total=total, began_s=began_s, limit_s=limits.time_limit_s))
+
+    return report
+
+
+def _solved(
+    profile: Profile,
+    budget_bytes: int,
+    limits: Limits,
+    on_interrupt: OnPlan | None,
+    *,
+    start: Start | None = None,
+    on_progress: OnProgress | None = None,
+) -> Plan:
+    """`solve_profile` without `on_plan`; a plan found before an interrupt goes to `on_interrupt`."""
+    handed: list[Plan] = []
+    within = replace(limits, on_plan=handed.append)
+    try:
+        return solve_profile(profile, budget_bytes, within, start=start, on_progress=on_progress)
+    except KeyboardInterrupt:
+        if handed and on_interrupt is not None:
+            on_interrupt(handed[-1])
+        raise
 
 
 def _passed_along(plans: list[Plan]) -> list[Plan]:
@@ -139,8 +175,10 @@ def smallest_within(
         or not 0 <= max_overhead < MOST_OVERHEAD
     ):
         raise InvalidInputError(f"max_overhead={max_overhead!r} must be a number, 0 or more; 0.10 stands for 10 %")
-    deadline = time.monotonic() + limits.time_limit_s
+    began_s = time.monotonic()
+    deadline = began_s + limits.time_limit_s
     limit_s = profile.baseline_step_s * (1 + max_overhead) * (1 + EQUAL_STEP)
+    limits.on_progress(limited("looking for the smallest peak", limits.time_limit_s / PEAK_PART))
     least = smallest_peak(profile, replace(limits, time_limit_s=limits.time_limit_s / PEAK_PART))
     proven = least.bound_bytes  # no plan within the slowdown needs less than this
 
@@ -148,10 +186,11 @@ def smallest_within(
         """The plan for a budget if it is fast enough; else what its bound proves is noted."""
         nonlocal proven
         share_s = max(LEAST_SOLVE_S, (deadline - time.monotonic()) / SOLVE_PART)
-        limits.on_progress(f"trying {format_bytes(budget_bytes)}")
+        report = _reporting(limits, f"trying {format_bytes(budget_bytes)}", began_s)
+        # Whether any plan is fast enough has to be decided, however close the best one is.
+        within = replace(limits, time_limit_s=share_s, gap=0.0)
         try:
-            # Whether any plan is fast enough has to be decided, however close the best one is.
-            plan = solve_profile(profile, budget_bytes, replace(limits, time_limit_s=share_s, gap=0.0, on_plan=None))
+            plan = _solved(profile, budget_bytes, within, fast_enough, on_progress=report)
         except InfeasibleBudgetError:
             return None
         if plan.step_s <= limit_s:
@@ -162,6 +201,11 @@ def smallest_within(
             proven = max(proven, budget_bytes + 1)
         return None
 
+    def fast_enough(plan: Plan) -> None:
+        """Hand out what an interrupted search has found, if it is within the slowdown."""
+        if plan.step_s <= limit_s and limits.on_plan is not None:
+            limits.on_plan(plan)
+
     low = least.peak_bytes
     best = solve(low)
     if best is None:
@@ -171,6 +215,7 @@ def smallest_within(
             middle = (low + best.peak_bytes) // 2
             found = solve(middle)
             low, best = (middle, best) if found is None else (low, found)
+    limits.on_progress(limited("proving how much memory is needed", limits.time_limit_s / BOUND_PART))
     # What the search above happened to prove, and what bounds alone prove further up.
     # What holds with all copies at the link's rate holds with some to the disk.
     moved = all_bytes(limits.host_bytes, check_disk(profile, limits.host_bytes, limits.disk_bytes))

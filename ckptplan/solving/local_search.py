@@ -6,7 +6,7 @@ import itertools
 import math
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -66,6 +66,8 @@ _Plan = tuple[list[int], Segments, float]
 _Change = tuple[tuple[int, int], ...]
 """(stage, code) of each stage that changes."""
 Batch = TypeVar("Batch", Codes, Sequence[_Change])
+OnBetter = Callable[[Sequence[int], Segments], None]
+"""Called with option codes and segments."""
 
 
 def patterns(space: PlanSpace) -> Codes:
@@ -134,13 +136,24 @@ class LocalSearch:
     budget_bytes : int
     seed : int
         Of the choice among changes, where there are too many to try all.
+    on_better : callable, optional
+        Gets each plan that is better than all before it, on the way to those that `improve` and `search` return.
     """
 
-    def __init__(self, evaluator: Evaluator, space: PlanSpace, budget_bytes: int, seed: int = 0) -> None:
+    def __init__(
+        self,
+        evaluator: Evaluator,
+        space: PlanSpace,
+        budget_bytes: int,
+        seed: int = 0,
+        on_better: OnBetter | None = None,
+    ) -> None:
         self.evaluator = evaluator
         self.space = space
         self.budget_bytes = budget_bytes
         self.random = random.Random(seed)
+        self._on_better = on_better
+        self._least = math.inf
 
     def cost(self, codes: Sequence[int], segments: Segments) -> float:
         """The objective: the makespan in seconds, infinite where the plan doesn't fit."""
@@ -353,6 +366,9 @@ class LocalSearch:
                 if found is not None:
                     codes, value = found
                     improved = True
+                    if self._on_better is not None and value < self._least:
+                        self._least = value
+                        self._on_better(codes, segments)
                     break
         return codes, value
 

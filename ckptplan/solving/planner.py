@@ -39,8 +39,8 @@ from ckptplan.solving.tiers import all_bytes, check_disk, evaluator_of, slower_l
 
 __all__ = ["MinPeak", "OnProgress", "plan_space", "smallest_peak", "solve_profile"]
 
-OnProgress = Callable[[str, float, float], None]
-"""Called with the part at work, the best makespan so far and the lower bound so far, in seconds."""
+OnProgress = Callable[[str, float, float, int | None], None]
+"""Called with the part at work, the best makespan and the lower bound so far, in seconds, and the best plan's peak."""
 
 Start = tuple[Plan, float]
 """A plan of the profile, which may fit, and a lower bound in seconds on those that do."""
@@ -87,6 +87,10 @@ REFUSAL_LEAST_S = 0.2
 """Seconds for the smallest peak in an error, however late it is."""
 BOUND_ROUNDING = 1e-9
 """Relative difference by which a bound may be above the plan for nothing but rounding."""
+REPORT_S = 0.5
+"""Least seconds between reports within a part."""
+REPORT_SHARE = 0.1
+"""Largest share of the time for them: of a plan of 1000 stages, the referee's replay takes 0.3 s."""
 
 # Shares of the time that is left when a part begins; the rest is for the parts behind it. On small chains each part
 # ends long before.
@@ -138,6 +142,8 @@ def solve_profile(
         No plan fits; names the smallest feasible peak, and the stage and phase that bind.
     InvalidInputError
         On a budget that can't be used, or a disk limit without a disk tier.
+    KeyboardInterrupt
+        On Ctrl-C, when `on_plan` has had the best plan found, with the bound proven so far.
     """
     check_bytes("solve_profile", budget_bytes=budget_bytes)
     host_bytes = limits.host_bytes
@@ -171,7 +177,8 @@ def _with_disk(search: _PlanSearch, host_bytes: int) -> tuple[Schedule, float]:
             view, more_s = slower_link(profile, host_bytes, slower)
             part = replace(search, profile=view, deadline=_after(share, deadline), more_s=more_s)
             part.run()
-            search.best, search.bound_s, search.handed_out_s = part.best, part.bound_s, part.handed_out_s
+            search.best, search.bound_s = part.best, part.bound_s
+            search.handed_out_s, search.handed_bound_s = part.handed_out_s, part.handed_bound_s
             search.still = part.still
     if not search.closed():
         # Its bound doesn't hold for plans that use the disk, so it hands out nothing.
@@ -183,6 +190,10 @@ def _with_disk(search: _PlanSearch, host_bytes: int) -> tuple[Schedule, float]:
             search.offer(found.codes, found.segments)
         except InfeasibleBudgetError:
             pass  # then the disk is needed
+        except KeyboardInterrupt:
+            search.seen = None if alone.best is None else (alone.best.codes, alone.best.segments)
+            search.interrupted()
+            raise
     search.deadline = deadline
     return search.result("done")
 
@@ -207,7 +218,7 @@ class _PlanSearch:
     Candidates and bounds are made with `profile` and `host_bytes`, and plans are judged by `evaluator`. These differ
     where there is a disk tier: `profile` then has one link for both tiers, `host_bytes` is the limit on all that moves,
     and `more_s` is by how much a plan's step may be longer with that link than it is. `still` is the fastest schedule
-    so far that moves nothing.
+    so far that moves nothing. `seen` is the best plan that a local search at work has come to.
     """
 
     profile: Profile
@@ -223,11 +234,24 @@ class _PlanSearch:
     searches: int = 0
     still: Schedule | None = None
     handed_out_s: float = math.inf
+    handed_bound_s: float = 0.0
+    part: str = ""
+    quiet_until_s: float = field(default_factory=lambda: time.monotonic() + REPORT_S)
+    told: tuple[str, float, float, int | None] | None = None
+    seen: tuple[Sequence[int], Segments] | None = None
     space: PlanSpace = field(init=False)
     menu: Menu = field(init=False)
 
     def run(self) -> tuple[Schedule, float]:
         """Cheap answers first; each further part runs only while a gap is left."""
+        try:
+            return self.parts()
+        except KeyboardInterrupt:
+            self.interrupted()
+            raise
+
+    def parts(self) -> tuple[Schedule, float]:
+        """The parts of the search, one after the other."""
         self.space = plan_space_of(self.profile, self.limits.actions, self.limits.segments, self.host_bytes)
         self.menu = self.space.menu
         self.bound_s = max(self.bound_s, self.profile.baseline_step_s)
@@ -287,6 +311,7 @@ class _PlanSearch:
 
     def steering(self) -> Steering | None:
         """The worth of bytes by the linear program without segments."""
+        self.begin("prices")
         chain = Chain(self.profile, self.menu, self.budget_bytes, self.host_bytes, segments=self.limits.segments)
         duals = Master(chain).solve(BOUND_SHARE * self.left_s())
         if duals is None:
@@ -304,6 +329,7 @@ class _PlanSearch:
 
     def run_dp(self, width: int, steer: Steering | None, depth: int, deadline: float) -> bool:
         """Offer the plans that the label DP finds; return whether it had time for all its labels."""
+        self.begin("label DP")
         begin = time.monotonic()
         dp = LabelDp(self.space, self.budget_bytes, host_bytes=self.host_bytes, depth=depth)
         below_s = math.inf if self.best is None else self.best.step_s
@@ -322,7 +348,7 @@ class _PlanSearch:
         if len(self.menu) <= MODEL_STAGES:
             # Plans with other segments than the best one's may lead further.
             until = time.monotonic() + STARTS_SHARE * self.left_s()
-            search = LocalSearch(self.evaluator, self.space, self.budget_bytes, self.limits.seed)
+            search = self.local_search()
             for segments, (_, codes) in sorted(near.items(), key=lambda item: item[1])[:LOCAL_SEARCH_STARTS]:
                 improved, forest, _ = search.improve(codes, segments, until)
                 self.offer(improved, forest)
@@ -332,6 +358,7 @@ class _PlanSearch:
     def run_bound(self) -> Steering | None:
         """Prove a bound and offer the plans that its programs suggest; return the worth of bytes by its prices."""
         assert self.best is not None
+        self.begin("bound")
         bound = lower_bound(
             self.profile,
             self.menu,
@@ -342,8 +369,9 @@ class _PlanSearch:
             upper_s=self.best.step_s + self.more_s,
             enough_s=self.best.step_s / (1 + self.gap) + self.more_s,
             on_candidate=self.offer,
+            on_bound=self.prove,
         )
-        self.bound_s = max(self.bound_s, float(bound.bound_s) - self.more_s)
+        self.prove(float(bound.bound_s))
         self.report("bound")
         if bound.prices is None:
             return None
@@ -354,16 +382,17 @@ class _PlanSearch:
         assert self.best is not None
         if self.left_s() < MODEL_LEAST_S + len(self.menu) * MODEL_S_PER_STAGE:
             return
+        self.begin("CP-SAT")
         model = FluidModel(self.profile, self.menu, self.budget_bytes, host_bytes=self.host_bytes)
         model.hint(self.best.codes)
 
         def on_solution(codes: tuple[int, ...], bound_s: float) -> bool:
             self.offer(codes)
-            self.bound_s = max(self.bound_s, bound_s - self.more_s)
+            self.prove(bound_s)
             return self.closed()
 
         bound_s = model.solve(on_solution, deadline=self.deadline, seed=self.limits.seed, workers=self.limits.workers)
-        self.bound_s = max(self.bound_s, bound_s - self.more_s)
+        self.prove(bound_s)
         self.report("CP-SAT")
 
     @property
@@ -388,6 +417,13 @@ class _PlanSearch:
             self.still = found
         if self.best is None or (found.step_s, -_kept(found)) < (self.best.step_s, -_kept(self.best)):
             self.best = found
+            self.report_now_and_then(found)
+
+    def prove(self, bound_s: float) -> None:
+        """Take this bound on the candidates' makespan if it is better."""
+        if bound_s - self.more_s > self.bound_s:
+            self.bound_s = bound_s - self.more_s
+            self.report_now_and_then(self.best)
 
     def begin_with(self, plan: Plan, bound_s: float) -> None:
         """Take a plan if it fits, and a bound that holds."""
@@ -415,17 +451,69 @@ class _PlanSearch:
             planner="ckptplan",
         )
 
+    def begin(self, part: str) -> None:
+        """Tell the caller which part begins."""
+        self.part = part
+        self.tell(self.best)
+
     def report(self, part: str) -> None:
         """Tell the caller where the search stands, and hand out the best plan if it is a better one."""
-        best_s = math.inf if self.best is None else self.best.step_s
+        self.part = part
+        self.tell(self.best)
+        self.hand_out(self.best)
+
+    def report_now_and_then(self, found: Schedule | None) -> None:
+        """The same in the midst of a part, with the best schedule that it has found, unless the last was just now."""
+        begun_s = time.monotonic()
+        if begun_s >= self.quiet_until_s:
+            self.tell(found)
+            self.hand_out(found)
+            took_s = time.monotonic() - begun_s
+            self.quiet_until_s = begun_s + max(REPORT_S, took_s / REPORT_SHARE)
+
+    def tell(self, found: Schedule | None) -> None:
+        """Call `on_progress`, if there is anything new."""
         if self.on_progress is not None:
-            self.on_progress(part, best_s, self.bound_s)
-        if self.best is not None and best_s < self.handed_out_s and self.limits.on_plan is not None:
-            self.handed_out_s = best_s
-            self.limits.on_plan(self.as_plan(self.best, self.bound_s))
+            step_s, peak_bytes = (math.inf, None) if found is None else (found.step_s, found.peak_bytes)
+            state = self.part, step_s, self.bound_s, peak_bytes
+            if state != self.told:
+                self.told = state
+                self.on_progress(*state)
+
+    def hand_out(self, found: Schedule | None, *, bounds: bool = False) -> None:
+        """Call `on_plan` with a schedule that is faster than those before, or with a better bound if `bounds` count."""
+        if found is None or self.limits.on_plan is None:
+            return
+        bound_s = self.bound_s
+        if bound_s <= found.step_s * (1 + BOUND_ROUNDING):
+            bound_s = min(bound_s, found.step_s)
+        as_fast = found.step_s == self.handed_out_s
+        if found.step_s < self.handed_out_s or (bounds and as_fast and bound_s > self.handed_bound_s):
+            self.limits.on_plan(self.as_plan(found, bound_s))
+            self.handed_out_s, self.handed_bound_s = found.step_s, bound_s
+
+    def interrupted(self) -> None:
+        """Hand out what has been found and proven, before an interrupt ends the search."""
+        if self.seen is not None:
+            self.offer(*self.seen)
+        self.hand_out(self.best, bounds=True)
+
+    def local_search(self, seed: int = 0) -> LocalSearch:
+        """A local search, whose plans are looked at on the way."""
+        return LocalSearch(self.evaluator, self.space, self.budget_bytes, self.limits.seed + seed, self.glance)
+
+    def glance(self, codes: Sequence[int], segments: Segments) -> None:
+        """Report a plan from which a local search goes on; what that returns is offered, and no worse."""
+        self.seen = codes, segments
+        if time.monotonic() < self.quiet_until_s:
+            return
+        found = self.evaluator.schedule(codes, self.budget_bytes, segments)
+        if found is not None and (self.best is None or found.step_s < self.best.step_s):
+            self.report_now_and_then(found)
 
     def enumerate(self) -> None:
         """Exact search over every vector."""
+        self.begin("exact search")
         self.evaluator.exact = True
         complete = fastest_of_all(
             self.evaluator,
@@ -445,6 +533,7 @@ class _PlanSearch:
         """First vectors that fit; where none is found, the one with the smallest peak."""
         if self.budget_bytes < step_bound(self.space):
             self.refuse()
+        self.begin("patterns")
         starts = patterns(self.space)
         costs = self.evaluator.makespans(starts, self.budget_bytes)
         self.offer(starts[costs.argmin()].tolist())
@@ -464,6 +553,7 @@ class _PlanSearch:
         """Nothing moves: the optimum on textbook chains, good candidates on others."""
         if not self.space.segments:
             return
+        self.begin("segment DP")
         work, share = SEGMENT_WORK, SEGMENT_SHARE
         if not self.space.moves:
             work, share = SEGMENT_WORK_FACTOR * SEGMENT_WORK, STILL_SEGMENT_SHARE
@@ -492,6 +582,7 @@ class _PlanSearch:
 
     def refuse(self) -> None:
         """Raise where the budget is below the smallest peak; else start from the vector that has it."""
+        self.begin("smallest peak")
         deadline = max(self.deadline, time.monotonic() + REFUSAL_LEAST_S)
         least = least_peak(self.evaluator, self.space, deadline, self.budget_bytes)
         if least.peak_bytes <= self.budget_bytes:
@@ -515,7 +606,8 @@ class _PlanSearch:
         """Small changes of the best plan, in at most this share of the time left."""
         if self.best is None or self.closed():
             return
-        search = LocalSearch(self.evaluator, self.space, self.budget_bytes, self.limits.seed)
+        self.begin("local search")
+        search = self.local_search()
         until = time.monotonic() + share * self.left_s()
         codes, segments, _ = search.improve(self.best.codes, self.best.segments, until, pairs=pairs)
         self.offer(codes, segments)
@@ -525,8 +617,9 @@ class _PlanSearch:
         """Local search from the best plan until `rounds` rounds gave nothing, in at most a share of the time left."""
         if self.best is None or self.closed():
             return
+        self.begin("local search")
         self.searches += 1
-        search = LocalSearch(self.evaluator, self.space, self.budget_bytes, self.limits.seed + self.searches)
+        search = self.local_search(self.searches)
         until = time.monotonic() + share * self.left_s()
         for codes, segments, _ in search.search(self.best.codes, self.best.segments, until, rounds=rounds):
             self.offer(codes, segments)

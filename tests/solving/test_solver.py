@@ -496,7 +496,7 @@ def test_the_update_can_bind() -> None:
 
 
 def test_progress_is_reported() -> None:
-    seen: list[tuple[str, float, float]] = []
+    seen: list[tuple[str, float, float, int | None]] = []
     profile = textbook_chain(random.Random(5), 16)
     plan = solve_profile(
         profile,
@@ -504,9 +504,9 @@ def test_progress_is_reported() -> None:
         Limits(time_limit_s=1),
         on_progress=lambda *report: seen.append(report),
     )
-    assert seen[-1] == ("done", plan.step_s, plan.lower_bound_s)
-    assert all(bound <= best * (1 + 1e-9) for _, best, bound in seen)
-    assert [best for _, best, _ in seen] == sorted((best for _, best, _ in seen), reverse=True)
+    assert seen[-1] == ("done", plan.step_s, plan.lower_bound_s, plan.peak_bytes)
+    assert all(bound <= best * (1 + 1e-9) for _, best, bound, _ in seen)
+    assert [best for _, best, *_ in seen] == sorted((best for _, best, *_ in seen), reverse=True)
 
 
 @functools.cache

@@ -37,6 +37,8 @@ from ckptplan.core.device import Device
 from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.core.option import Action, Option
 from ckptplan.core.plan import KEEP, Decision, Decisions
+from ckptplan.core.progress import counted
+from ckptplan.core.request import Report, ignore_progress
 from ckptplan.core.rules import moved_by
 from ckptplan.core.schedule import resident_changes
 from ckptplan.core.segment import Segment
@@ -616,6 +618,7 @@ def trace_chain(
     menus: bool = False,
     devices: Sequence[Device] | None = None,
     layers: Layers | None = None,
+    report: Report = ignore_progress,
 ) -> tuple[Traced, list[Times]]:
     """Trace `step`: exact bytes, and times on devices that aren't in this machine.
 
@@ -633,6 +636,8 @@ def trace_chain(
         Devices to compute times for; by default the target's own, if that isn't in this machine.
     layers : Layers, optional
         Those that are run; by default all.
+    report : callable
+        Called with the number of each replay.
 
     Returns
     -------
@@ -644,7 +649,7 @@ def trace_chain(
         devices = () if target.spec is None else (target.spec,)
     while True:
         replayed = functools.partial(_replay_all, step, found.stages, target) if layers is None else layers.replay
-        tracing = _Tracing(step, found, target, resident_bytes, update_bytes, menus, replayed)
+        tracing = _Tracing(step, found, target, resident_bytes, update_bytes, menus, replayed, report)
         traced = tracing.trace(devices, layers)
         if not tracing.learned:
             return traced
@@ -706,6 +711,8 @@ class _Held:
         return bool(self.moves) and len(self.moves) == len(self.saved)
 
 
+_ALWAYS, _MOVING = 3, 2
+"""Replays before the menus are known, and those in which most is moved."""
 _UNSEEN = "unseen under"
 """In the name of a storage that stands for what a replay of an option held and no hook saw."""
 
@@ -750,11 +757,13 @@ class _Tracing:
         update_bytes: int,
         menus: bool,
         replayed: Callable[..., Replay],
+        report: Report,
         choices: Mapping[str, list[Choice]] | None = None,
     ) -> None:
         self.step, self.found, self.target = step, found, target
         self.names = names = found.stages
-        self.replayed = replayed
+        self.replayed, self.report = replayed, report
+        self.replays, self.all_replays = 0, _ALWAYS
         self.update_bytes = update_bytes
         self.notes: list[str] = []
         self.learned = False
@@ -793,6 +802,8 @@ class _Tracing:
         self.first_holders = self._first_holders()
 
     def _run(self, choices: tuple[Decision, ...], *, saves: bool = True) -> Replay:
+        self.replays += 1
+        self.report(counted("tracing", self.replays, max(self.replays, self.all_replays), "replays"))
         found = self.replayed(choices, saves=saves)
         if len(found.forward) != 2 * len(self.names) + 1:
             raise UnsupportedModelError(
@@ -1079,7 +1090,9 @@ class _Tracing:
         None if they hold what no hook sees, since that adds up over layers.
         """
         found = Found(layers.stages, ())
-        few = _Tracing(self.step, found, self.target, self.resident_bytes, 0, True, layers.replay_few, self.choices)
+        few = _Tracing(
+            self.step, found, self.target, self.resident_bytes, 0, True, layers.replay_few, self.report, self.choices
+        )
         few_bases = few._bases()
         runs = few._runs(few_bases, alike := few._groups(few_bases))
         options = few._options(runs, few_bases, alike)
@@ -1145,6 +1158,7 @@ class _Tracing:
             )
             for number in range(max(map(len, shared)))
         ]
+        self.all_replays = self.replays + sum(set(each) != {"keep"} for each in names) + _MOVING
         still = [_Run(each, self._run(self._decisions(each))) for each in names if set(each) != {"keep"}]
         each_alone = self._each_alone()
         if alike != each_alone and not all(self._is_local(run, bases, ()) for run in still):
@@ -1196,6 +1210,7 @@ class _Tracing:
         """A replay for each name of an option that has none in `runs`."""
         seen = {(k, name) for run in runs for k, name in enumerate(run.names)}
         left = dict.fromkeys(name for k, menu in enumerate(self.menus) for name in menu if (k, name) not in seen)
+        self.all_replays = self.replays + len(left)
         return [self._under(self._named(name), base_forward) for name in left]
 
     def _under(self, names: tuple[str, ...], base_forward: Sequence[int]) -> _Run:

@@ -22,6 +22,8 @@ import torch.nn.functional as F
 
 from ckptplan.core.device import Device
 from ckptplan.core.errors import InvalidInputError
+from ckptplan.core.progress import counted
+from ckptplan.core.request import Report, reporting
 from ckptplan.core.units import format_bytes
 from ckptplan.profiling.bytes.operations import SeenOperations
 from ckptplan.profiling.times.links import measure_links
@@ -35,6 +37,7 @@ _MOST_SIDE = 16384
 _MOST_SCALE = {"cpu": 16, "cuda": 256}
 """Largest scale of the trial layers. On the CPU it keeps tensors to some MiB, as activations have there: larger ones
 get fresh pages from the system in every run."""
+_OTHERS = 4  # quantities besides the products of each type and the classes
 _LAUNCHES = 2000  # of a next to empty operation, in ten runs
 
 
@@ -59,7 +62,7 @@ def calibrate(
     effort_s : float
         Seconds of measured time for each of about a dozen quantities; sizes grow until a run takes 1/16 of it.
     on_progress : callable, optional
-        Called with the name of each quantity before it is measured.
+        Called with the number and the name of each quantity before it is measured.
 
     Returns
     -------
@@ -74,7 +77,7 @@ def calibrate(
     where = _device(device)
     if not 0 < effort_s <= 60:
         raise InvalidInputError(f"effort_s={effort_s!r} must be above 0 and at most 60 seconds per quantity")
-    tell = on_progress or (lambda text: None)
+    tell = reporting(on_progress)
     with torch.random.fork_rng(devices=[where] if accelerator.is_accelerator(where) else []), torch.enable_grad():
         return _calibrate(where, name, swap_dir, effort_s, tell)
 
@@ -93,13 +96,19 @@ def _device(device: str | torch.device | None) -> torch.device:
 
 
 def _calibrate(
-    where: torch.device, name: str | None, swap_dir: str | Path | None, effort_s: float, tell: Callable[[str], None]
+    where: torch.device, name: str | None, swap_dir: str | Path | None, effort_s: float, report: Report
 ) -> Device:
     cuda = accelerator.is_accelerator(where)
+    types, classes = _types(where), _trials(where)
+    number, total = itertools.count(1), len(types) + len(classes) + _OTHERS
+
+    def tell(quantity: str) -> None:
+        report(counted("measuring", next(number), total, f"quantities: {quantity}"))
+
     tell("memory bandwidth")
     bytes_per_s = _copy_rate(where, effort_s)
     flops_per_s = {}
-    for label, dtype in _types(where):
+    for label, dtype in types:
         tell(f"matrix products of {label}")
         with accelerator.tf32_products(label == "tf32"):
             flops_per_s[label] = _product_rate(where, dtype, effort_s)
@@ -125,7 +134,7 @@ def _calibrate(
     tell("what a running plan takes")
     overheads = measure_overheads(where, swap_dir)
     shares = {}
-    for kind, trials in _trials(where).items():
+    for kind, trials in classes.items():
         tell(f"share of the peak of class {kind}")
         shares[kind] = _share(kind, trials, found, where, effort_s)
     here = f"measured here with torch {torch.__version__}"

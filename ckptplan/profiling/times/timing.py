@@ -30,6 +30,8 @@ from torch.utils import _pytree as pytree
 
 from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.core.plan import Decision
+from ckptplan.core.progress import counted
+from ckptplan.core.request import Report, ignore_progress
 from ckptplan.profiling.bytes.real_storages import RealStorages
 from ckptplan.profiling.times.stopwatch import Span, Stopwatch, Took
 from ckptplan.profiling.values.cut import fresh, joined
@@ -160,8 +162,9 @@ class _Timing:
         device: torch.device,
         rewind: Callable[[], None],
         rerun_shares: Mapping[tuple[str, tuple[int, ...]], float],
+        report: Report,
     ) -> None:
-        self.rerun_shares = rerun_shares
+        self.rerun_shares, self.report, self.number = rerun_shares, report, 0
         self.step, self.kinds, self.counts, self.again, self.device = step, kinds, counts, again, device
         self.watch = Stopwatch(device)
         self.undisturbed: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
@@ -265,6 +268,7 @@ class _Timing:
             Watches the round, in which nothing is tried or timed then.
         """
         self.tries, self.wanted, self.anchors = tries, set(times), []
+        self.number += 1
         self.watched = watched
         self.rewind()
         calls: dict[nn.Module, list[int]] = {}
@@ -294,6 +298,8 @@ class _Timing:
                 return original(*args, **kwargs)
             index = waiting.pop(0)
             self._glue_forward(index)
+            what = f"stages with their options, round {self.number}"
+            self.report(counted("timing", index + 1, len(self.names), what))
             with self.undisturbed():
                 self._glue_backward(index, args, kwargs)
             with self.undisturbed():
@@ -467,6 +473,7 @@ def time_stages(
     rewind: Callable[[], None],
     real: RealStorages | None = None,
     rerun_shares: Mapping[tuple[str, tuple[int, ...]], float] = MappingProxyType({}),
+    report: Report = ignore_progress,
 ) -> tuple[Times, Times, dict[str, str]]:
     """Measure `step` stage by stage, and check of each stage that it can run again.
 
@@ -485,6 +492,8 @@ def time_stages(
         Watches one round's forward.
     rerun_shares : mapping
         As in `Traced`.
+    report : callable
+        Called with the number of each stage, between what is measured.
 
     Returns
     -------
@@ -498,7 +507,7 @@ def time_stages(
     UnsupportedModelError
         If a stage didn't run.
     """
-    timing = _Timing(step, kinds, counts, again, device, rewind, rerun_shares)
+    timing = _Timing(step, kinds, counts, again, device, rewind, rerun_shares, report)
     timing.round(tries=True)  # a warm-up as well
     timing.round(watched=real)
     timing.rounds()

@@ -45,6 +45,9 @@ CONVERGED = 1e-4
 OnCandidate = Callable[[tuple[int, ...], tuple[Segment, ...]], None]
 """Called with option codes and segments."""
 
+OnBound = Callable[[float], None]
+"""Called with each better bound, in seconds."""
+
 
 @dataclass(frozen=True, slots=True)
 class Prices:
@@ -100,6 +103,7 @@ def lower_bound(
     upper_s: float = math.inf,
     enough_s: float = math.inf,
     on_candidate: OnCandidate | None = None,
+    on_bound: OnBound | None = None,
 ) -> Bound:
     """Prove that no plan is faster than the result.
 
@@ -121,12 +125,16 @@ def lower_bound(
         A bound from which on none better is looked for.
     on_candidate : callable, optional
         Gets option codes and segments of plans that may be good; they may not fit.
+    on_bound : callable, optional
+        Gets each bound that is better than those before, as soon as it is proven.
 
     Returns
     -------
     Bound
     """
-    return _Bounder(profile, menu, budget_bytes, host_bytes, segments, deadline, upper_s, enough_s, on_candidate).run()
+    return _Bounder(
+        profile, menu, budget_bytes, host_bytes, segments, deadline, upper_s, enough_s, on_candidate, on_bound
+    ).run()
 
 
 @dataclass(slots=True)
@@ -142,6 +150,7 @@ class _Bounder:
     upper_s: float
     enough_s: float
     on_candidate: OnCandidate | None
+    on_bound: OnBound | None
     chain: Chain = field(init=False)
     master: Master = field(init=False)
     intervals: Intervals = field(init=False)
@@ -174,6 +183,13 @@ class _Bounder:
         """Seconds, less what sums of floats may be off by."""
         return float(max(self.profile.baseline_step_s, value * self.chain.second * (1 - ROUNDING)))
 
+    def raise_to(self, value: float) -> None:
+        """Take a bound if it is better."""
+        if value > self.best:
+            self.best = value
+            if self.on_bound is not None:
+                self.on_bound(self.seconds(value))
+
     def offer(self, codes: Sequence[int], segments: Sequence[Segment]) -> None:
         """Hand out a candidate once; stages in segments get the option that segments ask for."""
         if self.on_candidate is None:
@@ -201,7 +217,8 @@ class _Bounder:
             ahead, _ = trees.path()
             value = 1.0 + trees.constant + float(ahead[-1])
             if value > self.best or self.trees is None:
-                self.best, self.duals, self.trees = max(value, self.best), duals, trees
+                self.duals, self.trees = duals, trees
+                self.raise_to(value)
             converged = 1.0 + duals.objective - self.best <= CONVERGED
             if converged or not columns.add_to(master, trees, duals):
                 self.complete = True
@@ -246,7 +263,7 @@ class _Bounder:
                 if time.monotonic() + program.estimate_s() > self.deadline:
                     break
                 value = program.run()
-                self.best = max(self.best, value)
+                self.raise_to(value)
                 plan = program.plan()
                 if plan is not None:
                     self.offer(*plan)

@@ -1,0 +1,215 @@
+"""Ctrl-C in a search: it ends soon, also in a solver's C++, and all that was found has been handed out."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from random_chains import homogeneous_chain, rich_chain
+
+import ckptplan
+from ckptplan.core.plan import Plan
+from ckptplan.core.request import Limits
+from ckptplan.core.units import GIB
+from ckptplan.referee import validate
+from ckptplan.solving import planner
+from ckptplan.solving.cp_sat import FluidModel
+from ckptplan.solving.frontier import everything_kept_bytes
+from ckptplan.solving.interruptible import Interruptible
+from ckptplan.solving.planner import solve_profile
+
+pytestmark = [pytest.mark.planning, pytest.mark.usefixtures("python_handles_interrupts", "no_leak")]
+
+LONG_S = 60.0
+SOON_S = LONG_S / 2
+"""Far more than an interrupt takes, and less than the search was given."""
+BUDGET = 342
+"""Of the rich chain of 24 stages: a third of the way from its smallest peak, at which every part of the search runs."""
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+class Waiting:
+    """A solver that takes until it is stopped, with a callback on the way."""
+
+    def __init__(self, callback: Callable[[], object] = lambda: None) -> None:
+        self.stopped, self.callback, self.got = threading.Event(), callback, [object()]
+
+    def solve(self) -> str:
+        self.got = [self.call.here(self.callback)]
+        return "stopped" if self.stopped.wait(LONG_S) else "late"
+
+    def run(self) -> str:
+        self.call = Interruptible(self.stopped.set)
+        return self.call.run(self.solve)
+
+
+def test_a_solver_that_blocks_is_stopped() -> None:
+    threading.Timer(0.1, interrupt).start()
+    solver, begun = Waiting(), time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        solver.run()
+    assert solver.stopped.is_set()
+    assert time.monotonic() - begun < SOON_S
+
+
+def test_callbacks_run_in_the_main_thread_and_their_errors_end_the_solver() -> None:
+    where: list[threading.Thread] = []
+
+    def callback() -> None:
+        where.append(threading.current_thread())
+        raise ValueError("of the callback")
+
+    solver = Waiting(callback)
+    with pytest.raises(ValueError, match="of the callback"):
+        solver.run()
+    assert where == [threading.main_thread()]
+    assert solver.got == [None]
+
+
+def test_results_and_errors_of_a_solver_are_passed_on() -> None:
+    assert Interruptible(lambda: None).run(lambda: 5) == 5
+    with pytest.raises(ZeroDivisionError):
+        Interruptible(lambda: None).run(lambda: 1 // 0)
+
+
+def test_beside_the_main_thread_a_solver_runs_as_it_is() -> None:
+    """No signal comes there."""
+    seen: list[bool] = []
+
+    def work() -> None:
+        here = threading.current_thread()
+        call = Interruptible(lambda: None)
+        seen.append(call.run(lambda: call.here(threading.current_thread) is threading.current_thread() is here))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [True]
+
+
+def test_cp_sat_ends_at_an_interrupt() -> None:
+    profile = homogeneous_chain(100, link_ratio=0.5)  # takes six seconds
+    menu = [range(len(stage.options)) for stage in profile.stages]
+    model = FluidModel(profile, menu, everything_kept_bytes(profile) // 2)
+    threading.Timer(0.1, interrupt).start()
+    begun = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        model.solve(lambda *_: False, deadline=begun + LONG_S)
+    assert time.monotonic() - begun < SOON_S
+
+
+@pytest.mark.parametrize("part", ["segment DP", "bound"])
+def test_the_last_plan_handed_out_is_the_best(part: str) -> None:
+    profile, budget = rich_chain(random.Random(6), 24), BUDGET
+    seen: list[Plan] = []
+    told: list[tuple[float, float]] = []
+
+    def on_progress(at: str, best_s: float, bound_s: float, peak_bytes: int | None) -> None:
+        told.append((best_s, bound_s))
+        if at == part:
+            interrupt()
+
+    with pytest.raises(KeyboardInterrupt):
+        solve_profile(profile, budget, Limits(gap=0.0, on_plan=seen.append), on_progress=on_progress)
+    best_s, bound_s = told[-1]
+    assert seen[-1].step_s <= best_s
+    assert seen[-1].step_s == min(plan.step_s for plan in seen)
+    assert seen[-1].lower_bound_s >= bound_s
+    for plan in seen:
+        assert plan.status == "feasible"  # nothing has been proven of it but its bound
+        assert validate(profile, plan, budget) == ()
+
+
+def test_what_a_local_search_has_come_to_is_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its plans are offered at its end, which an interrupt doesn't wait for."""
+    profile, budget = rich_chain(random.Random(6), 24), BUDGET
+    come_to: list[float] = []
+    plain = planner.LocalSearch.cost
+
+    class Interrupted(planner.LocalSearch):
+        def __init__(self, *arguments: object) -> None:
+            super().__init__(*arguments)  # type: ignore[arg-type]
+            glance = self._on_better
+            assert glance is not None
+
+            def on_better(codes: object, segments: object) -> None:
+                glance(codes, segments)  # type: ignore[arg-type]
+                come_to.append(plain(self, codes, segments))  # type: ignore[arg-type]
+                interrupt()
+
+            self._on_better = on_better
+
+    monkeypatch.setattr(planner, "LocalSearch", Interrupted)
+    seen: list[Plan] = []
+    with pytest.raises(KeyboardInterrupt):
+        solve_profile(profile, budget, Limits(gap=0.0, on_plan=seen.append))
+    assert seen[-1].step_s <= come_to[-1] * (1 + 1e-9)  # but for rounding
+
+
+def test_bounds_and_plans_are_reported_within_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "REPORT_S", 0.0)
+    monkeypatch.setattr(planner, "REPORT_SHARE", 1e9)
+    profile = rich_chain(random.Random(6), 24)
+    told: list[tuple[str, float, float]] = []
+    seen: list[Plan] = []
+    solve_profile(
+        profile,
+        BUDGET,
+        Limits(gap=0.0, time_limit_s=1.0, on_plan=seen.append),
+        on_progress=lambda *state: told.append(state[:3]),
+    )
+    assert len({bound for part, _, bound in told if part == "bound"}) > 2  # those before and after, and one within
+    assert [bound for *_, bound in told] == sorted(bound for *_, bound in told)
+    assert [plan.step_s for plan in seen] == sorted({plan.step_s for plan in seen}, reverse=True)
+
+
+@pytest.mark.parametrize("number", [2, 6])
+def test_with_a_disk_the_best_of_all_searches_is_handed_out(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Each has a link of its own, and the last one leaves the disk alone."""
+    monkeypatch.setattr(planner, "PLANS_LOOKED_AT_FIRST", 0)
+    chain = homogeneous_chain(12, link_ratio=0.3)
+    profile = replace(chain, disk=chain.link)
+    budget = everything_kept_bytes(profile) // 2
+    tiers = {"host_bytes": budget // 8, "disk_bytes": budget}
+    seen: list[Plan] = []
+    parts: list[str] = []
+
+    def on_progress(part: str, *state: object) -> None:
+        parts.append(part)
+        if parts.count("label DP") == number:
+            interrupt()
+
+    limits = Limits(**tiers, gap=0.0, time_limit_s=1.0, on_plan=seen.append)
+    with contextlib.suppress(KeyboardInterrupt):  # few may begin in the time
+        solve_profile(profile, budget, limits, on_progress=on_progress)
+    assert seen[-1].step_s == min(plan.step_s for plan in seen)
+    assert validate(profile, seen[-1], budget, **tiers) == ()
+
+
+def test_forwards_in_flight_keep_what_the_search_at_work_has_found() -> None:
+    profile = homogeneous_chain(16, link_ratio=0.3)
+    budget = everything_kept_bytes(profile)
+    seen: list[Plan] = []
+    searches: list[str] = []
+
+    def on_progress(text: str) -> None:
+        searches.extend([text] if "no plan yet" in text else [])
+        if len(searches) == 2 and "local search" in text:  # the first is for a bound, and its plan needs too much
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ckptplan.solve(profile, budget / GIB, in_flight=3, gap=0.0, on_plan=seen.append, on_progress=on_progress)
+    assert seen
+    assert validate(profile, seen[-1], budget) == ()
+    assert seen[-1].in_flight == 3
+    assert seen[-1].needed_bytes <= budget
