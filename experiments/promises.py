@@ -134,6 +134,11 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         "rank_faults.json",
     ),
     Experiment(
+        "pages",
+        "Size of the pages of plans for 12, 100 and 1000 stages, and the time to make and to open them",
+        "pages.json",
+    ),
+    Experiment(
         "sharded_large",
         "Whether Llama 3 70B can be fine-tuned on 8, 16 and 32 H100s, as the command line answers",
         "sharded_large.json",
@@ -1061,6 +1066,7 @@ PROMISES: tuple[Promise, ...] = (
             "test_a_strangers_estimate_runs_nothing",
             "test_what_notebooks_show",
             "test_files_in_the_page_are_the_plan_and_the_profile",
+            "test_dark_pages_are_printed_in_dark_on_white",
             "test_a_thousand_stages_fit_in_a_megabyte",
         )
         + _in("test_trace", "test_the_page_of_an_applied_plan"),

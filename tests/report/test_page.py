@@ -363,6 +363,18 @@ def test_of_the_command_line(run: Run, tmp_path: Path) -> None:
         solved(profile).report(profile).save(tmp_path / "nowhere" / "plan.html")
 
 
+def test_dark_pages_are_printed_in_dark_on_white(opened: Any) -> None:
+    profile = chain(3)
+    page = opened(plan_report(profile, plan_of(profile, ["keep"] * 3)))
+    page.emulate_media(color_scheme="dark")
+    axis = "report.charts.waterline.axes[0].stroke(report.charts.waterline)"
+    light_on_dark = page.evaluate(axis)
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert page.evaluate(axis) == "#444" != light_on_dark
+    page.evaluate("dispatchEvent(new Event('afterprint'))")
+    assert page.evaluate(axis) == light_on_dark
+
+
 def test_a_thousand_stages_fit_in_a_megabyte(opened: Any) -> None:
     profile = chain(1000)
     report = plan_report(profile, plan_of(profile, ["keep", "swap", "recompute", "keep"] * 250))

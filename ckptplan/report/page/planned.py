@@ -116,7 +116,8 @@ def _needs(plan: Plan) -> int:
 
 def _title(plan: Plan) -> str:
     made = plan.fingerprint
-    where = f" on {made.device}" if made.device else ""
+    planned = made.device.startswith("planned for")
+    where = f"{',' if planned else ' on'} {made.device}" if made.device else ""
     return f"{made.model.rpartition('.')[2] or f'A chain of {len(plan.stages)} stages'}{where}"
 
 
@@ -220,12 +221,13 @@ class _Graph:
         gap = 22 if count <= 60 else 12
         most = max((arc.nbytes for arc in found), default=1) or 1
         span = max((arc.user - arc.maker for arc in found), default=1)
-        height = min(20 + 6 * span, 160)
+        height = min(20 + 8 * span, 160)
         parts: dict[tuple[float, bool], list[str]] = {}
         for arc in found:
             width = round(0.75 + 3 * arc.nbytes / most, 1)
             left, right = (round(gap * (k + 0.5), 1) for k in (arc.maker, arc.user))
-            rise = round(min(2.0 * height * (arc.user - arc.maker) / span, 1.3 * (right - left)), 1)
+            # The curve gets three quarters as high as its handles.
+            rise = round(max(1.3 * height * (arc.user - arc.maker) / span, 8.0), 1)
             d = f"M{left} {height}C{left} {height - rise} {right} {height - rise} {right} {height}"
             parts.setdefault((width, arc.skips), []).append(d)
         paths = tuple(_Path("".join(d), width, skips) for (width, skips), d in sorted(parts.items()))

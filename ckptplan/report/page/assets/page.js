@@ -236,18 +236,18 @@
       const found = new Map(points.map((p) => [p.peak, value(p)]));
       return peaks.map((peak) => found.get(peak) ?? null);
     };
-    const marks = ["#d55e00", "#cc79a7", "#e69f00", "#009e73"];
+    const marks = ["#d55e00", "#cc79a7", "#009e73", "#e69f00"];
     const shown = (_, y) => (y == null ? "–" : `${y.toFixed(1)} %`);
     const chosen = { label: "chosen", stroke: () => style("--text"), width: 0, points: { show: true, size: 13, width: 3 },
       value: shown };
     const series = [
       { label: "peak", value: (_, n) => (n == null ? "–" : bytes(n)) },
       { label: "best plan found", stroke: "#0072b2", width: 2, spanGaps: true, paths: stepped, value: shown,
-        points: { show: true, size: 7 } },
+        points: { show: true, size: 7, fill: "#0072b2" } },
       { label: "proven bound", stroke: () => style("--quiet"), dash: [6, 4], spanGaps: true, paths: stepped,
         points: { show: false }, value: shown },
       ...names.map((name, k) => ({ label: name, stroke: marks[k % marks.length], width: 0, value: shown,
-        points: { show: true, size: 9 } })),
+        points: { show: true, size: 9, fill: marks[k % marks.length] } })),
       chosen,
     ];
     const columns = [
@@ -321,9 +321,14 @@
     }
     if (data.frontier) drawFrontier(data);
     if (data.bytes) drawPhases(data);
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
-      for (const chart of Object.values(charts)) chart.redraw();
-    });
+    const redraw = () => Object.values(charts).forEach((chart) => chart.redraw());
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+    for (const [event, on] of [["beforeprint", true], ["afterprint", false]]) {
+      addEventListener(event, () => {
+        document.documentElement.toggleAttribute("data-print", on);
+        redraw();
+      });
+    }
     window.report = { data, charts };
     document.documentElement.dataset.drawn = "yes";
   };
