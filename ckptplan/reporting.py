@@ -55,11 +55,10 @@ def report_of_plan(
 
 
 def _rivals(profile: Profile, frontier: Sequence[Plan]) -> list[Rival]:
-    """The plans of other planners within the peaks of a frontier."""
-    found: dict[tuple[str, int, float], Rival] = {}
+    """The plans of other planners, each for the peak of one of the frontier's plans as its budget."""
+    found = []
     for budget in sorted({plan.peak_bytes for plan in frontier}):
         for name, planner in RIVALS.items():
             with contextlib.suppress(InfeasibleBudgetError):
-                plan = BASELINES[planner](profile, budget)
-                found.setdefault((name, plan.peak_bytes, plan.step_s), Rival(name, plan.peak_bytes, plan.step_s))
-    return list(found.values())
+                found.append(Rival(name, budget, BASELINES[planner](profile, budget).step_s))
+    return found

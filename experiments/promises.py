@@ -1070,6 +1070,7 @@ PROMISES: tuple[Promise, ...] = (
             "test_a_thousand_stages_fit_in_a_megabyte",
         )
         + _in("test_trace", "test_the_page_of_an_applied_plan"),
+        ("pages",),
     ),
     Promise(
         "Command line",

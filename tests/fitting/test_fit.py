@@ -263,9 +263,9 @@ def test_chains_are_interpolated_from_the_nearest_traced(monkeypatch: pytest.Mon
 
     traced = []
 
-    def counted(step: Any, *args: Any) -> list[ckptplan.Profile]:
+    def counted(step: Any, *args: Any, **how: Any) -> list[ckptplan.Profile]:
         traced.append(len(step.args[0]))
-        return planned_profiles(step, *args)
+        return planned_profiles(step, *args, **how)
 
     monkeypatch.setattr("ckptplan.fitting.survey.planned_profiles", counted)
     budget = ckptplan.estimate(Peculiar(), rows(6), device="t4").reserved_bytes

@@ -17,6 +17,7 @@ from made_plans import plan_of, scheduled
 from random_chains import random_chain, random_options, random_segments
 
 import ckptplan
+from ckptplan.baselines import BASELINES
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.estimate import Estimate, Phase, Tensors
 from ckptplan.core.frontier import Frontier
@@ -26,6 +27,7 @@ from ckptplan.core.trace import DrawnStep, Span, Trace
 from ckptplan.report.page.planned import plan_report
 from ckptplan.report.page.render import Report
 from ckptplan.report.page.waterline import CATEGORIES, waterline
+from ckptplan.reporting import RIVALS
 
 pytestmark = pytest.mark.planning
 
@@ -199,6 +201,13 @@ def test_the_frontier_has_a_slider(opened: Any) -> None:
         assert at[found.peak_bytes] == pytest.approx(100 * found.overhead, abs=1e-6)
     labels = page.evaluate("report.charts.frontier.series.slice(1).map((s) => s.label)")
     assert {"greedy (PoocH)", "checkpoint every block"} <= set(labels)
+    for name, planner in RIVALS.items():
+        points = drawn(page, "frontier")[1 + labels.index(name)]
+        for peak, slower in zip(peaks, points, strict=True):
+            if slower is not None:
+                made = BASELINES[planner](profile, peak)
+                assert slower == pytest.approx(100 * made.overhead, abs=1e-6)
+                assert slower >= at[peak] - 1e-6
     for k in (0, len(plans) - 1):
         page.locator("#point").fill(str(k))
         told = page.locator("#told").inner_text()

@@ -23,10 +23,13 @@ _LETTERS = {"keep": "K", "swap": "S", "recompute": "R"}
 
 @dataclass(frozen=True, slots=True)
 class Rival:
-    """A plan by another planner, as a point beside the frontier."""
+    """The plan of another planner for a budget, as a point beside the frontier.
+
+    At its own peak, which may be lower, it would lie beside plans for smaller budgets.
+    """
 
     planner: str
-    peak_bytes: int
+    budget_bytes: int
     step_s: float
 
 
@@ -193,7 +196,7 @@ def _frontier_data(plan: Plan, frontier: Sequence[Plan], rivals: Sequence[Rival]
     fitting = [k for k, found in enumerate(plans) if found.peak_bytes <= plan.budget_bytes]
     return {
         "plans": [{"peak": p.peak_bytes, "s": p.step_s, "bound": p.lower_bound_s} for p in plans],
-        "others": [{"name": rival.planner, "peak": rival.peak_bytes, "s": rival.step_s} for rival in rivals],
+        "others": [{"name": rival.planner, "peak": rival.budget_bytes, "s": rival.step_s} for rival in rivals],
         "baseline": plan.baseline_step_s or 1.0,
         "chosen": fitting[-1] if fitting else 0,
     }
