@@ -12,6 +12,7 @@ from rich.console import Console
 
 from ckptplan.cli.arguments import Budget, to_bytes
 from ckptplan.cli.output import check_writable
+from ckptplan.cli.subject import profile_of
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.estimate import Estimate
 from ckptplan.core.files import read_json
@@ -24,9 +25,13 @@ Format = Literal["html", "md", "png", "svg"]
 
 
 def report(
-    file: Annotated[
-        Path,
-        typer.Argument(metavar="FILE.json", help="A profile, or an estimate by [bold]ckptplan estimate --json[/bold]."),
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SOURCE",
+            help="A profile or the [bold]package.module:name[/bold] of a model, whose profile the cache has; or an "
+            "estimate by [bold]ckptplan estimate --json[/bold].",
+        ),
     ],
     plan_file: Annotated[
         Path | None, typer.Argument(metavar="PLAN.json", help="The profile's plan; an estimate has none.")
@@ -69,7 +74,8 @@ def report(
     if form is not None and output.suffix != f".{form}":
         raise InvalidInputError(f"--format {form} doesn't go with the name {output}; leave out one of them")
     check_writable(output, "the report")
-    if read_json(file, Profile.SCHEMA, Estimate.SCHEMA)["schema"] == Estimate.SCHEMA:
+    file = Path(source)
+    if file.exists() and read_json(file, Profile.SCHEMA, Estimate.SCHEMA)["schema"] == Estimate.SCHEMA:
         given = {"PLAN.json": plan_file, "--budget-gb": budget_gb, "--frontier": frontier, "--trace": trace}
         extra = [name for name, value in {**given, "--time-limit": time_limit}.items() if value is not None]
         if extra:
@@ -78,13 +84,13 @@ def report(
         typer.echo(f"written to {output}")
         return
     if plan_file is None:
-        raise InvalidInputError(f"{file} is a profile; give its plan too: ckptplan report {file} PLAN.json")
-    profile, plan = Profile.load(file), Plan.load(plan_file)
+        raise InvalidInputError(f"{source} has no plan; give it too: ckptplan report {shlex.quote(source)} PLAN.json")
+    plan, profile = Plan.load(plan_file), profile_of(source)
     if budget_gb is not None:
         plan = replace(plan, budget_bytes=to_bytes(budget_gb, "--budget-gb"))
     others = () if frontier is None else Frontier.load(frontier)
     step = None if trace is None else Trace.load(trace)
-    words = ["ckptplan", "report", file.name, plan_file.name]
+    words = ["ckptplan", "report", file.name if file.exists() else source, plan_file.name]
     with Console(stderr=True).status("explaining"):
         made = plan.report(profile, frontier=others, time_limit_s=time_limit, trace=step, commands=[shlex.join(words)])
     made.save(output)

@@ -360,7 +360,7 @@ def test_of_the_command_line(run: Run, tmp_path: Path) -> None:
         ((*files, "-o", page, "--format", "md"), "--format md doesn't go with the name"),
         ((*files, "-o", tmp_path / "plan.pdf"), "its name must end in .html, .md, .png, .svg"),
         ((files[1], files[0]), "has schema 'ckptplan.plan/3'"),
-        ((files[0],), "is a profile; give its plan too"),
+        ((files[0],), "profile.json has no plan; give it too"),
         ((*files, "--frontier", files[1]), "give a file that ckptplan frontier made"),
         ((*files, "--trace", tmp_path / "broken.json"), "is not a trace that `ckptplan trace` wrote"),
         ((*files, "--trace", tmp_path / "none.json"), "can't be read"),
