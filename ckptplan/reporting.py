@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,10 @@ if TYPE_CHECKING:  # it imports torch
 
 RIVALS = {"greedy (PoocH)": "pooch", "uniform": "uniform", "checkpoint every block": "recompute_all"}
 """Planners whose plans are points beside a frontier: by greed, the uniform rule, and a framework's own switch."""
+RIVALS_S = 15.0
+"""Seconds for each of them."""
+GREEDY_STAGES = 100
+"""Most stages for which the greedy one plans: its time grows with their square, from 5 s a budget at 100."""
 PRICES_S = 2.0
 """Seconds for the prices of memory."""
 
@@ -55,10 +60,17 @@ def report_of_plan(
 
 
 def _rivals(profile: Profile, frontier: Sequence[Plan]) -> list[Rival]:
-    """The plans of other planners, each for the peak of one of the frontier's plans as its budget."""
+    """The plans of other planners, each for the peak of one of the frontier's plans as its budget, as time allows."""
     found = []
-    for budget in sorted({plan.peak_bytes for plan in frontier}):
-        for name, planner in RIVALS.items():
+    for name, planner in RIVALS.items():
+        if planner == "pooch" and len(profile.stages) > GREEDY_STAGES:
+            continue
+        began, longest_s = time.monotonic(), 0.0
+        for budget in sorted({plan.peak_bytes for plan in frontier}):
+            at = time.monotonic()
+            if at - began + longest_s > RIVALS_S:
+                break
             with contextlib.suppress(InfeasibleBudgetError):
                 found.append(Rival(name, budget, BASELINES[planner](profile, budget).step_s))
+            longest_s = max(longest_s, time.monotonic() - at)
     return found
