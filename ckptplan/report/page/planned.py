@@ -147,8 +147,9 @@ def _verdict(plan: Plan, timeline: Timeline) -> str:
     else:
         proven = f"at most {plan.gap:.2%} above the fastest plan there can be"
     useful = ""
-    if plan.least_peak_bytes is not None and plan.most_peak_bytes is not None:
-        least, most = format_bytes(plan.least_peak_bytes), format_bytes(plan.most_peak_bytes)
+    least_bytes, most_bytes = plan.least_peak_bytes, plan.most_peak_bytes
+    if least_bytes is not None and most_bytes is not None and least_bytes < most_bytes:
+        least, most = format_bytes(least_bytes), format_bytes(most_bytes)
         useful = f" Budgets from {least} (the smallest peak found) to {most} (everything kept) make a difference."
     return f"{where}; {slower}; {proven}.{useful}"
 

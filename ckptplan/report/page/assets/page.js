@@ -269,7 +269,7 @@
       chart.setData(columns);
       byId("told").textContent =
         `${bytes(plan.peak)}: ${seconds(plan.s)} a step, ${percent(plan.s / baseline - 1)} slower than with everything ` +
-        `kept; at most ${percent(plan.s / plan.bound - 1)} above the optimum` +
+        `kept; at most ${percent(plan.bound ? plan.s / plan.bound - 1 : 0)} above the optimum` +
         (next ? `; one GiB more saves ${seconds(gain * 2 ** 30)}` : "; more memory saves nothing");
     };
     slider.addEventListener("input", choose);
