@@ -13,6 +13,7 @@ from rich.console import Console
 from ckptplan.cli.arguments import Budget, to_bytes
 from ckptplan.cli.output import check_writable
 from ckptplan.cli.subject import profile_of
+from ckptplan.core.display import progress
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.estimate import Estimate
 from ckptplan.core.files import read_json
@@ -91,7 +92,7 @@ def report(
     others = () if frontier is None else Frontier.load(frontier)
     step = None if trace is None else Trace.load(trace)
     words = ["ckptplan", "report", file.name if file.exists() else source, plan_file.name]
-    with Console(stderr=True).status("explaining"):
+    with progress("explaining", console=Console(stderr=True)):
         made = plan.report(profile, frontier=others, time_limit_s=time_limit, trace=step, commands=[shlex.join(words)])
     made.save(output)
     typer.echo(f"written to {output}")

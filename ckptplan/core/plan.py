@@ -205,6 +205,11 @@ class Plan(Saved):
         return None if self.reserved_bytes is None else self.reserved_bytes + self.others_bytes
 
     @property
+    def counted_bytes(self) -> int:
+        """What is held against the budget: on CUDA what the allocator reserves, where that is known."""
+        return self.needed_bytes if self.needed_reserved_bytes is None else self.needed_reserved_bytes
+
+    @property
     def expected_step_s(self) -> float:
         """Predicted time of the step, including a host that launches more slowly than the device computes."""
         return max(self.step_s, self.launch_s)

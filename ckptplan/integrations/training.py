@@ -243,8 +243,7 @@ def replace(undo: contextlib.ExitStack, of: Any, name: str, by: Any) -> None:
 
 def in_words(plan: Plan, took_s: float) -> str:
     """Return a plan in one sentence: what stages do, peak of the budget, slowdown, gap, seconds of planning."""
-    needs = plan.needed_bytes if plan.needed_reserved_bytes is None else plan.needed_reserved_bytes
-    within = f"peak {format_bytes(needs)} of {format_bytes(plan.budget_bytes)}"
+    within = f"peak {format_bytes(plan.counted_bytes)} of {format_bytes(plan.budget_bytes)}"
     planned = f"planned in {format_seconds(took_s)}"
     counts = Counter(choice.action for choice in plan.choices)
     if counts["keep"] == len(plan.choices):

@@ -55,7 +55,7 @@ def estimate_report(estimate: Estimate, commands: Sequence[str] = ()) -> Report:
         parts=tables,
         notes=estimate.notes,
     )
-    attached = [Attached("estimate.json", "Save the estimate", estimate.to_json())]
+    attached = [Attached("estimate.json", "Save the estimate", estimate)]
     return Report("estimate.html", view, _data(estimate), attached)
 
 

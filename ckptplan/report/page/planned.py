@@ -79,7 +79,7 @@ def plan_report(
     verified, trained = ("" if found is None else str(found) for found in (verification, stats))
     view = View(
         title=_title(plan),
-        fits=_needs(plan) <= plan.budget_bytes,
+        fits=plan.counted_bytes <= plan.budget_bytes,
         answer=answer(plan),
         verdict=_verdict(plan, timeline),
         facts=_facts(profile, plan),
@@ -106,15 +106,10 @@ def plan_report(
         "graph": _Graph.of(len(plan.stages), arcs(profile)),
     }  # fmt: skip
     attached = [
-        Attached("plan.json", "Save the plan", plan.to_json()),
-        Attached("profile.json", "Save the profile", profile.to_json()),
+        Attached("plan.json", "Save the plan", plan),
+        Attached("profile.json", "Save the profile", profile),
     ]
     return Report("step.html", view, data, attached, shown)
-
-
-def _needs(plan: Plan) -> int:
-    """The bytes that are held against the budget: on CUDA those that the allocator reserves."""
-    return plan.needed_bytes if plan.needed_reserved_bytes is None else plan.needed_reserved_bytes
 
 
 def _title(plan: Plan) -> str:
@@ -126,8 +121,8 @@ def _title(plan: Plan) -> str:
 
 def answer(plan: Plan) -> str:
     """Whether a plan fits its budget, in one sentence."""
-    needs, budget = format_bytes(_needs(plan)), format_bytes(plan.budget_bytes)
-    if _needs(plan) <= plan.budget_bytes:
+    needs, budget = format_bytes(plan.counted_bytes), format_bytes(plan.budget_bytes)
+    if plan.counted_bytes <= plan.budget_bytes:
         return f"Fits: {needs} of {budget}."
     return f"Doesn't fit: {needs} needed, {budget} given."
 
@@ -140,7 +135,7 @@ def _verdict(plan: Plan, timeline: Timeline) -> str:
         f"a step takes {format_seconds(plan.expected_step_s)}, {max(plan.overhead, 0.0):.1%} more than with everything "
         f"kept ({format_seconds(plan.expected_baseline_step_s)})"
     )
-    if _needs(plan) > plan.budget_bytes or not plan.lower_bound_s:  # a bound is one of plans that fit
+    if plan.counted_bytes > plan.budget_bytes or not plan.lower_bound_s:  # a bound is one of plans that fit
         proven = "no bound is known"
     elif plan.status == "optimal":
         proven = f"no plan is faster, which is proven to {plan.gap:.2%}"

@@ -18,6 +18,7 @@ from typing import Any
 import jinja2
 
 from ckptplan.core.errors import InvalidInputError
+from ckptplan.core.files import Saved
 from ckptplan.core.version import installed_version
 from ckptplan.report.plots import plot_page
 
@@ -65,7 +66,7 @@ class Attached:
 
     name: str
     label: str
-    content: str
+    content: Saved
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,7 +97,7 @@ class Report:
             view=self.view, title=f"{self.view.title}: {self.view.answer}", heading=self.view.title,
             data=_packed(json.dumps(self.data, separators=(",", ":"))), scripts=_scripts(),
             files=[
-                {"id": f"file-{k}", "name": file.name, "label": file.label, "text": _packed(file.content)}
+                {"id": f"file-{k}", "name": file.name, "label": file.label, "text": _packed(file.content.to_json())}
                 for k, file in enumerate(self.attached)
             ],
             version=installed_version(), css=_asset("page.css"), library_css=_asset("uPlot.min.css"),

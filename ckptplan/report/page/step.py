@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckptplan.core.option import ACTIONS
 from ckptplan.core.plan import Decision, Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.trace import Trace
 from ckptplan.core.units import format_bytes, format_seconds
 from ckptplan.referee import Timeline
 from ckptplan.report.explain import Alternative, Explanation
-from ckptplan.report.page.waterline import CATEGORIES, COLOURS, waterline, widths
+from ckptplan.report.page.waterline import CATEGORIES, COLOURS, drawn_end_s, waterline
 from ckptplan.report.plots import WHAT_COLOURS
 
 LANES = ("compute", "out", "in")
@@ -49,8 +48,8 @@ def step_data(
         "colours": COLOURS,
         "stacked": line.stacked.tolist(),
         "steps": {
-            "start": [round(begin, _ROUNDED) for begin, _ in widths(timeline)],
-            "end": round(widths(timeline)[-1][1], _ROUNDED),
+            "start": [round(step.start_s, _ROUNDED) for step in timeline.steps],
+            "end": round(drawn_end_s(timeline), _ROUNDED),
             "phase": [PHASES.index(step.phase) for step in timeline.steps],
             "stage": [stages[step.stage] for step in timeline.steps],
             "again": [int(step.sweep) for step in timeline.steps],
@@ -101,10 +100,9 @@ def _stages(profile: Profile, plan: Plan, explanation: Explanation | None) -> li
             facts.append(_moves(choice, sum(moved), names))
         if option.recomputes:
             facts.append(f"its backward runs its forward again: {format_seconds(option.recompute_s)}")
-        out.append({"name": stage.name, "action": ACTIONS.index(choice.action), "option": option.name, "facts": facts})
-    for number, segment in enumerate(plan.segments):
+        out.append({"name": stage.name, "option": option.name, "facts": facts})
+    for segment in plan.segments:
         for i in range(segment.first, segment.last + 1):
-            out[i]["segment"] = number
             out[i]["facts"].append(f"recomputed together: {names[segment.first]} .. {names[segment.last]}")
     if explanation is not None:
         _add_reasons(out, explanation)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -104,7 +103,6 @@ def _kinds(profile: Profile, plan: Plan, timeline: Timeline) -> list[int]:
     return out
 
 
-def widths(timeline: Timeline) -> list[tuple[float, float]]:
-    """When each step begins and ends, in seconds; the update, which takes no time in a plan, gets a fiftieth."""
-    starts = [step.start_s for step in timeline.steps]
-    return list(pairwise([*starts, timeline.makespan_s * 1.02 if timeline.makespan_s else 1.0]))
+def drawn_end_s(timeline: Timeline) -> float:
+    """When the last step ends in a picture: the update, which takes no time in a plan, gets a fiftieth of it."""
+    return timeline.makespan_s * 1.02 or 1.0

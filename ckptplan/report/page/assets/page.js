@@ -2,7 +2,6 @@
 // Draws the charts of a report from its data, and lets them be explored. Texts come in through textContent alone.
 (() => {
   const LANES = { compute: "compute", out: "copies out", in: "copies in" };
-  const ACTIONS = ["keep", "swap", "recompute"];
   const charts = {};
   const byId = (id) => document.getElementById(id);
   const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
