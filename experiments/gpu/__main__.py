@@ -40,8 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cases=work.case_names(args.cases, args.small),
         again=args.again,
         isolated=not args.one_process,
-        warm_up=args.warm_up if args.warm_up is not None else (1 if args.small else 12),
-        timed=args.timed if args.timed is not None else (3 if args.small else 8),
+        warm_up=args.warm_up if args.warm_up is not None else (1 if args.small else 4),
+        timed=args.timed if args.timed is not None else (3 if args.small else 12),
     )
     parts = ORDER if args.command == "all" else (args.command,)
     if args.command == "measure":
@@ -108,8 +108,8 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     measure = parser.add_argument_group("measure")
     measure.add_argument("--rivals", action="store_true", help="those alone")
     measure.add_argument("--plans", action="store_true", help="those alone")
-    measure.add_argument("--warm-up", type=int, help="steps of each contender before the timed ones; default 12")
-    measure.add_argument("--timed", type=int, help="timed steps of each contender; default 8")
+    measure.add_argument("--warm-up", type=int, help="steps of each contender before the timed ones; default 4")
+    measure.add_argument("--timed", type=int, help="timed steps of each contender; default 12")
     solve = parser.add_argument_group("solve")
     solve.add_argument("--time-limit", type=float, help="seconds for each plan; default 20")
     solve.add_argument("--host-gb", type=float, help="most that a plan may swap")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 GIB = 1 << 30
@@ -33,13 +33,15 @@ class Case:
     rivals : tuple of str
         Names in `experiments.rivals`; everything kept is always there.
     baselines : tuple of str
-        Names in `ckptplan.baselines`, planned for the same budgets as ours.
+        Names in `ckptplan.baselines`. Each is planned for a budget in the middle of the range, and ours for what it
+        reserves; where there is a cap, for the cap.
     fractions : tuple of float
         Budgets where no rival's peak is known yet: the way from the smallest peak to everything kept.
     tighter : bool
         Beside each budget one tighter.
     extra : tuple of str
-        "bitwise", "profiler" and "memory"; see `measure.py`.
+        "bitwise" (solved plans), "mixes" (bitwise, plans by hand that mix all actions), "profiler" and "memory"; see
+        `measure.py`.
     allocator : str or None
         Settings of CUDA's caching allocator, as in PYTORCH_ALLOC_CONF.
     cap_bytes : int or None
@@ -60,7 +62,7 @@ class Case:
     rivals: tuple[str, ...] = ("hf", "offload", "save_on_cpu")
     baselines: tuple[str, ...] = ()
     fractions: tuple[float, ...] = (0.75, 0.5, 0.25)
-    tighter: bool = True
+    tighter: bool = False
     extra: tuple[str, ...] = ()
     allocator: str | None = None
     cap_bytes: int | None = None
@@ -75,7 +77,7 @@ def _tokens(config: Any, batch: int, length: int) -> dict[str, Any]:
     return {"input_ids": tokens, "labels": tokens.clone()}
 
 
-def llama(batch: int, length: int) -> Callable[[bool], Made]:
+def llama(batch: int, length: int, layers: int = 16) -> Callable[[bool], Made]:
     """The shape of Llama 3.2 1B: 16 layers of width 2048, four query heads to a key-value head, tied embedding."""
 
     def make(small: bool) -> Made:
@@ -85,7 +87,7 @@ def llama(batch: int, length: int) -> Callable[[bool], Made]:
             vocab_size=512 if small else 128256,
             hidden_size=64 if small else 2048,
             intermediate_size=256 if small else 8192,
-            num_hidden_layers=2 if small else 16,
+            num_hidden_layers=2 if small else layers,
             num_attention_heads=4 if small else 32,
             num_key_value_heads=1 if small else 8,
             max_position_embeddings=8192,
@@ -99,28 +101,55 @@ def llama(batch: int, length: int) -> Callable[[bool], Made]:
     return make
 
 
-def gpt2_medium(small: bool) -> Made:
-    """24 blocks of width 1024, dropout 0.1, sequences of different lengths padded and masked."""
+def gpt2(layers: int, width: int, batch: int, length: int) -> Callable[[bool], Made]:
+    """Dropout 0.1, sequences of different lengths padded and masked."""
+
+    def make(small: bool) -> Made:
+        import torch
+        import transformers as hf
+
+        count, positions = (2, 64) if small else (batch, length)
+        config = hf.GPT2Config(
+            vocab_size=512 if small else 50257,
+            n_positions=positions,
+            n_embd=64 if small else width,
+            n_layer=2 if small else layers,
+            n_head=2 if small else width // 64,
+            bos_token_id=0,
+            eos_token_id=0,
+            use_cache=False,
+        )
+        inputs = _tokens(config, count, positions)
+        lengths = torch.linspace(positions // 2, positions, count).long()
+        mask = torch.arange(positions)[None] < lengths[:, None]
+        inputs["attention_mask"] = mask.long()
+        inputs["labels"] = inputs["labels"].where(mask, torch.tensor(-100))
+        return functools.partial(hf.GPT2LMHeadModel, config), inputs
+
+    return make
+
+
+gpt2_medium = gpt2(24, 1024, 16, 1024)
+
+
+def t5_small(small: bool) -> Made:
+    """Encoder and decoder of 6 layers of width 512, dropout 0.1; all layers share their position bias."""
     import torch
     import transformers as hf
 
-    length = 64 if small else 1024
-    config = hf.GPT2Config(
-        vocab_size=512 if small else 50257,
-        n_positions=length,
-        n_embd=64 if small else 1024,
-        n_layer=2 if small else 24,
-        n_head=2 if small else 16,
-        bos_token_id=0,
-        eos_token_id=0,
+    config = hf.T5Config(
+        vocab_size=512 if small else 32128,
+        d_model=64 if small else 512,
+        d_kv=32 if small else 64,
+        d_ff=128 if small else 2048,
+        num_layers=2 if small else 6,
+        num_heads=2 if small else 8,
+        decoder_start_token_id=0,
         use_cache=False,
     )
-    inputs = _tokens(config, 2 if small else 16, length)
-    lengths = torch.linspace(length // 2, length, len(inputs["input_ids"])).long()
-    mask = torch.arange(length)[None] < lengths[:, None]
-    inputs["attention_mask"] = mask.long()
-    inputs["labels"] = inputs["labels"].where(mask, torch.tensor(-100))
-    return functools.partial(hf.GPT2LMHeadModel, config), inputs
+    count, length = (2, 32) if small else (8, 256)
+    tokens = torch.randint(config.vocab_size, (2, count, length))
+    return functools.partial(hf.T5ForConditionalGeneration, config), {"input_ids": tokens[0], "labels": tokens[1]}
 
 
 def vit_large(small: bool) -> Made:
@@ -176,13 +205,35 @@ HEADLINE = Case(
     llama(4, 4096),
     dtype="bfloat16",
     rivals=("hf", "offload", "trl", "save_on_cpu"),
-    baselines=("pooch",),
+    baselines=("pooch", "uniform"),
+    tighter=True,
     extra=("profiler",),
 )
+
+SMALL = {
+    "llama": Case("", "Llama, 4 layers of width 2048, bf16", llama(2, 1024, 4), dtype="bfloat16"),
+    "gpt2": Case("", "GPT-2, 6 layers of width 768, AMP, dropout and masks", gpt2(6, 768, 8, 512), amp="bfloat16"),
+    "t5": Case("", "T5 small, float32, dropout", t5_small),
+    "resnet50": Case("", "ResNet-50, AMP, batch 32", resnet(DEPTHS[50], 32), amp="bfloat16", optimizer="sgd"),
+}
+"""Models whose bits are compared."""
 
 CASES: Mapping[str, Case] = {
     case.name: case
     for case in (
+        *(
+            replace(
+                case,
+                name=f"bits-{name}{'' if deterministic else '-production'}",
+                what=f"bits of {case.what}; {'deterministic kernels' if deterministic else 'the kernels people use'}",
+                deterministic=deterministic,
+                rivals=(),
+                extra=("mixes",),
+                rehearsed=deterministic,
+            )
+            for deterministic in (True, False)
+            for name, case in SMALL.items()
+        ),
         HEADLINE,
         Case(
             "llama-1x1024",
@@ -192,7 +243,6 @@ CASES: Mapping[str, Case] = {
             deterministic=True,
             rivals=(),
             extra=("bitwise",),
-            tighter=False,
         ),
         Case(
             "llama-production",
@@ -201,7 +251,6 @@ CASES: Mapping[str, Case] = {
             dtype="bfloat16",
             rivals=(),
             extra=("bitwise",),
-            tighter=False,
             rehearsed=False,
         ),
         *(
@@ -214,7 +263,6 @@ CASES: Mapping[str, Case] = {
                 extra=("memory",),
                 allocator=setting,
                 fractions=(0.3,),
-                tighter=False,
                 rehearsed=setting is None,
             )
             for name, setting in (("memory", None), ("memory-expandable", "expandable_segments:True"))
@@ -241,7 +289,6 @@ CASES: Mapping[str, Case] = {
             dtype="bfloat16",
             rivals=("compiled/1", "compiled/0.5", "compiled/0.25"),
             compiled_layers="model.layers",
-            tighter=False,
         ),
         *(
             Case(
@@ -250,9 +297,8 @@ CASES: Mapping[str, Case] = {
                 resnet(DEPTHS[depth], batch),
                 optimizer="sgd",
                 rivals=(),
-                baselines=("pooch",) if depth == 50 else (),
+                baselines=("pooch",),
                 cap_bytes=cap * GIB,
-                tighter=False,
                 rehearsed=batch == 640,
             )
             for depth, batch, cap in ((1001, 16, 12), (2000, 16, 16), (50, 640, 16), (50, 128, 12), (50, 512, 12))
@@ -264,7 +310,6 @@ CASES: Mapping[str, Case] = {
             amp="bfloat16",
             rivals=(),
             cap_bytes=16 * GIB,
-            tighter=False,
             rehearsed=False,
         ),
     )
@@ -284,7 +329,16 @@ def toy(small: bool) -> Made:
     return functools.partial(hf.GPT2LMHeadModel, config), {"input_ids": tokens, "labels": tokens.clone()}
 
 
-TOY = Case("toy", "two small blocks, to try the commands", toy, rivals=("hf",), fractions=(0.5,), extra=("bitwise",))
+TOY = Case(
+    "toy",
+    "two small blocks, to try the commands",
+    toy,
+    rivals=("hf",),
+    baselines=("uniform",),
+    tighter=True,
+    fractions=(0.5,),
+    extra=("bitwise",),
+)
 
 
 def find(name: str) -> Case:

@@ -16,7 +16,9 @@ from typing import Any
 import torch
 
 import ckptplan
+from ckptplan.baselines._build import build, named, smallest_peak
 from ckptplan.core.plan import Plan
+from ckptplan.core.profile import Profile
 from ckptplan.memory.history.reader import load_snapshot, read_history, replay_history
 from ckptplan.runtime.state.restore import restored
 from ckptplan.runtime.step import TrainingStep
@@ -27,19 +29,31 @@ from experiments.gpu.subject import Enter, as_regime, compared, peaks, race, res
 from experiments.gpu.work import Options
 from experiments.rivals import Forward, NotHere, Rival, rivals
 
+MIXES = {
+    "swap+recompute+keep": ("swap", "recompute", "keep"),
+    "recompute+swap+swap+keep": ("recompute", "swap", "swap", "keep"),
+    "keep+recompute+recompute+swap": ("keep", "recompute+swap", "recompute", "swap"),
+}
+"""Actions that stages take in turn."""
+PLAIN_AGAIN = 6  # plain steps beside the first, whose distances from it say how far from itself plain training is
 SETTLING = 2  # steps before peaks are read: libraries take their workspaces, the optimizer makes its state
 HISTORY = 400_000  # events
 
 
 def run(case: Case, options: Options) -> None:
     bench = Bench(case, options)
+    if "mixes" in case.extra:
+        if options.rivals:
+            bench.run(f"measure/{case.name}/bitwise", functools.partial(bitwise, bench, by_hand(bench)))
+        return
     if options.rivals:
         for name in ("keep", *case.rivals):
             bench.run(f"measure/{case.name}/rival.{slug(name)}", functools.partial(one_rival, bench, name))
     if options.plans:
         plans = dict(planned_files(bench))
         if "bitwise" in case.extra:
-            bench.run(f"measure/{case.name}/bitwise", functools.partial(bitwise, bench, plans))
+            ours = {name: load(bench, name) for name, item in plans.items() if item["planner"] == "ckptplan"}
+            bench.run(f"measure/{case.name}/bitwise", functools.partial(bitwise, bench, ours))
         for label in dict.fromkeys(item["label"] for item in plans.values()):
             group = {name: item for name, item in plans.items() if item["label"] == label}
             bench.run(f"measure/{case.name}/plans.{slug(label)}", functools.partial(one_group, bench, label, group))
@@ -182,23 +196,38 @@ def counts(stats: Any) -> dict[str, Any]:
 # --- bits ---
 
 
-def bitwise(bench: Bench, plans: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """Loss, gradients and buffers of a step under each plan of ours against the plain step's, and those of two plain
-    steps against each other."""
+def by_hand(bench: Bench) -> dict[str, Plan]:
+    """Plans that mix all actions, each with the smallest peak that its choices can have."""
+    path = bench.results.file("profile", bench.case.name)
+    if not path.exists():
+        return {}
+    profile = Profile.load(path)
+    plans = {}
+    for name, mix in MIXES.items():
+        modules = itertools.count()
+        actions = ["keep" if stage.is_glue else mix[next(modules) % len(mix)] for stage in profile.stages]
+        choice = named(profile, actions)
+        plans[name] = build(profile, choice, smallest_peak(profile, choice).bytes, name)
+    return plans
+
+
+def bitwise(bench: Bench, plans: Mapping[str, Plan]) -> dict[str, Any]:
+    """Loss, gradients and buffers of steps under each plan, and of further plain steps, against a plain step's."""
+    if not plans:
+        raise Skipped("there is no plan")
     subject = bench.subject
-    ours = [name for name, item in plans.items() if item["planner"] == "ckptplan"]
-    if not ours:
-        raise Skipped("no plan is solved")
     found: dict[str, Any] = {"deterministic": bench.case.deterministic, "plans": {}}
     with restored(subject.model) as rewind:
         with subject.under(as_regime(all_rivals(bench.case)["keep"])) as forward:
             wanted = results_of(subject, forward, rewind)
-            found["plain_again"] = compared(results_of(subject, forward, rewind), wanted)
-        for name in ours:
-            with subject.under(as_plan(bench, load(bench, name), {}, name)) as forward:
-                # The second step finds its memory used by the first, and its pools warm.
-                steps = [compared(results_of(subject, forward, rewind), wanted) for _ in range(2)]
-            found["plans"][name] = {"first": steps[0], "second": steps[1]}
+            again = [compared(results_of(subject, forward, rewind), wanted) for _ in range(PLAIN_AGAIN)]
+        found["plain_again"] = again
+        for name, plan in plans.items():
+            handles: dict[str, Any] = {}
+            with subject.under(as_plan(bench, plan, handles, name)) as forward:
+                # Further steps find their memory used by the first, and their pools warm.
+                steps = [compared(results_of(subject, forward, rewind), wanted) for _ in range(PLAIN_AGAIN)]
+                found["plans"][name] = {"steps": steps, "stats": counts(handles[name].stats())}
     return found
 
 

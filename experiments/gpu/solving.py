@@ -19,6 +19,8 @@ from experiments.gpu.cases import Case
 from experiments.gpu.results import OutOfTime, Results, Skipped, slug
 
 OURS = "ckptplan"
+MIDDLE = 0.4
+"""Share of the way from the smallest peak to everything kept at which baselines are planned."""
 TIGHTER = 0.85
 """Share of the way from the smallest peak to a budget at which the tighter one lies."""
 
@@ -87,16 +89,39 @@ def solve_case(results: Results, case: Case, small: bool, choices: Choices) -> N
     found = results.run(f"solve/{case.name}", ends)
     if found is None:
         return
-    for goal in goals(results, case, found["smallest_peak_bytes"], found["keep_peak_bytes"], choices):
-        for planner in (OURS, *(case.baselines if not goal.label.endswith("tighter") else ())):
-            name = f"{planner}.{slug(goal.label)}"
-            results.run(f"plans/{case.name}/{name}", functools.partial(_plan, results, job, case, planner, goal, name))
+    least, most = found["smallest_peak_bytes"], found["keep_peak_bytes"]
+
+    def plan(planner: str, goal: Goal) -> dict[str, Any] | None:
+        name = f"{planner}.{slug(goal.label)}"
+        return results.run(
+            f"plans/{case.name}/{name}", functools.partial(_plan, results, job, case, planner, goal, name)
+        )
+
+    for goal in goals(results, case, least, most, choices):
+        plan(OURS, goal)
+        if goal.label == "cap":
+            for planner in case.baselines:
+                plan(planner, goal)
+    if case.cap_bytes is not None:
+        return
+    outside = _outside(results, case, most, choices)
+    budget = least + int((most - least) * MIDDLE)
+    for planner in case.baselines:
+        theirs = plan(planner, Goal(planner, budget + outside, budget, reserved=False))
+        if theirs is not None:
+            needed = theirs["reserved_bytes"] or theirs["peak_bytes"] + outside
+            plan(OURS, Goal(planner, needed, needed - outside))
+
+
+def _outside(results: Results, case: Case, most: int, choices: Choices) -> int:
+    """Bytes that the plain step was measured to reserve beyond its prediction, where plans don't predict them."""
+    kept = _peak(results, case, "keep")
+    return max(kept - most, 0) if kept is not None and choices.replay is None else 0
 
 
 def goals(results: Results, case: Case, least: int, most: int, choices: Choices) -> list[Goal]:
     """The cap; else each rival's measured peak; where none is known, fixed fractions. Each also tighter, if wanted."""
-    kept = _peak(results, case, "keep")
-    outside = max(kept - most, 0) if kept is not None and choices.replay is None else 0
+    outside = _outside(results, case, most, choices)
     found: list[Goal] = []
     if case.cap_bytes is not None and case.cap_bytes < most + outside:
         found = [Goal("cap", case.cap_bytes, case.cap_bytes - outside)]

@@ -53,8 +53,8 @@ class Options:
     isolated: bool = True
     rivals: bool = True
     plans: bool = True
-    warm_up: int = 12
-    timed: int = 8
+    warm_up: int = 4
+    timed: int = 12
 
     @property
     def results(self) -> Results:
@@ -82,8 +82,8 @@ def over_cases(module: str, options: Options) -> bool:
 
 
 PRELOADED = (
-    *("torch", "torch._dynamo", "ckptplan.model_api", "experiments.gpu.measure", "experiments.gpu.probe"),
-    *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "vit", "resnet")),
+    *("torch", "torch._dynamo", "ckptplan.api", "experiments.gpu.measure", "experiments.gpu.probe"),
+    *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "vit", "resnet", "t5")),
 )
 
 

@@ -60,8 +60,12 @@ def test_the_commands_exchange_files(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert found["stats"]["recomputed_stages"] + found["stats"]["swapped_out_bytes"] > 0
     bits = results.ok("measure/toy/bitwise")
     assert bits is not None
-    assert bits["plain_again"]["equal"]
-    assert all(found[step]["equal"] for found in bits["plans"].values() for step in ("first", "second"))
+    assert all(found["equal"] for found in bits["plain_again"])
+    assert all(found["equal"] for plan in bits["plans"].values() for found in plan["steps"])
+    cell = {cell["plan"]: cell for cell in show.cells(results, ["toy"])}["ckptplan.uniform"]
+    assert cell["rival_peak_bytes"] >= cell["peak_bytes"]
+    assert cell["pairs"] == 3
+    assert cell["interval"][0] <= cell["ratio"] <= cell["interval"][1]
 
     # What is there isn't measured again; what is asked for again is.
     before = {path: path.read_text() for path in tmp_path.rglob("*.json")}
@@ -70,6 +74,30 @@ def test_the_commands_exchange_files(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert call(tmp_path, "table", "--json", str(tmp_path / "copy.json")) == 0
     assert json.loads((tmp_path / "copy.json").read_text())["cases"]["toy"]["measure"]["plans.hf"]["status"] == "ok"
     assert "ckptplan.hf-tighter" in (tmp_path / "table.txt").read_text()
+
+
+def test_bits_of_plans_made_by_hand(tmp_path: Path) -> None:
+    words = ("--out", str(tmp_path), "--device", "cpu", "--small", "--cases", "bits-llama", "--one-process")
+    assert command.main(["profile", *words]) == 0
+    assert command.main(["measure", "--rivals", *words]) == 0
+    results = Results(tmp_path)
+    bits = results.ok("measure/bits-llama/bitwise")
+    assert bits is not None
+    assert set(bits["plans"]) == set(measure.MIXES)
+    for plan in bits["plans"].values():
+        assert plan["stats"]["swapped_out_bytes"] > 0
+        assert plan["stats"]["recomputed_stages"] > 0
+        assert all(found["equal"] for found in plan["steps"])
+    assert list(show.complaints(results, ["bits-llama"])) == []
+
+    # With kernels that differ from run to run, ours may be as far from plain as plain is from itself, and no further.
+    def step(distance: float) -> dict[str, Any]:
+        return {"equal": not distance, "distance": distance}
+
+    plain = [step(d) for d in (0.0, 1e-3, 2e-3)]
+    assert not show.further([step(d) for d in (1e-3, 2e-3, 3e-3)], plain)
+    assert show.further([step(d) for d in (1e-3, 3e-3, 3e-3)], plain)
+    assert show.further([step(1e-9)], [step(0.0)])
 
 
 def test_the_probe_says_what_it_can_here(tmp_path: Path) -> None:
