@@ -26,7 +26,7 @@ from ckptplan import Plan, Profile
 from ckptplan.baselines._build import build, named, smallest_peak
 from ckptplan.profiling.times.links import measure_links
 from ckptplan.runtime.observe.measure import held_tensors, unique_bytes
-from ckptplan.runtime.swap.stores import DiskStore, PinnedStore, Ticket, pinned
+from ckptplan.runtime.swap.stores import DiskStore, PinnedStore, Ticket, areas
 
 pytestmark = pytest.mark.gpu
 
@@ -101,10 +101,10 @@ def slow_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, stream in (("start_out", "_out"), ("start_in", "_in")):
         original = getattr(PinnedStore, name)
 
-        def slow(self: Any, *args: Any, original: Any = original, stream: str = stream) -> Any:
+        def slow(self: Any, *args: Any, original: Any = original, stream: str = stream, **options: Any) -> Any:
             with torch.cuda.stream(getattr(self, stream)):
                 torch.cuda._sleep(SLEEP_CYCLES)
-            return original(self, *args)
+            return original(self, *args, **options)
 
         monkeypatch.setattr(PinnedStore, name, slow)
 
@@ -422,7 +422,7 @@ def test_page_locking_that_fails_leaves_the_device_usable(monkeypatch: pytest.Mo
     with store(1 << 20) as tier:
         taken = tier._areas[0].memory
         with monkeypatch.context() as patch:
-            patch.setattr(pinned.torch, "empty", lambda *args, **kwargs: taken)  # registered already
+            patch.setattr(areas, "_pages", lambda nbytes: taken)  # registered already
             with pytest.warns(RuntimeWarning, match="page-locking"):
                 ordinary = PinnedStore(DEVICE, capacity_bytes=1 << 20)
         ordinary.close()

@@ -532,7 +532,8 @@ def _with_times(
             dataclasses.replace(
                 option,
                 recompute_s=times.recompute_s[kind, option.ops] if option.recomputes else 0.0,
-                launch_s=launches.recompute_s.get((kind, option.ops), 0.0) + launched_s.swapping_s(option),
+                launch_s=(launches.recompute_s.get((kind, option.ops), 0.0) if option.recomputes else 0.0)
+                + launched_s.swapping_s(option),
                 overhead_s=runtime_s.swapping_s(option) + overheads.copies_s(option, traced.storages),
             )
             for option in stage.options

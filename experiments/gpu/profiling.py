@@ -35,6 +35,7 @@ class Bench:
         found = self.results.run(key, measure)
         if "subject" in self.__dict__:
             self.subject.clear()
+            self.subject.clear_host()
         return found
 
 

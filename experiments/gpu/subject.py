@@ -110,15 +110,18 @@ class Subject:
         self.model.zero_grad(set_to_none=True)
 
     def clear(self) -> None:
-        """Give everything unused back: gradients, cached device memory, cached pinned memory."""
+        """Give everything unused on the device back: gradients, cached memory."""
         self.drop_gradients()
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
-            release = getattr(torch._C, "_host_emptyCache", None)
-            if release is not None:
-                release()
+
+    def clear_host(self) -> None:
+        """Give cached pinned memory back, which takes long to get again."""
+        release = getattr(torch._C, "_host_emptyCache", None)
+        if self.device.type == "cuda" and release is not None:
+            release()
 
 
 def _optimizer(name: str | None, model: nn.Module) -> torch.optim.Optimizer | None:

@@ -272,4 +272,4 @@ def test_calibration_of_a_gpu() -> None:
     found = calibrate("cuda", effort_s=0.1)
     assert found.is_cuda
     assert found.memory_bytes == torch.cuda.get_device_properties(0).total_memory
-    assert 0 < found.context_bytes < 4 << 30
+    assert 0 < found.context_bytes < found.memory_bytes  # other processes' bytes included: tests run side by side

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,6 +20,7 @@ from ckptplan import Profile
 from ckptplan.core.plan import Decision, Plan
 from ckptplan.core.request import Training
 from ckptplan.core.segment import Segment
+from ckptplan.profiling import profiler
 from ckptplan.profiling.times import stopwatch, timing
 from ckptplan.profiling.times.stopwatch import Stopwatch, Took
 from ckptplan.runtime import accelerator
@@ -168,6 +170,24 @@ def test_stages_are_timed_in_both_lanes(lanes: Lanes, monkeypatch: pytest.Monkey
     assert launches.forward_s["kind"] == pytest.approx(1e-4)
     assert launches.backward_s["kind"] == pytest.approx(2e-4)
     assert launches.recompute_s["kind", ()] == pytest.approx(1e-4)
+
+
+def test_the_host_s_time_belongs_to_options_that_recompute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A profile with both lanes, as on CUDA: keep and swap launch no recompute."""
+    timed = profiler._timed
+
+    def both_lanes(*args: Any) -> Any:
+        times, _, unlike, real = timed(*args)
+        return times, times, unlike, real
+
+    monkeypatch.setattr(profiler, "_timed", both_lanes)
+    block = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+    profile = ckptplan.profile(nn.Sequential(block, copy.deepcopy(block)), torch.ones(16, 32))
+    for stage in profile.stages:
+        assert stage.forward_launch_s > 0
+        for option in stage.options:
+            assert (option.launch_s > 0) == option.recomputes
+    assert any(option.recomputes for stage in profile.stages for option in stage.options)
 
 
 # --- what a plan says of it ---
