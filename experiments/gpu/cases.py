@@ -273,7 +273,7 @@ CASES: Mapping[str, Case] = {
             resnet(DEPTHS[152], 256),
             amp="bfloat16",
             optimizer="sgd",
-            rivals=("offload", "save_on_cpu"),
+            rivals=("offload",),
         ),
         Case(
             "gpt2-medium-16x1024",
