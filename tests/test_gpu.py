@@ -299,6 +299,7 @@ def test_graphs_that_are_dropped_half_way(slow_copies: None) -> None:
     with ckptplan.apply(model, plan) as handle:
         for seed in range(3):
             torch.manual_seed(seed)
+            model.zero_grad()
             out = model(x)  # copies are under way when it goes
             del out
             assert_same([step(model, x, 1)], [wanted])

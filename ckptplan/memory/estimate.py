@@ -237,12 +237,20 @@ class TrainingBytes:
     target : Target
     training : Training
         Its inputs and device are ignored.
+    allocator : AllocatorSettings or str, optional
+        As in `estimate`.
     """
 
-    def __init__(self, model: nn.Module, target: Target, training: Training = UNSAID) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        target: Target,
+        training: Training = UNSAID,
+        allocator: AllocatorSettings | str | None = None,
+    ) -> None:
         check_supported(model)
         self.model, self.target, self.training = model, target, training
-        self._settings = _settings(None, target)
+        self._settings = _settings(allocator, target)
         optimizer = training.optimizer
         self._optimizer = None if optimizer is None else make_optimizer(optimizer, model.parameters())
         self._updates: Recording | None = None

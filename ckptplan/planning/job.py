@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from ckptplan.core.checks import MOST_BYTES
 from ckptplan.core.errors import CkptPlanError, InfeasibleBudgetError, InvalidInputError
 from ckptplan.core.link import STAGING_BYTES
 from ckptplan.core.measured import DeviceBytes
-from ckptplan.core.plan import Plan
+from ckptplan.core.plan import Plan, saved_bytes
 from ckptplan.core.profile import Profile
 from ckptplan.core.progress import Message, limited, search_state
 from ckptplan.core.request import Limits
+from ckptplan.core.schedule import EQUAL_S
 from ckptplan.core.units import GIB, format_bytes
 from ckptplan.planning.in_flight import solve_in_flight, with_others
 from ckptplan.referee.simulate import simulate
@@ -21,6 +23,7 @@ from ckptplan.referee.validate import examine
 from ckptplan.solving.planner import OnProgress, smallest_peak, solve_profile
 from ckptplan.solving.tiers import check_disk
 
+_REORDERED_EXCESS = 0.05  # share of the budget above which another order of decisions isn't tried: it gains less
 _TIGHTENINGS = 6  # attempts with a smaller limit before the plan with the smallest peak is tried
 PLAIN = ("keep", "swap", "recompute", "recompute+swap")
 """Options on whole stages; the others of a menu choose among the stage's operations."""
@@ -57,6 +60,13 @@ class Job:
     def solved(self, budget_bytes: int) -> Plan:
         """Return the plan for a budget; for a model, one whose replay stays within it.
 
+        NOTE [Fragments]
+        With a smaller peak in tensors, a plan may reserve more. Memory that is freed before the peak lies in blocks of
+        the sizes that it had, and the larger blocks at the peak have no use for them: what a swap frees in forward, and
+        what a segment frees after its sweep. So where fragments take the best plan beyond the budget, plans that swap
+        nothing and recompute stage by stage are searched as well, and the faster one is returned. If neither fits,
+        those that recompute whole stages are tried. Which of several equal stages saves more makes a difference, too.
+
         Raises
         ------
         InfeasibleBudgetError
@@ -64,6 +74,40 @@ class Job:
         CkptPlanError
             If the referee rejects a plan, or the replays of all plans exceed the budget: a defect of this package.
         """
+        plan: Plan | None = None
+        failure: InfeasibleBudgetError | None = None
+        try:
+            plan = self._replayed_within(budget_bytes)
+        except InfeasibleBudgetError as error:
+            failure = error
+        if plan is None or plan.budget_bytes < budget_bytes:
+            for simpler in self._leaving_fewer_fragments():
+                if plan is not None and simpler.profile is not self.profile:
+                    break
+                with contextlib.suppress(InfeasibleBudgetError):
+                    found = simpler._replayed_within(budget_bytes)
+                    if plan is None or found.step_s < plan.step_s:
+                        plan = found
+                        if self.limits.on_plan is not None:
+                            self.limits.on_plan(plan)
+        if plan is None:
+            assert failure is not None
+            raise failure
+        return plan
+
+    def _leaving_fewer_fragments(self) -> Iterator[Job]:
+        """Yield, on CUDA, the job without swaps and segments, and that of whole stages (see NOTE [Fragments])."""
+        actions = tuple(action for action in self.limits.actions if action != "swap")
+        if not self.on_cuda or self.replayed is None or "recompute" not in actions:
+            return
+        # Without `on_plan`: each search begins anew, with plans slower than those handed out.
+        still = replace(self, limits=replace(self.limits, actions=actions, segments=False, on_plan=None))
+        if actions != self.limits.actions or self.limits.segments:
+            yield still
+        yield replace(still, profile=_plain(self.profile))
+
+    def _replayed_within(self, budget_bytes: int) -> Plan:
+        """Return a plan for a budget whose replay stays within it; raise what `solved` does."""
         limit, limits = budget_bytes, self.handing_out
         for attempt in range(_TIGHTENINGS + 1):
             if attempt == _TIGHTENINGS:
@@ -79,6 +123,9 @@ class Job:
             over = self.needs(plan) - budget_bytes
             if over <= 0:
                 return plan
+            for other in self._in_other_orders(plan, over, budget_bytes):
+                if self.needs(other) <= budget_bytes:
+                    return other
             # The excess is fragments of the allocator, or an error of the chain model: reduce the limit by it. The plan
             # then has the smaller budget, to which its status and bound refer. Bytes of the limit that the plan didn't
             # use are dropped first, since a limit between peak and budget has the same plan.
@@ -87,6 +134,30 @@ class Job:
             f"a plan with a peak of {format_bytes(plan.needed_bytes)} needs {format_bytes(budget_bytes + over)} in a "
             f"replay of the model, more than the budget of {format_bytes(budget_bytes)}; please report it"
         )
+
+    def _in_other_orders(self, plan: Plan, over_bytes: int, budget_bytes: int) -> Iterator[Plan]:
+        """Yield, on CUDA, plans as fast and as small as `plan`, with other fragments (see NOTE [Fragments]).
+
+        They have the same decisions, first those that save least on the first or on the last of stages of one kind.
+        """
+        swaps_or_nests = plan.segments or any(choice.moves for choice in plan.choices)
+        if not self.on_cuda or swaps_or_nests or over_bytes > budget_bytes * _REORDERED_EXCESS:
+            return
+        kinds: dict[str, list[int]] = {}
+        for index, stage in enumerate(self.profile.stages):
+            kinds.setdefault(stage.kind, []).append(index)
+        for leanest_last in (True, False):
+            choices = list(plan.choices)
+            for places in kinds.values():
+                held = {i: sum(plan.saved_bytes[i]) for i in places}
+                order = sorted(places, key=held.__getitem__, reverse=leanest_last)
+                for place, chosen in zip(places, order, strict=True):
+                    choices[place] = plan.choices[chosen]
+            other = replace(plan, choices=tuple(choices), saved_bytes=saved_bytes(self.profile, choices))
+            found = simulate(self.profile, other)
+            if found.peak_bytes <= plan.budget_bytes and found.makespan_s <= plan.step_s * (1 + EQUAL_S):
+                other = replace(other, peak_bytes=found.peak_bytes, step_s=max(found.makespan_s, plan.lower_bound_s))
+                yield self.reserving(self.sound(other))
 
     def _within(self, limit: int, limits: Limits) -> Plan:
         solve = solve_profile if limits.in_flight == 1 else solve_in_flight

@@ -42,6 +42,12 @@ class Case:
     extra : tuple of str
         "bitwise" (solved plans), "mixes" (bitwise, plans by hand that mix all actions), "profiler" and "memory"; see
         `measure.py`.
+    rungs : int
+        Plans made ahead for as many budgets, from what recomputing all needs to what keeping all does. Each rival is
+        then measured beside the fastest one that needs no more than the rival was just measured to. 0: each rival's
+        peak, measured before, is planned for.
+    profiled_as : str or None
+        The case whose profile is this one's as well.
     allocator : str or None
         Settings of CUDA's caching allocator, as in PYTORCH_ALLOC_CONF.
     cap_bytes : int or None
@@ -64,6 +70,8 @@ class Case:
     fractions: tuple[float, ...] = (0.75, 0.5, 0.25)
     tighter: bool = False
     extra: tuple[str, ...] = ()
+    rungs: int = 0
+    profiled_as: str | None = None
     allocator: str | None = None
     cap_bytes: int | None = None
     compiled_layers: str | None = None
@@ -206,7 +214,6 @@ HEADLINE = Case(
     dtype="bfloat16",
     rivals=("hf", "offload", "trl", "save_on_cpu"),
     baselines=("pooch", "uniform"),
-    tighter=True,
     extra=("profiler",),
 )
 
@@ -233,6 +240,14 @@ CASES: Mapping[str, Case] = {
             )
             for deterministic in (True, False)
             for name, case in SMALL.items()
+        ),
+        replace(
+            HEADLINE,
+            name="llama-4x4096-expandable",
+            what=f"{HEADLINE.what}; expandable segments",
+            allocator="expandable_segments:True",
+            profiled_as=HEADLINE.name,
+            rungs=20,
         ),
         HEADLINE,
         Case(
@@ -261,6 +276,7 @@ CASES: Mapping[str, Case] = {
                 dtype="bfloat16",
                 rivals=(),
                 extra=("memory",),
+                profiled_as=HEADLINE.name,
                 allocator=setting,
                 fractions=(0.3,),
                 rehearsed=setting is None,

@@ -24,7 +24,7 @@ from ckptplan.runtime.state.restore import restored
 from ckptplan.runtime.step import TrainingStep
 from experiments.gpu.cases import Case
 from experiments.gpu.profiling import Bench
-from experiments.gpu.results import Skipped, slug
+from experiments.gpu.results import OURS, RUNG, Skipped, slug
 from experiments.gpu.subject import Enter, as_regime, compared, peaks, race, results_of
 from experiments.gpu.work import Options
 from experiments.rivals import Forward, NotHere, Rival, rivals
@@ -52,10 +52,14 @@ def run(case: Case, options: Options) -> None:
     if options.plans:
         plans = dict(planned_files(bench))
         if "bitwise" in case.extra:
-            ours = {name: load(bench, name) for name, item in plans.items() if item["planner"] == "ckptplan"}
+            ours = {name: load(bench, name) for name, item in plans.items() if item["planner"] == OURS}
             bench.run(f"measure/{case.name}/bitwise", functools.partial(bitwise, bench, ours))
-        for label in dict.fromkeys(item["label"] for item in plans.values()):
-            group = {name: item for name, item in plans.items() if item["label"] == label}
+        groups = {label: {} for label in dict.fromkeys(item["label"] for item in plans.values())}
+        for name, item in plans.items():
+            groups[item["label"]][name] = item
+        if rungs := groups.pop(RUNG, None):
+            groups = {**dict.fromkeys(case.rivals, rungs), **groups}
+        for label, group in groups.items():
             bench.run(f"measure/{case.name}/plans.{slug(label)}", functools.partial(one_group, bench, label, group))
         if "profiler" in case.extra:
             bench.run(f"measure/{case.name}/profiler", functools.partial(overlap, bench, plans))
@@ -117,12 +121,27 @@ def one_rival(bench: Bench, name: str) -> dict[str, Any]:
 def one_group(bench: Bench, label: str, group: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     """All plans for one budget, the rival whose peak it is, and everything kept, in turn."""
     known = all_rivals(bench.case)
-    beside = {label: known[label]} if bench.results.ok(f"measure/{bench.case.name}/rival.{slug(label)}") else {}
-    found = measured(bench, beside, group)
-    return {"label": label, **found}
+    made_ahead = all(item["label"] == RUNG for item in group.values())
+    measured_before = bench.results.ok(f"measure/{bench.case.name}/rival.{slug(label)}")
+    beside = {label: known[label]} if label in known and (made_ahead or measured_before) else {}
+    try:
+        # Where each rival is measured anew, everything kept is beside the first one alone.
+        keeps = not made_ahead or label == bench.case.rivals[0]
+        return {"label": label, **measured(bench, beside, group, keeps=keeps)}
+    except NotHere as error:
+        raise Skipped(str(error)) from error
 
 
-def measured(bench: Bench, others: Mapping[str, Rival], group: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+def within(rungs: Mapping[str, dict[str, Any]], needed_bytes: int) -> dict[str, dict[str, Any]]:
+    """The fastest of the plans that were made ahead among those that need no more than a rival; none: no entry."""
+    fitting = {n: item for n, item in rungs.items() if (item["reserved_bytes"] or item["peak_bytes"]) <= needed_bytes}
+    name = min(fitting, key=lambda n: max(fitting[n]["step_s"], fitting[n]["launch_s"]), default=None)
+    return {} if name is None else {name: {**fitting[name], "target_bytes": needed_bytes}}
+
+
+def measured(
+    bench: Bench, others: Mapping[str, Rival], group: Mapping[str, dict[str, Any]], *, keeps: bool = True
+) -> dict[str, Any]:
     """Peaks of each contender alone, then the steps of all of them in turn.
 
     A contender that fails is left out, unless it is the only one; everything kept is beside them where it fits.
@@ -130,36 +149,45 @@ def measured(bench: Bench, others: Mapping[str, Rival], group: Mapping[str, dict
     subject, options = bench.subject, bench.options
     keep = all_rivals(bench.case)["keep"]
     kept_before = bench.results.read(f"measure/{bench.case.name}/rival.keep") or {}
-    entering: dict[str, tuple[Enter, bool]] = {}
-    if kept_before.get("status") not in ("oom", "failed") or "keep" in others:
-        entering["keep"] = as_regime(keep), True
-    entering |= {name: (as_regime(rival), not rival.compiles) for name, rival in others.items()}
     handles: dict[str, Any] = {}
-    loaded = {name: load(bench, name) for name in group}
-    entering |= {name: (as_plan(bench, plan, handles, name), True) for name, plan in loaded.items()}
-    wanted = {*others, *group}
     contenders: dict[str, dict[str, Any]] = {}
     running: dict[str, Forward] = {}
     with ExitStack() as stack:
-        for name, (enter, layers_compiled) in entering.items():
+
+        def enter(name: str, how: Enter, *, layers_compiled: bool = True, alone: bool = False) -> None:
             own = ExitStack()
             try:
-                forward = own.enter_context(subject.under(enter, layers_compiled=layers_compiled))
+                forward = own.enter_context(subject.under(how, layers_compiled=layers_compiled))
                 settled(bench, forward)
                 contenders[name] = {"peaks": peaks(subject, forward)}
             except Exception as error:
                 own.close()
-                if wanted == {name}:
+                if alone:
                     raise
                 contenders[name] = {"error": f"{type(error).__name__}: {error}"[:500]}
             else:
                 stack.push(own)
                 running[name] = forward
-            if name not in running:  # the error is gone by here, and with it what its frames held
-                subject.clear()
+
+        if "keep" in others or (keeps and kept_before.get("status") not in ("oom", "failed")):
+            enter("keep", as_regime(keep), alone=[*others, *group] == ["keep"])
+            subject.clear()
+        for name, rival in others.items():
+            if name != "keep":
+                enter(name, as_regime(rival), layers_compiled=not rival.compiles, alone=len(others) == 1)
+                subject.clear()  # the error is gone by here, and with it what its frames held
+        if group and all(item["label"] == RUNG for item in group.values()):
+            (rival_name,) = others
+            needed = contenders[rival_name]["peaks"]["judged_bytes"]
+            group = within(group, needed)
+            if not group:
+                contenders[OURS] = {"error": f"no plan made ahead needs at most {needed} bytes"}
+        loaded = {name: load(bench, name) for name in group}
+        for name, plan in loaded.items():
+            enter(name, as_plan(bench, plan, handles, name))
+            subject.clear()
         if group and not running.keys() & group.keys():
             raise RuntimeError(f"no plan ran: {[contenders[name]['error'] for name in group]}")
-        subject.clear()
         for name, plan in loaded.items():
             contenders[name] |= {"predicted": predicted(plan), "target_bytes": group[name]["target_bytes"]}
             if name in running:
@@ -237,7 +265,7 @@ def bitwise(bench: Bench, plans: Mapping[str, Plan]) -> dict[str, Any]:
 def overlap(bench: Bench, plans: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     """One step under the plan of ours that swaps most, drawn by torch.profiler; what part of its copies is beside
     kernels."""
-    ours = {name: load(bench, name) for name, item in plans.items() if item["planner"] == "ckptplan"}
+    ours = {name: load(bench, name) for name, item in plans.items() if item["planner"] == OURS}
     moving = {name: plan for name, plan in ours.items() if plan.host_bytes}
     if not moving:
         raise Skipped("no plan swaps anything")
@@ -309,13 +337,14 @@ def history(bench: Bench, plans: Mapping[str, dict[str, Any]] | None) -> dict[st
     subject, case = bench.subject, bench.case
     plan, name = None, "plain"
     if plans is not None:
-        name = next((n for n, item in plans.items() if item["planner"] == "ckptplan"), "")
+        name = next((n for n, item in plans.items() if item["planner"] == OURS), "")
         if not name:
             raise Skipped("no plan is solved")
         plan = load(bench, name)
     enter = as_regime(all_rivals(case)["keep"]) if plan is None else as_plan(bench, plan, {}, name)
     found: dict[str, Any] = {"plan": None if plan is None else name, "allocator": case.allocator}
     allocator = case.allocator if subject.device.type == "cuda" else None
+    subject.begin_training()
     estimate = ckptplan.estimate(
         subject.copy(), subject.inputs, optimizer=subject.optimizer, amp=case.amp, plan=plan, allocator=allocator
     )

@@ -13,6 +13,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+OURS = "ckptplan"
+RUNG = "rung"
+"""The label of plans made ahead for no rival's peak."""
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 

@@ -13,9 +13,8 @@ import numpy as np
 
 from ckptplan.core.units import format_bytes, format_seconds
 from experiments.gpu.cases import Case, find
-from experiments.gpu.results import Results, slug
+from experiments.gpu.results import OURS, Results, slug
 
-OURS = "ckptplan"
 RESAMPLES = 10_000
 SCHEMA = "ckptplan.gpu/1"
 Row = Sequence[str]

@@ -120,6 +120,12 @@ class Subject:
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
 
+    def begin_training(self) -> None:
+        """Clear, and on CUDA take the optimizer's state away."""
+        if self.device.type == "cuda" and self.optimizer is not None:
+            self.optimizer.state.clear()
+        self.clear()
+
     def clear_host(self) -> None:
         """Give cached pinned memory back, which takes long to get again."""
         release = getattr(torch._C, "_host_emptyCache", None)
@@ -149,9 +155,7 @@ def peaks(subject: Subject, forward: Forward) -> dict[str, Any]:
     On CUDA the cache is empty and the optimizer has no state, as when a training begins: the first of two updates makes
     it, among the segments that the first forward and backward have left. On the CPU, of a single step, it has.
     """
-    if subject.device.type == "cuda" and subject.optimizer is not None:
-        subject.optimizer.state.clear()
-    subject.clear()
+    subject.begin_training()
     found = step_peaks(lambda: subject.train(forward), subject.device, subject.held_bytes(), subject.drop_gradients)
     return {**asdict(found), "judged_bytes": found.needed_bytes}
 
@@ -203,7 +207,7 @@ def results_of(subject: Subject, forward: Forward, rewind: Callable[[], None]) -
     left = {f"gradient {n}": p.grad for n, p in subject.model.named_parameters() if p.grad is not None}
     left |= {f"buffer {n}": b for n, b in subject.model.named_buffers()}
     found = {"loss": loss.detach(), **{n: t.detach() for n, t in left.items()}}
-    out = {name: tensor.to("cpu", copy=True) for name, tensor in found.items()}
+    out = {name: tensor.clone() for name, tensor in found.items()}
     subject.model.zero_grad(set_to_none=True)
     return out
 
@@ -214,7 +218,7 @@ def compared(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> dict[
         return {"equal": False, "tensors": len(wanted), "differing": sorted(found.keys() ^ wanted.keys())}
     differing = [name for name in wanted if not torch.equal(found[name], wanted[name])]
     distance = sum(float((found[n].double() - wanted[n].double()).square().sum()) for n in differing)
-    whole = sum(float(t.double().square().sum()) for t in wanted.values())
+    whole = sum(float(t.double().square().sum()) for t in wanted.values()) if differing else 0.0
     return {
         "equal": not differing,
         "tensors": len(wanted),
@@ -235,9 +239,7 @@ def set_up(case: Case, device: torch.device) -> None:
             total = torch.cuda.get_device_properties(device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, case.cap_bytes / total), device)
     if case.deterministic:
-        # Whether two plain steps are equal is measured; an operation without such a kernel warns.
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.backends.cuda.enable_cudnn_sdp(False)  # which a warning alone leaves allowed
+        torch.use_deterministic_algorithms(True)  # with a warning alone, attention takes other kernels
         torch.utils.deterministic.fill_uninitialized_memory = False  # else every new tensor costs a write
         torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.benchmark = False

@@ -50,3 +50,25 @@ def test_a_second_attempt_hands_out_its_own_plans() -> None:
     assert plan.step_s == last[-1].step_s > first[-1].step_s  # the first attempt's were too large in the replay
     for times in ([found.step_s for found in plans] for plans in (first, last)):
         assert times == sorted(set(times), reverse=True)
+
+
+def test_plans_that_leave_fewer_fragments_are_tried_where_fragments_exceed_the_budget() -> None:
+    """As a caching allocator does: swaps leave fragments of their bytes, and decisions inside stages others."""
+    chain = homogeneous_chain(6, link_ratio=4.0)
+    least = jobs.smallest_peak(chain, Limits()).peak_bytes
+    whole = ckptplan.solve(chain, least * 1.5 / 2**30, actions=("keep", "recompute"))
+
+    def needs(plan: ckptplan.Plan) -> DeviceBytes:
+        fragments = plan.host_bytes
+        return DeviceBytes(plan.peak_bytes, plan.peak_bytes, plan.peak_bytes + fragments)
+
+    budget = whole.peak_bytes
+    seen: list[ckptplan.Plan] = []
+    job = jobs.Job(chain, Limits(time_limit_s=1.0, on_plan=seen.append), needs, on_cuda=True)
+    plan = job.solved(budget)
+    assert plan.host_bytes == 0
+    assert plan.reserved_bytes is not None
+    assert plan.reserved_bytes <= budget
+    assert plan.step_s <= whole.step_s * (1 + 1e-9)
+    assert seen[-1] == plan
+    assert any(found.host_bytes for found in seen)
