@@ -911,6 +911,7 @@ def replay(
     capacity_bytes: int | None = None,
     *,
     streams: Mapping[int, int] | None = None,
+    descending: bool = True,
 ) -> AllocatorTimeline:
     """Return the figures of a trace.
 
@@ -923,6 +924,8 @@ def replay(
         See `CachingAllocator`.
     streams : mapping, optional
         Block -> the stream that it is allocated on, where that isn't 0.
+    descending : bool
+        See `Addresses`.
 
     Raises
     ------
@@ -931,7 +934,7 @@ def replay(
     InvalidInputError
         If a number is allocated twice, or freed without being allocated.
     """
-    allocator = CachingAllocator(settings, capacity_bytes)
+    allocator = CachingAllocator(settings, capacity_bytes, Addresses(descending))
     figures: list[tuple[int, int, int]] = []
     for block, nbytes in events:
         if nbytes == FREE:

@@ -40,6 +40,7 @@ from ckptplan.profiling.target import Target, find_target
 from ckptplan.profiling.values.answers import Answers
 from ckptplan.profiling.values.real_run import answered
 from ckptplan.profiling.workload.optimizers import make_optimizer
+from ckptplan.runtime.guard.check import BENCH_BYTES
 from ckptplan.runtime.guard.gradients import accumulates, starting_gradients
 from ckptplan.runtime.replicated import broadcast_bytes, buckets
 from ckptplan.runtime.sharded import as_asked, reduced
@@ -288,10 +289,24 @@ class TrainingBytes:
                 updates=self._updates,
                 whole_gradient_bytes=whole_gradient_bytes,
             )
-            training = run.training(run.recorded(rewind))
+            batches = run.recorded(rewind)
+            account = Account.of(run.training(batches), self._settings)
+            reserved = [account.reserved]
+            if plan is not None and self._settings is not None:
+                # NOTE [Reserved bytes of a plan]
+                # Which free block serves a request depends on what no plan decides: where the driver places segments,
+                # whether the loop still holds the output while the optimizer makes its state, and the memory that the
+                # check takes when the plan is applied. The worst counts.
+                run.checks = True
+                for over_update in (False, True):
+                    run.holds_output_over_update = over_update
+                    training = run.training(batches)
+                    reserved += [
+                        Account.of(training, self._settings, descending=falls).reserved for falls in (False, True)
+                    ]
             self._updates = run.updates
-        account = Account.of(training, self._settings)
-        return DeviceBytes(int(account.requested.max()), int(account.allocated.max()), int(account.reserved.max()))
+        most = max(int(bytes_.max()) for bytes_ in reserved)
+        return DeviceBytes(int(account.requested.max()), int(account.allocated.max()), most)
 
 
 def _made_state_bytes(updates: Recording, target: Target) -> int:
@@ -377,6 +392,10 @@ class _Run:
     unknown: set[str] = field(default_factory=set)
     path_is_drawn: bool = False
     whole_gradient_bytes: int = 0
+    holds_output_over_update: bool = False
+    """Whether the loop holds the output until the next forward begins."""
+    checks: bool = False
+    """Whether the memory counts that the check of a plan takes (`apply(..., check=)`)."""
     report: Report = ignore_progress
 
     def estimate(self, rewind: Callable[[], None], settings: AllocatorSettings | None) -> Estimate:
@@ -559,6 +578,9 @@ class _Run:
         if training and self.scaler:
             for what in ("scale", "growth tracker"):
                 ledger.allocate(Block(4, "workspaces and temporaries", f"GradScaler's {what}"))
+        if training and self.checks:
+            for nbytes in BENCH_BYTES:
+                ledger.allocate(Block(nbytes, "workspaces and temporaries", "digests of the check"))
 
     def _on_host(self, tensor: torch.Tensor) -> bool:
         return self.target.spec is None and tensor.device.type not in (self.target.device.type, "meta")
@@ -688,7 +710,8 @@ class _Loop:
         self._ledger.phase(name, batch.number)
         self._products("backward", player.recording)  # the thread that runs backward has a cuBLAS handle of its own
         player.run("backward")
-        self._kept += player.held_by(self._run.keeps)
+        over_update = ("output",) if self._run.holds_output_over_update else ()
+        self._kept += player.held_by({*self._run.keeps, *over_update})
         player.run("end")
 
     def empty_cache(self) -> None:

@@ -190,7 +190,14 @@ class Account:
     reserved: Sizes
 
     @classmethod
-    def of(cls, ledger: Ledger, settings: AllocatorSettings | None, capacity_bytes: int | None = None) -> Account:
+    def of(
+        cls,
+        ledger: Ledger,
+        settings: AllocatorSettings | None,
+        capacity_bytes: int | None = None,
+        *,
+        descending: bool = True,
+    ) -> Account:
         """Compute the bytes after each event.
 
         Parameters
@@ -200,6 +207,8 @@ class Account:
             Settings of CUDA's caching allocator; None on the CPU, whose allocator caches nothing.
         capacity_bytes : int, optional
             As for `CachingAllocator`.
+        descending : bool
+            As for `Addresses`.
 
         Raises
         ------
@@ -214,7 +223,7 @@ class Account:
         codes = {FREE: FREED, EMPTIED[0]: EMPTY_CACHE}
         events = ((b, codes.get(code, ledger.blocks[b].nbytes)) for code, b in ledger.events)
         streams = {b: block.stream for b, block in enumerate(ledger.blocks) if block.stream}
-        timeline = replay(events, settings, capacity_bytes, streams=streams)
+        timeline = replay(events, settings, capacity_bytes, streams=streams, descending=descending)
         return cls(ledger, requested, timeline.allocated_bytes, timeline.reserved_bytes)
 
     def spans(self) -> Iterator[tuple[str, int, int, int | None]]:

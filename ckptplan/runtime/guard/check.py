@@ -57,6 +57,8 @@ _LONGEST = 1 << 11
 _SUMS = 3 * _LONGEST
 _DIGESTS = 1 << 13  # most unread digests; one more makes all of them be read
 _STREAMS = 4  # on CUDA: most streams with digests under way at once
+BENCH_BYTES = (8 * _DIGESTS, 8 * _STREAMS * 2 * _SUMS, 8 * _SUMS, 8)
+"""Bytes of the tensors of a `_Bench` on CUDA."""
 _PLAIN = (torch.Tensor, nn.Parameter)
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
