@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from ckptplan.core.budget import Budget
 from ckptplan.core.errors import InfeasibleBudgetError, InvalidInputError, PlanMismatchError
 from ckptplan.core.frontier import Frontier
-from ckptplan.core.plan import Plan
+from ckptplan.core.plan import Plan, status_of
 from ckptplan.core.profile import Profile
 from ckptplan.core.progress import limited, search_state
 from ckptplan.core.request import Limits, SearchKeywords, SolveKeywords, Training, require_known
@@ -211,12 +211,18 @@ def frontier(
 
 def _checked(job: Job, plans: Iterable[Plan]) -> list[Plan]:
     """The plans that a replay of the model confirms, with what they need."""
-    checked = []
+    checked: list[Plan] = []
+    plans = list(plans)
     for plan in plans:
         plan = job.reserving(job.sound(plan))
         if plan.reserved_bytes is not None:
-            # The chain knows budgets in tensors alone: each plan names the one that it keeps on the device.
-            plan = replace(plan, budget_bytes=max(plan.budget_bytes, plan.reserved_bytes))
+            # The chain knows budgets in tensors alone: each plan names the one that it keeps on the device. A bound for
+            # at least as many bytes of tensors holds for all plans within that.
+            budget_bytes = max(plan.budget_bytes, plan.reserved_bytes)
+            above_s = (found.lower_bound_s for found in plans if found.budget_bytes >= budget_bytes)
+            bound_s = min(max(above_s, default=plan.baseline_step_s), plan.step_s)
+            status = status_of(plan.step_s, bound_s)
+            plan = replace(plan, budget_bytes=budget_bytes, lower_bound_s=bound_s, status=status)
         elif job.needs(plan) > plan.budget_bytes:
             try:
                 plan = job.solved(plan.budget_bytes)
@@ -261,7 +267,7 @@ def explain(profile: Profile, plan: Plan, **options: Unpack[SearchKeywords]) -> 
     limits = Limits.of(options)
     plan.require_profile(profile)
     _require_made_from(profile, plan)
-    plan = replace(plan, budget_bytes=plan.budget_bytes - plan.others_bytes)  # that of a step
+    plan = replace(plan, budget_bytes=plan.tensor_budget_bytes - plan.others_bytes)  # that of a step's tensors
     limits.on_progress(limited("finding what memory and links are worth", limits.time_limit_s))
     bound = lower_bound(
         profile,

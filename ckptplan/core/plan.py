@@ -210,6 +210,11 @@ class Plan(Saved):
         return self.needed_bytes if self.needed_reserved_bytes is None else self.needed_reserved_bytes
 
     @property
+    def tensor_budget_bytes(self) -> int:
+        """The budget less what the allocator reserves beyond this plan's tensors; for other plans that may differ."""
+        return max(self.budget_bytes - max((self.reserved_bytes or 0) - self.peak_bytes, 0), 1)
+
+    @property
     def expected_step_s(self) -> float:
         """Predicted time of the step, including a host that launches more slowly than the device computes."""
         return max(self.step_s, self.launch_s)

@@ -83,8 +83,7 @@ class Adviser:
         """
         job = replace(self.job, profile=corrected(self.job.profile, plan, measured))
         # Another plan's rounding and fragments aren't known; they are assumed to be those of this plan.
-        slack = 0 if plan.reserved_bytes is None else max(plan.reserved_bytes - plan.peak_bytes, 0)
-        limit = max(plan.budget_bytes - slack, 1)
+        limit = plan.tensor_budget_bytes
         found = job.solved(limit)
         timeline = simulate(job.profile, plan)
         before = replace(

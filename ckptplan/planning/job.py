@@ -11,7 +11,7 @@ from ckptplan.core.checks import MOST_BYTES
 from ckptplan.core.errors import CkptPlanError, InfeasibleBudgetError, InvalidInputError
 from ckptplan.core.link import STAGING_BYTES
 from ckptplan.core.measured import DeviceBytes
-from ckptplan.core.plan import Plan, saved_bytes
+from ckptplan.core.plan import Plan, saved_bytes, status_of
 from ckptplan.core.profile import Profile
 from ckptplan.core.progress import Message, limited, search_state
 from ckptplan.core.request import Limits
@@ -74,10 +74,11 @@ class Job:
         CkptPlanError
             If the referee rejects a plan, or the replays of all plans exceed the budget: a defect of this package.
         """
+        attempts: list[Plan] = []
         plan: Plan | None = None
         failure: InfeasibleBudgetError | None = None
         try:
-            plan = self._replayed_within(budget_bytes)
+            plan = self._replayed_within(budget_bytes, attempts)
         except InfeasibleBudgetError as error:
             failure = error
         if plan is None or plan.budget_bytes < budget_bytes:
@@ -85,14 +86,20 @@ class Job:
                 if plan is not None and simpler.profile is not self.profile:
                     break
                 with contextlib.suppress(InfeasibleBudgetError):
-                    found = simpler._replayed_within(budget_bytes)
+                    found = simpler._replayed_within(budget_bytes, [])
                     if plan is None or found.step_s < plan.step_s:
                         plan = found
-                        if self.limits.on_plan is not None:
-                            self.limits.on_plan(plan)
         if plan is None:
             assert failure is not None
             raise failure
+        if self.on_cuda and plan is not attempts[0]:
+            # The budget is one of reserved bytes. The bound for as many bytes of tensors holds for all plans within it.
+            first = attempts[0]
+            bound_s = min(first.lower_bound_s, plan.step_s)
+            status = status_of(plan.step_s, bound_s)
+            plan = replace(plan, budget_bytes=budget_bytes, lower_bound_s=bound_s, space=first.space, status=status)
+        if self.limits.on_plan is not None and plan is not attempts[-1]:
+            self.limits.on_plan(plan)
         return plan
 
     def _leaving_fewer_fragments(self) -> Iterator[Job]:
@@ -106,8 +113,11 @@ class Job:
             yield still
         yield replace(still, profile=_plain(self.profile))
 
-    def _replayed_within(self, budget_bytes: int) -> Plan:
-        """Return a plan for a budget whose replay stays within it; raise what `solved` does."""
+    def _replayed_within(self, budget_bytes: int, attempts: list[Plan]) -> Plan:
+        """Return a plan for a budget whose replay stays within it; raise what `solved` does.
+
+        The plans that are replayed are added to `attempts`: the first is for as large a budget in tensors.
+        """
         limit, limits = budget_bytes, self.handing_out
         for attempt in range(_TIGHTENINGS + 1):
             if attempt == _TIGHTENINGS:
@@ -118,6 +128,7 @@ class Job:
                 if limit == budget_bytes and not self.on_cuda:
                     raise
                 return self._leanest(budget_bytes, error, limits)
+            attempts.append(plan)
             if self.replayed is not None:
                 self.limits.on_progress("replaying the plan on the model")
             over = self.needs(plan) - budget_bytes

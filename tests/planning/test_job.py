@@ -72,3 +72,23 @@ def test_plans_that_leave_fewer_fragments_are_tried_where_fragments_exceed_the_b
     assert plan.step_s <= whole.step_s * (1 + 1e-9)
     assert seen[-1] == plan
     assert any(found.host_bytes for found in seen)
+    # The budget is the one that was asked for, the bound holds for every plan within it.
+    assert plan.budget_bytes == budget
+    assert plan.counted_bytes <= plan.budget_bytes
+    assert plan.tensor_budget_bytes == budget - (plan.reserved_bytes - plan.peak_bytes)
+    assert plan.lower_bound_s <= ckptplan.solve(chain, budget / 2**30).step_s <= plan.step_s
+
+
+def test_a_plan_with_fragments_is_not_called_optimal_by_the_bound_of_a_smaller_budget() -> None:
+    chain = homogeneous_chain(6, link_ratio=1.0)
+    budget = ckptplan.solve(chain, 1.0).peak_bytes  # everything kept
+
+    def needs(plan: ckptplan.Plan) -> DeviceBytes:
+        return DeviceBytes(plan.peak_bytes, plan.peak_bytes, plan.peak_bytes + budget // 2)
+
+    limits = Limits(actions=("keep", "recompute"), time_limit_s=1.0)
+    plan = jobs.Job(chain, limits, needs, on_cuda=True).solved(budget)
+    assert plan.reserved_bytes == plan.peak_bytes + budget // 2 <= budget == plan.budget_bytes
+    assert plan.step_s > plan.baseline_step_s
+    assert plan.lower_bound_s == pytest.approx(plan.baseline_step_s)  # in tensors everything fits
+    assert plan.status == "feasible"

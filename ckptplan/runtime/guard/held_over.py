@@ -116,7 +116,7 @@ class HeldOver(Observer):
                 self._warned.once("held", text)
             return
         more = sum(storage.nbytes() for ref in self._output if (storage := ref()) is not None)
-        if self._forward_peak_bytes + more > self._budget_bytes:
+        if more and self._forward_peak_bytes + more > self._budget_bytes:
             self._warned.once(
                 "held",
                 f"the output of the forward before, {format_bytes(more)}, is still held when this one begins, and the "
