@@ -151,12 +151,13 @@ def merged(known: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[dict
 def last_runs() -> dict[str, str]:
     """The date of each committed result: its own, or where it has none, of the last commit that changed it."""
     dates = {}
-    for path in sorted(RESULTS.glob("*.json")):
+    for path in sorted([*RESULTS.glob("*.json"), *RESULTS.glob("*/*.json")]):
         document = json.loads(path.read_text(encoding="utf-8"))
         runs = [document, *document.get("runs", {}).values()] if isinstance(document, dict) else []
         known = max((run["date"] for run in runs if "date" in run), default="")
         command = ["git", "log", "-1", "--format=%cs", "--", str(path)]
-        dates[path.name] = known or subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+        name = path.relative_to(RESULTS).as_posix()
+        dates[name] = known or subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
     return dates
 
 

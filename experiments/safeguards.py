@@ -1976,7 +1976,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         33,
         "an output that is still held when the next forward begins is noticed",
         "HeldOver.pass_begins",
-        "        if self._forward_peak_bytes + more > self._budget_bytes:\n            self._warned",
+        "        if more and self._forward_peak_bytes + more > self._budget_bytes:\n            self._warned",
         "        if False:\n            self._warned",
         ("tests/runtime/test_held_over.py::test_an_output_that_is_held",),
     ),

@@ -293,7 +293,6 @@ class TrainingBytes:
             account = Account.of(run.training(batches), self._settings)
             reserved = [account.reserved]
             if plan is not None and self._settings is not None:
-                # NOTE [Reserved bytes of a plan]
                 # Which free block serves a request depends on what no plan decides: where the driver places segments,
                 # whether the loop still holds the output while the optimizer makes its state, and the memory that the
                 # check takes when the plan is applied. The worst counts.

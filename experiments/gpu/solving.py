@@ -197,8 +197,9 @@ def _ahead(path: Any, case: Case, small: bool, device: str) -> dict[str, Any]:
     if case.compiled_layers:
         raise Skipped("compiled layers are profiled on the device")
     step, target = _on_meta(case, small, device)
-    profile_step(step, target, optimizer=case.optimizer).save(path)
-    return {"device": device}
+    profile = profile_step(step, target, optimizer=case.optimizer)
+    profile.save(path)
+    return {"device": device, "plain_step_s": profile.baseline_step_s}
 
 
 def _plan(results: Results, job: Job, case: Case, planner: str, goal: Goal, name: str) -> dict[str, Any]:
