@@ -1,11 +1,11 @@
 """A profile with its limits, solved for a budget; plans are checked by the referee and by a replay. No torch.
 
 NOTE [Fragments]
-With a smaller peak in tensors, a plan may reserve more. Memory that is freed before the peak lies in blocks of the sizes
-that it had, and the larger blocks at the peak have no use for them: what a swap frees in forward, and what a segment
-frees after its sweep. So where fragments take the best plan beyond the budget, plans that swap nothing and recompute
-stage by stage are searched as well, and the faster one is returned. If neither fits, those that recompute whole stages
-are tried. Which of several equal stages saves more makes a difference, too.
+With a smaller peak in tensors, a plan may reserve more. Memory that is freed before the peak lies in blocks of the
+sizes that it had, and the larger blocks at the peak have no use for them: what a swap frees in forward, and what a
+segment frees after its sweep. So where fragments take the best plan beyond the budget, plans that swap nothing and
+recompute stage by stage are searched as well, and the faster one is returned. If neither fits, those that recompute
+whole stages are tried. Which of several equal stages saves more makes a difference, too.
 """
 
 from __future__ import annotations
