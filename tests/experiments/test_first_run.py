@@ -76,7 +76,19 @@ def test_the_commands_exchange_files(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "ckptplan.hf-tighter" in (tmp_path / "table.txt").read_text()
 
 
-def test_bits_of_plans_made_by_hand(tmp_path: Path) -> None:
+@pytest.fixture
+def _kernels_as_before() -> Iterator[None]:
+    """A case with deterministic kernels turns them on for its process."""
+    fill, cudnn = torch.utils.deterministic.fill_uninitialized_memory, torch.backends.cudnn.deterministic
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = fill
+    torch.backends.cudnn.deterministic = cudnn
+
+
+@pytest.mark.usefixtures("_kernels_as_before")
+def test_bits_of_plans_made_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which the case sets; put back behind the test
     words = ("--out", str(tmp_path), "--device", "cpu", "--small", "--cases", "bits-llama", "--one-process")
     assert command.main(["profile", *words]) == 0
     assert command.main(["measure", "--rivals", *words]) == 0
