@@ -317,25 +317,25 @@ def plots(results: Results, cases: Sequence[str], folder: Path) -> list[Path]:
 
     drawn = []
     for name in cases:
-        points: dict[str, list[tuple[float, float, str]]] = {}
-        for label, data in _groups(results, find(name)):
+        points: dict[str, dict[str, tuple[float, float]]] = {}
+        for _, data in _groups(results, find(name)):
             for contender, found in data.get("contenders", {}).items():
-                if "times" not in found or (contender == "keep" and data["file"] != "keep"):
+                if len(found.get("times", {}).get("step_s", ())) < LEAST_STEPS:
                     continue
-                kind = contender.partition(".")[0]
-                if label and "predicted" not in found:
-                    continue  # the rival, which has a measurement of its own
-                point = (found["peaks"]["judged_bytes"] / 2**30, found["times"]["median_step_s"] * 1e3, contender)
-                points.setdefault(kind if "predicted" in found else "rivals", []).append(point)
+                kind = contender.partition(".")[0] if "predicted" in found else "rivals"
+                point = found["peaks"]["judged_bytes"] / 2**30, found["times"]["median_step_s"] * 1e3
+                points.setdefault(kind, {}).setdefault(contender, point)  # a rival beside several plans: once
         if not points:
             continue
         figure, axes = pyplot.subplots(figsize=(7, 4.5))
         for kind, found_points in points.items():
-            axes.scatter([p[0] for p in found_points], [p[1] for p in found_points], label=kind)
+            axes.scatter(*zip(*found_points.values(), strict=True), label=kind)
             if kind == "rivals":
-                for x, y, contender in found_points:
-                    axes.annotate(contender, (x, y), textcoords="offset points", xytext=(4, 4), fontsize=8)
-        axes.set(xlabel="peak, GiB", ylabel="forward and backward, ms", title=name, ylim=(0, None))
+                for contender, point in found_points.items():
+                    axes.annotate(contender, point, textcoords="offset points", xytext=(4, 4), fontsize=8)
+        axes.set(xlabel="reserved peak, GiB", ylabel="forward and backward, ms", title=name, yscale="log")
+        axes.yaxis.set_minor_formatter("{x:.0f}")
+        axes.yaxis.set_major_formatter("{x:.0f}")
         axes.legend()
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{name}.svg"
