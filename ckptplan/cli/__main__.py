@@ -1,5 +1,21 @@
-"""`python -m ckptplan.cli`."""
+"""The program `ckptplan`, and `python -m ckptplan.cli`."""
 
-from ckptplan.cli.app import app
+from __future__ import annotations
 
-app()
+import signal
+import sys
+
+
+def main() -> None:
+    """Run the command line; Ctrl-C while its modules are loaded is one line, too."""
+    try:
+        from ckptplan.cli.app import app
+
+        app()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
+
+
+if __name__ == "__main__":
+    main()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import sysconfig
+import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,6 +34,19 @@ def show_error(text: str) -> None:
 def show_interrupt(text: str = "") -> None:
     """Print that Ctrl-C ended the work, and what is left of it, in one line."""
     Console(stderr=True).print(f"[red]interrupted[/red]{escape(text and f': {text}')}", soft_wrap=True, highlight=False)
+
+
+@contextmanager
+def finishing(interrupted: bool) -> Iterator[None]:
+    """After Ctrl-C, ignore further ones inside, so that what was found is written; otherwise do nothing."""
+    if not interrupted or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def show_users_error(error: Exception) -> bool:

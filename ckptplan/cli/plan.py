@@ -36,7 +36,7 @@ from ckptplan.cli.arguments import (
     to_actions,
     to_bytes,
 )
-from ckptplan.cli.output import INTERRUPTED, check_writable, save_plan, show_interrupt, terminal, writing
+from ckptplan.cli.output import INTERRUPTED, check_writable, finishing, save_plan, show_interrupt, terminal, writing
 from ckptplan.cli.subject import profile_of, subject_of
 from ckptplan.core.display import progress
 from ckptplan.core.errors import CkptPlanError, InfeasibleBudgetError, InvalidInputError
@@ -113,11 +113,13 @@ def solve(
                 subject, budget_in_gb, budget=budget, inputs=inputs, max_overhead=max_overhead, **options
             )
     except KeyboardInterrupt:
-        (plan,) = _best_so_far(found, subject)
         interrupted = True
-    typer.echo(str(plan))
-    if output is not None:
-        save_plan(plan, output)
+    with finishing(interrupted):
+        if interrupted:
+            (plan,) = _best_so_far(found, subject)
+        typer.echo(str(plan))
+        if output is not None:
+            save_plan(plan, output)
     if interrupted:
         show_interrupt("this is the best plan so far")
         raise typer.Exit(INTERRUPTED)
@@ -205,22 +207,24 @@ def frontier(
             options["on_progress"], options["on_plan"] = shown, found.append
             plans = frontier_of(subject, points=points, inputs=inputs, **options)
     except KeyboardInterrupt:
-        plans = undominated(_best_so_far(found, subject))
         interrupted = True
-    terminal().print(frontier_table(plans))
-    if plot is not None and not interrupted:
-        from ckptplan.report.plots import plot_frontier
+    with finishing(interrupted):
+        if interrupted:
+            plans = undominated(_best_so_far(found, subject))
+        terminal().print(frontier_table(plans))
+        if plot is not None and not interrupted:
+            from ckptplan.report.plots import plot_frontier
 
-        plot_frontier(plans, plot, title=Path(source).stem)
-        typer.echo(f"drawn in {plot}")
-    if output is not None:
-        with writing("the plans", output):
-            output.mkdir(parents=True, exist_ok=True)
-        for plan in plans:
-            save_plan(plan, output / f"plan_{plan.budget_bytes}.json")
-        with writing("the frontier", output / "frontier.json"):
-            plans.save(output / "frontier.json")
-        typer.echo(f"written to {output / 'frontier.json'}, all of them, for ckptplan report --frontier")
+            plot_frontier(plans, plot, title=Path(source).stem)
+            typer.echo(f"drawn in {plot}")
+        if output is not None:
+            with writing("the plans", output):
+                output.mkdir(parents=True, exist_ok=True)
+            for plan in plans:
+                save_plan(plan, output / f"plan_{plan.budget_bytes}.json")
+            with writing("the frontier", output / "frontier.json"):
+                plans.save(output / "frontier.json")
+            typer.echo(f"written to {output / 'frontier.json'}, all of them, for ckptplan report --frontier")
     if interrupted:
         show_interrupt("these are the plans so far" + ("" if plot is None else ", which aren't drawn"))
         raise typer.Exit(INTERRUPTED)

@@ -90,6 +90,41 @@ def profile_file(chain: Profile, tmp_path: Path) -> Path:
     return path
 
 
+def test_an_interrupt_while_modules_are_loaded_is_one_line() -> None:
+    code = """
+import sys
+
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == "ckptplan.cli.app":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupting())
+from ckptplan.cli.__main__ import main
+
+main()
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", "interrupted\n")
+
+
+@pytest.mark.usefixtures("interrupted", "python_handles_interrupts")
+def test_a_second_interrupt_leaves_the_plan_written(
+    run: Run, profile_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = Plan.save
+
+    def slow(plan: Plan, path: Path) -> None:
+        signal.raise_signal(signal.SIGINT)
+        save(plan, path)
+
+    monkeypatch.setattr(Plan, "save", slow)
+    result = run("solve", profile_file, "--max-overhead", 3, "-o", tmp_path / "plan.json")
+    assert_interrupted(result)
+    assert Plan.load(tmp_path / "plan.json").overhead <= 3
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 @pytest.mark.usefixtures("interrupted")
 def test_a_search_for_the_smallest_peak_keeps_its_plan(
     run: Run, chain: Profile, profile_file: Path, tmp_path: Path
