@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ckptplan.api import explain
@@ -13,7 +13,9 @@ from ckptplan.baselines import BASELINES
 from ckptplan.core.errors import InfeasibleBudgetError
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
+from ckptplan.core.request import reporting
 from ckptplan.core.trace import Trace
+from ckptplan.core.units import format_bytes
 from ckptplan.report.page.planned import Rival, plan_report
 from ckptplan.report.page.render import Report
 
@@ -40,18 +42,22 @@ def report_of_plan(
     verification: Verification | None = None,
     stats: object = None,
     commands: Sequence[str] = (),
+    on_progress: Callable[[str], None] | None = None,
 ) -> Report:
     """See `Plan.report`."""
     plan.require_profile(profile)
+    tell = reporting(on_progress)
     if not frontier and time_limit_s is not None:
-        frontier = frontier_of(profile, time_limit_s=time_limit_s)
+        frontier = frontier_of(profile, time_limit_s=time_limit_s, on_progress=tell)
     fits = plan.needed_bytes <= plan.budget_bytes  # no plan has prices within a budget that none fits
+    rivals = _rivals(profile, frontier, tell)
+    tell("explaining the plan")
     return plan_report(
         profile,
         plan,
         explanation=explain(profile, plan, time_limit_s=PRICES_S) if fits else None,
         frontier=frontier,
-        rivals=_rivals(profile, frontier),
+        rivals=rivals,
         trace=trace,
         verification=verification,
         stats=stats,
@@ -59,7 +65,7 @@ def report_of_plan(
     )
 
 
-def _rivals(profile: Profile, frontier: Sequence[Plan]) -> list[Rival]:
+def _rivals(profile: Profile, frontier: Sequence[Plan], tell: Callable[[str], None]) -> list[Rival]:
     """The plans of other planners, each for the peak of one of the frontier's plans as its budget, as time allows."""
     found = []
     for name, planner in RIVALS.items():
@@ -67,6 +73,7 @@ def _rivals(profile: Profile, frontier: Sequence[Plan]) -> list[Rival]:
             continue
         began, longest_s = time.monotonic(), 0.0
         for budget in sorted({plan.peak_bytes for plan in frontier}):
+            tell(f"planning by another rule: {name}, {format_bytes(budget)}")
             at = time.monotonic()
             if at - began + longest_s > RIVALS_S:
                 break

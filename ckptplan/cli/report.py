@@ -92,7 +92,14 @@ def report(
     others = () if frontier is None else Frontier.load(frontier)
     step = None if trace is None else Trace.load(trace)
     words = ["ckptplan", "report", file.name if file.exists() else source, plan_file.name]
-    with progress("explaining", console=Console(stderr=True)):
-        made = plan.report(profile, frontier=others, time_limit_s=time_limit, trace=step, commands=[shlex.join(words)])
+    with progress("explaining", console=Console(stderr=True)) as shown:
+        made = plan.report(
+            profile,
+            frontier=others,
+            time_limit_s=time_limit,
+            trace=step,
+            commands=[shlex.join(words)],
+            on_progress=shown,
+        )
     made.save(output)
     typer.echo(f"written to {output}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -251,6 +251,7 @@ class Plan(Saved):
         trace: Trace | None = None,
         verification: object = None,
         commands: Sequence[str] = (),
+        on_progress: Callable[[str], None] | None = None,
     ) -> Report:
         """A page with the step's memory over time, the decisions and why, to save or to show in a notebook.
 
@@ -268,6 +269,8 @@ class Plan(Saved):
             What `ckptplan.verify` found.
         commands : sequence of str
             How to make the plan again.
+        on_progress : callable, optional
+            Called with what is being worked out; default: shown in notebooks.
 
         Returns
         -------
@@ -281,7 +284,7 @@ class Plan(Saved):
         """
         return late("reporting", "report_of_plan")(  # type: ignore[no-any-return]
             profile, self, frontier=frontier, time_limit_s=time_limit_s, trace=trace, verification=verification,
-            commands=commands,
+            commands=commands, on_progress=on_progress,
         )  # fmt: skip
 
     def require_profile(self, profile: Profile) -> None:

@@ -190,6 +190,15 @@ def test_hover_click_and_zoom(opened: Any) -> None:
 
 
 @pytest.mark.usefixtures("short_search")
+def test_what_a_report_waits_for_is_told() -> None:
+    profile, seen = chain(4), []
+    solved(profile).report(profile, time_limit_s=1, on_progress=lambda text: seen.append(str(text)))
+    assert any(text.startswith("budget ") for text in seen)
+    assert any("another rule: uniform" in text for text in seen)
+    assert "explaining the plan" in seen
+
+
+@pytest.mark.usefixtures("short_search")
 def test_the_frontier_has_a_slider(opened: Any) -> None:
     profile = chain()
     plan = solved(profile)
