@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ckptplan.api import explain
 from ckptplan.api import frontier as frontier_of
 from ckptplan.baselines import BASELINES
-from ckptplan.core.errors import InfeasibleBudgetError
+from ckptplan.core.errors import InfeasibleBudgetError, InvalidInputError
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.request import reporting
@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # it imports torch
 RIVALS = {"greedy (PoocH)": "pooch", "uniform": "uniform", "checkpoint every block": "recompute_all"}
 """Planners whose plans are points beside a frontier: by greed, the uniform rule, and a framework's own switch."""
 RIVALS_S = 15.0
-"""Seconds for each of them."""
+"""Most seconds for each of them."""
 GREEDY_STAGES = 100
 """Most stages for which the greedy one plans: its time grows with their square, from 5 s a budget at 100."""
 PRICES_S = 2.0
@@ -46,11 +46,19 @@ def report_of_plan(
 ) -> Report:
     """See `Plan.report`."""
     plan.require_profile(profile)
+    for found in frontier:
+        found.require_profile(profile)
+    if plan.in_flight > 1 and (frontier or time_limit_s is not None):
+        raise InvalidInputError(
+            f"frontier={'given' if frontier else None}, time_limit_s={time_limit_s}: plans for other budgets are of "
+            f"one forward at a time, and this plan of {plan.in_flight} in flight; make its report without them"
+        )
     tell = reporting(on_progress)
     if not frontier and time_limit_s is not None:
         frontier = frontier_of(profile, time_limit_s=time_limit_s, on_progress=tell)
-    fits = plan.needed_bytes <= plan.budget_bytes  # no plan has prices within a budget that none fits
-    rivals = _rivals(profile, frontier, tell)
+    fits = plan.counted_bytes <= plan.budget_bytes  # no plan has prices within a budget that none fits
+    each_s = RIVALS_S if time_limit_s is None else min(RIVALS_S, time_limit_s / len(RIVALS))
+    rivals = _rivals(profile, frontier, each_s, tell)
     tell("explaining the plan")
     return plan_report(
         profile,
@@ -65,19 +73,19 @@ def report_of_plan(
     )
 
 
-def _rivals(profile: Profile, frontier: Sequence[Plan], tell: Callable[[str], None]) -> list[Rival]:
+def _rivals(profile: Profile, frontier: Sequence[Plan], limit_s: float, tell: Callable[[str], None]) -> list[Rival]:
     """The plans of other planners, each for the peak of one of the frontier's plans as its budget, as time allows."""
     found = []
     for name, planner in RIVALS.items():
         if planner == "pooch" and len(profile.stages) > GREEDY_STAGES:
             continue
         began, longest_s = time.monotonic(), 0.0
-        for budget in sorted({plan.peak_bytes for plan in frontier}):
+        for drawn_bytes, budget in sorted({(plan.counted_bytes, plan.peak_bytes) for plan in frontier}):
             tell(f"planning by another rule: {name}, {format_bytes(budget)}")
             at = time.monotonic()
-            if at - began + longest_s > RIVALS_S:
+            if at - began + longest_s > limit_s:
                 break
             with contextlib.suppress(InfeasibleBudgetError):
-                found.append(Rival(name, budget, BASELINES[planner](profile, budget).step_s))
+                found.append(Rival(name, drawn_bytes, BASELINES[planner](profile, budget).expected_step_s))
             longest_s = max(longest_s, time.monotonic() - at)
     return found

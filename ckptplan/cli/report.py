@@ -21,6 +21,7 @@ from ckptplan.core.frontier import Frontier
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.trace import Trace
+from ckptplan.report.page.render import check_suffix
 
 Format = Literal["html", "md", "png", "svg"]
 
@@ -72,8 +73,9 @@ def report(
     Example: [bold]ckptplan report profile.json plan.json --time-limit 30 -o plan.html[/bold]
     """
     output = output or Path(f"report.{form or 'html'}")
-    if form is not None and output.suffix != f".{form}":
+    if form is not None and output.suffix.lower() != f".{form}":
         raise InvalidInputError(f"--format {form} doesn't go with the name {output}; leave out one of them")
+    check_suffix(output)
     check_writable(output, "the report")
     file = Path(source)
     if file.exists() and read_json(file, Profile.SCHEMA, Estimate.SCHEMA)["schema"] == Estimate.SCHEMA:
@@ -88,10 +90,17 @@ def report(
         raise InvalidInputError(f"{source} has no plan; give it too: ckptplan report {shlex.quote(source)} PLAN.json")
     plan, profile = Plan.load(plan_file), profile_of(source)
     if budget_gb is not None:
-        plan = replace(plan, budget_bytes=to_bytes(budget_gb, "--budget-gb"))
+        budget_bytes = to_bytes(budget_gb, "--budget-gb")
+        if budget_bytes > plan.budget_bytes:  # the bound holds for smaller budgets alone
+            plan = replace(plan, lower_bound_s=0.0, status="feasible")
+        plan = replace(plan, budget_bytes=budget_bytes)
     others = () if frontier is None else Frontier.load(frontier)
     step = None if trace is None else Trace.load(trace)
     words = ["ckptplan", "report", file.name if file.exists() else source, plan_file.name]
+    words += [] if budget_gb is None else ["--budget-gb", str(budget_gb)]
+    words += [] if frontier is None else ["--frontier", frontier.name]
+    words += [] if time_limit is None else ["--time-limit", f"{time_limit:g}"]
+    words += [] if trace is None else ["--trace", trace.name]
     with progress("explaining", console=Console(stderr=True)) as shown:
         made = plan.report(
             profile,

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ckptplan.core.checks import check_bytes, check_fields
 from ckptplan.core.files import Saved
 from ckptplan.core.late import late
 from ckptplan.core.units import format_bytes
@@ -165,6 +166,15 @@ class Estimate(Saved):
     keeps: tuple[str, ...] = ()
     batches: tuple[str, ...] = ()
     empty_cache: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields("estimate", self)
+        for phase in self.phases:
+            check_fields(f"phase {phase.name!r}", phase)
+        for tensors in self.alive:
+            check_fields(f"tensors {tensors.name!r}", tensors)
+        for table in (self.categories, self.saved_bytes, *(phase.categories for phase in self.phases)):
+            check_bytes("estimate", **{f"bytes of {name}": n for name, n in table.items()})
 
     @property
     def peak_batch(self) -> int | None:

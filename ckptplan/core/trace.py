@@ -10,6 +10,7 @@ Reference: Trace Event Format, Google, https://docs.google.com/document/d/1CvACl
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -127,7 +128,7 @@ class Trace:
             notes = tuple(note for note in data["otherData"]["notes"].split("; ") if note)
         except OSError as error:
             raise InvalidInputError(f"{path} can't be read: {error}") from error
-        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
             raise InvalidInputError(f"{path} is not a trace that `ckptplan trace` wrote: {error!r}") from error
         if steps[0] is None:
             raise InvalidInputError(f"{path} is not a trace that `ckptplan trace` wrote: it has no measured step")
@@ -162,6 +163,10 @@ def _step_of(events: list[dict[str, Any]], pid: int) -> DrawnStep | None:
         if event["ph"] == "X"
     )  # fmt: skip
     memory = tuple((event["ts"] / 1e6, int(event["args"]["bytes"])) for event in own if event["ph"] == "C")
+    if not all(
+        map(math.isfinite, [*(s for span in spans for s in (span.start_s, span.end_s)), *(s for s, _ in memory)])
+    ):
+        raise ValueError("a time is not a finite number")
     return DrawnStep(spans, memory, max((span.end_s for span in spans), default=0.0))
 
 

@@ -48,9 +48,10 @@ def plot_frontier(plans: Sequence[Plan], path: str | Path, *, title: str | None 
     unit, size = _unit(plans[-1].peak_bytes)
     peaks = [plan.peak_bytes / size for plan in plans]
     base_s = plans[0].baseline_step_s or 1.0
-    axes.plot(peaks, [100 * max(plan.overhead, 0.0) for plan in plans], marker="o", linewidth=2, label="plan")
-    bounds = [100 * (plan.lower_bound_s / base_s - 1) for plan in plans]
-    axes.plot(peaks, [max(bound, 0.0) for bound in bounds], linestyle="--", color="grey", label="proven bound")
+    slower = [100 * max(plan.overhead, 0.0) for plan in plans]
+    axes.step(peaks, slower, where="post", marker="o", linewidth=2, label="plan")
+    bounds = [max(100 * (plan.lower_bound_s / base_s - 1), 0.0) for plan in plans]
+    axes.step(peaks, bounds, where="pre", linestyle="--", color="grey", label="proven bound")  # for smaller budgets
     axes.set_xlabel(f"peak memory ({unit})")
     axes.set_ylabel("slowdown over keeping everything (%)")
     if title is not None:
@@ -183,7 +184,7 @@ def _draw_frontier(axes: Axes, data: dict[str, Any]) -> None:
         return [p["peak"] / size for p in found], [max(100 * (p[value] / base - 1), 0.0) for p in found]
 
     axes.step(*points(plans, "s"), where="post", color="#0072b2", marker="o", label="best plan found")
-    axes.step(*points(plans, "bound"), where="post", color="grey", linestyle="--", label="proven bound")
+    axes.step(*points(plans, "bound"), where="pre", color="grey", linestyle="--", label="proven bound")
     for k, name in enumerate(dict.fromkeys(other["name"] for other in data["others"])):
         axes.plot(*points([o for o in data["others"] if o["name"] == name], "s"), "xd+*"[k % 4], label=name)
     axes.set_xlabel(f"peak ({unit})")

@@ -37,8 +37,11 @@ def test_known_devices_are_plausible(device: Device) -> None:
     boxed = int(re.search(r"(\d+)GB", device.description)[1])  # type: ignore[index]
     assert 0.88 * boxed < device.memory_bytes / 2**30 <= boxed
     rates = device.flops_per_s
-    assert rates["float64"] <= rates["float32"] <= rates.get("tf32", rates["float16"]) <= rates["float16"]
-    assert rates.get("bfloat16", rates["float16"]) <= rates["float16"]
+    # As measured, float64 on tensor cores is faster than float32 without them, and bfloat16 than float16.
+    most = 1.25 if device.name.endswith("-measured") else 1
+    assert rates["float64"] <= rates["float32"] * most
+    assert rates["float32"] <= rates.get("tf32", rates["float16"]) <= rates["float16"]
+    assert rates.get("bfloat16", rates["float16"]) <= rates["float16"] * most
     # Every one of them computes more than it streams, and streams more than its link carries.
     assert rates["float32"] > device.bytes_per_s > 10 * device.out_bytes_per_s
     assert device.is_cuda

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 import shutil
@@ -18,7 +19,7 @@ from random_chains import random_chain, random_options, random_segments
 
 import ckptplan
 from ckptplan.baselines import BASELINES
-from ckptplan.core.errors import InvalidInputError
+from ckptplan.core.errors import InvalidInputError, PlanMismatchError
 from ckptplan.core.estimate import Estimate, Phase, Tensors
 from ckptplan.core.frontier import Frontier
 from ckptplan.core.plan import Plan
@@ -151,9 +152,9 @@ def test_hover_click_and_zoom(opened: Any) -> None:
     over = page.locator("#waterline .u-over")
     over.scroll_into_view_if_needed()
     box = over.bounding_box()
-    for k in (3, len(timeline.steps) - 5):
+    for k, inside in ((3, 0.3), (3, 0.8), (len(timeline.steps) - 5, 0.8)):
         step, then = timeline.steps[k], timeline.steps[k + 1]
-        share = (step.start_s + 0.3 * (then.start_s - step.start_s)) / (1.02 * timeline.makespan_s)
+        share = (step.start_s + inside * (then.start_s - step.start_s)) / (1.02 * timeline.makespan_s)
         over.hover(position={"x": share * box["width"], "y": 50})
         text = page.locator("#moment").inner_text()
         assert text.startswith(f"{step.phase} of {step.stage}: {step.peak_bytes / 2**20:.2f} MiB of ")
@@ -189,6 +190,54 @@ def test_hover_click_and_zoom(opened: Any) -> None:
     assert high - low == pytest.approx(end / 2)
 
 
+def test_a_bound_is_shown_for_the_budgets_that_it_holds_for(run: Run, tmp_path: Path) -> None:
+    profile = chain()
+    plan = solved(profile)
+    profile.save(tmp_path / "profile.json")
+    plan.save(tmp_path / "plan.json")
+    for factor, known in ((2.0, False), (1.0, True)):
+        budget = plan.budget_bytes * factor / 2**30
+        report = ("report", tmp_path / "profile.json", tmp_path / "plan.json", "-o", tmp_path / "report.md")
+        assert run(*report, "--budget-gb", repr(budget)).exit_code == 0
+        text = (tmp_path / "report.md").read_text()
+        assert ("no bound is known" in text) != known
+        assert f"--budget-gb {budget!r}" in text
+
+
+def test_plans_for_other_budgets_are_of_the_same_model_and_of_one_forward() -> None:
+    profile, other = chain(6), chain(5)
+    plan = solved(profile)
+    with pytest.raises(PlanMismatchError, match="solve again for this model"):
+        plan.report(profile, frontier=[solved(other)])
+    with pytest.raises(InvalidInputError, match="one forward at a time"):
+        replace(plan, in_flight=2).report(profile, time_limit_s=1)
+
+
+@pytest.mark.usefixtures("short_search")
+def test_the_frame_of_a_plan_with_fragments() -> None:
+    """Tensors are drawn below the budget that is left for them; the verdict counts what is reserved."""
+    profile = chain()
+    plan = solved(profile)
+    more = replace(plan, reserved_bytes=plan.peak_bytes + (4 << 20), budget_bytes=plan.peak_bytes + (5 << 20))
+    data = more.report(profile).data
+    assert data["budget"] == plan.peak_bytes + (1 << 20)
+    assert data["budget_name"] != "budget"
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"capacity_bytes": "80 GB"}, {"peak_bytes": math.nan}, {"categories": {"weights": None}}, {"phases": [1]}],
+)
+def test_a_malformed_estimate_is_an_error(changed: dict[str, Any], run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "estimate.json"
+    estimated().save(path)
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changed}))
+    result = run("report", path, "-o", tmp_path / "estimate.html")
+    assert result.exit_code == 2, result.output
+    assert "error:" in result.stderr
+    assert not (tmp_path / "estimate.html").exists()
+
+
 @pytest.mark.usefixtures("short_search")
 def test_what_a_report_waits_for_is_told() -> None:
     profile, seen = chain(4), []
@@ -221,7 +270,7 @@ def test_the_frontier_has_a_slider(opened: Any) -> None:
         page.locator("#point").fill(str(k))
         told = page.locator("#told").inner_text()
         assert told.startswith(f"{plans[k].peak_bytes / 2**20:.2f} MiB: ")
-        assert ("one GiB more saves" in told) == (k == 0)
+        assert ("one MiB more saves" in told) == (k == 0)
         chosen = drawn(page, "frontier")[-1]
         assert [peak for peak, value in zip(peaks, chosen, strict=True) if value is not None] == [plans[k].peak_bytes]
 

@@ -28,6 +28,20 @@ SUFFIXES = (".html", ".md", ".png", ".svg")
 """Of the files that a report can be written to."""
 
 
+def check_suffix(path: Path) -> str:
+    """Return the suffix of a report's file in small letters.
+
+    Raises
+    ------
+    InvalidInputError
+        If it isn't one of `SUFFIXES`.
+    """
+    kind = path.suffix.lower()
+    if kind not in SUFFIXES:
+        raise InvalidInputError(f"a report can't be written to {path}: its name must end in {', '.join(SUFFIXES)}")
+    return kind
+
+
 @dataclass(frozen=True)
 class Part:
     """A section of a report that is only text.
@@ -95,7 +109,7 @@ class Report:
         """The page: one file that loads nothing, with its data inside."""
         return _environment().get_template(self.template).render(
             view=self.view, title=f"{self.view.title}: {self.view.answer}", heading=self.view.title,
-            data=_packed(json.dumps(self.data, separators=(",", ":"))), scripts=_scripts(),
+            data=_packed(json.dumps(self.data, separators=(",", ":"), allow_nan=False)), scripts=_scripts(),
             files=[
                 {"id": f"file-{k}", "name": file.name, "label": file.label, "text": _packed(file.content.to_json())}
                 for k, file in enumerate(self.attached)
@@ -124,7 +138,8 @@ class Report:
                 lines += ["```text", part.lines.replace("```", "'''"), "```"]
         lines += ["", "### Reproduce", ""]
         lines += [f"- {_escaped(name)}: {_escaped(value)}" for name, value in view.facts]
-        lines += ["", "```text", *(command.replace("```", "'''") for command in view.commands), "```"]
+        if view.commands:
+            lines += ["", "```text", *(command.replace("```", "'''") for command in view.commands), "```"]
         return "\n".join(lines) + "\n"
 
     def save(self, path: str | Path) -> None:
@@ -138,9 +153,7 @@ class Report:
             If charts are asked for, and matplotlib isn't installed.
         """
         path = Path(path)
-        kind = path.suffix.lower()
-        if kind not in SUFFIXES:
-            raise InvalidInputError(f"a report can't be written to {path}: its name must end in {', '.join(SUFFIXES)}")
+        kind = check_suffix(path)
         try:
             if kind in (".png", ".svg"):
                 plot_page(self.data, path, f"{self.view.title}. {self.view.answer}")

@@ -43,7 +43,8 @@ def step_data(
     events = [event for event in timeline.events if event.end_s > event.start_s]
     shown = {stay.storage for stay in line.stays}
     data: dict[str, Any] = {
-        "budget": plan.budget_bytes,
+        "budget": plan.tensor_budget_bytes,
+        "budget_name": "budget" if plan.reserved_bytes is None else "budget, less what the allocator adds",
         "categories": CATEGORIES,
         "colours": COLOURS,
         "stacked": line.stacked.tolist(),

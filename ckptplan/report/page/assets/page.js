@@ -51,6 +51,7 @@
   };
 
   const stepped = uPlot.paths.stepped({ align: 1 });
+  const steppedBefore = uPlot.paths.stepped({ align: -1 });  // a bound holds for smaller budgets
 
   const drawWaterline = (data, choose) => {
     const starts = data.steps.start;
@@ -61,10 +62,10 @@
     const used = data.categories.map((_, c) => c).filter((c) => data.stacked[c].some((n) => n > 0)).reverse();
     const series = used.map((c) => ({
       label: data.categories[c], stroke: data.colours[c], fill: data.colours[c], width: 0, paths: stepped, points: { show: false },
-      value: (_, __, ___, k) => (k == null ? "–" : bytes(data.stacked[c][Math.min(k, last)])),
+      value: (u, _, __, k) => (k == null ? "–" : bytes(data.stacked[c][stepAt(u)])),
     }));
     let columns = [x, ...used.map((c) => sums[c]), x.map(() => data.budget)];
-    series.push({ label: "budget", stroke: () => style("--bad"), width: 2, dash: [8, 5], points: { show: false },
+    series.push({ label: data.budget_name, stroke: () => style("--bad"), width: 2, dash: [8, 5], points: { show: false },
       value: () => bytes(data.budget) });
     if (data.measured) {
       columns = uPlot.join([columns, [data.measured.s, data.measured.bytes]]);
@@ -72,8 +73,9 @@
       series.push({ label: "measured", stroke: () => style("--text"), width: 1.5, paths: stepped, spanGaps: true,
         points: { show: false }, value: (_, n) => (n == null ? "–" : bytes(n)) });
     }
+    // The step under the pointer; the cursor's index is that of the nearest boundary.
     const stepAt = (chart) => {
-      const at = chart.data[0][chart.cursor.idx];
+      const at = chart.posToVal(chart.cursor.left, "x");
       let low = 0;
       for (let high = last; low < high; ) {
         const middle = (low + high + 1) >> 1;
@@ -195,6 +197,7 @@
       if (button) choose([...strip.children].indexOf(button));
     });
     strip.addEventListener("keydown", (event) => {
+      if (event.ctrlKey || event.metaKey || event.altKey) return;
       const now = [...strip.children].indexOf(document.activeElement);
       const to = { ArrowRight: now + 1, ArrowLeft: now - 1, Home: 0, End: data.stages.length - 1 }[event.key];
       if (to === undefined) return;
@@ -220,7 +223,7 @@
       };
       const keys = { ArrowRight: () => move(1), ArrowLeft: () => move(-1), "+": () => zoom(0.5), "=": () => zoom(0.5),
         "-": () => zoom(2), 0: () => chart.setScale("x", { min: all[0], max: all[all.length - 1] }) };
-      if (!(event.key in keys)) return;
+      if (event.ctrlKey || event.metaKey || event.altKey || !(event.key in keys)) return;
       event.preventDefault();
       keys[event.key]();
     });
@@ -243,7 +246,7 @@
       { label: "peak", value: (_, n) => (n == null ? "–" : bytes(n)) },
       { label: "best plan found", stroke: "#0072b2", width: 2, spanGaps: true, paths: stepped, value: shown,
         points: { show: true, size: 7, fill: "#0072b2" } },
-      { label: "proven bound", stroke: () => style("--quiet"), dash: [6, 4], spanGaps: true, paths: stepped,
+      { label: "proven bound", stroke: () => style("--quiet"), dash: [6, 4], spanGaps: true, paths: steppedBefore,
         points: { show: false }, value: shown },
       ...names.map((name, k) => ({ label: name, stroke: marks[k % marks.length], width: 0, value: shown,
         points: { show: true, size: 9, fill: marks[k % marks.length] } })),
@@ -259,6 +262,7 @@
     }, columns);
     const slider = byId("point");
     slider.max = plans.length - 1;
+    const [unit, size] = plans[plans.length - 1].peak - plans[0].peak < 2 ** 30 ? ["MiB", 2 ** 20] : ["GiB", 2 ** 30];
     const choose = () => {
       const k = Number(slider.value);
       const plan = plans[k];
@@ -268,8 +272,8 @@
       chart.setData(columns);
       byId("told").textContent =
         `${bytes(plan.peak)}: ${seconds(plan.s)} a step, ${percent(plan.s / baseline - 1)} slower than with everything ` +
-        `kept; at most ${percent(plan.bound ? plan.s / plan.bound - 1 : 0)} above the optimum` +
-        (next ? `; one GiB more saves ${seconds(gain * 2 ** 30)}` : "; more memory saves nothing");
+        `kept; ${plan.bound ? `at most ${percent(plan.s / plan.bound - 1)} above the optimum` : "no bound is known"}` +
+        (next ? `; one ${unit} more saves ${seconds(gain * size)}` : "; more memory saves nothing");
     };
     slider.addEventListener("input", choose);
     slider.value = data.frontier.chosen;
