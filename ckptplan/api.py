@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from ckptplan.core.budget import Budget
 from ckptplan.core.errors import InfeasibleBudgetError, InvalidInputError, PlanMismatchError
 from ckptplan.core.frontier import Frontier
-from ckptplan.core.plan import Plan, status_of
+from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.progress import limited, search_state
 from ckptplan.core.request import Limits, SearchKeywords, SolveKeywords, Training, require_known
@@ -157,7 +157,10 @@ def _solved(job: Job, budget_bytes: int | None, share: float | None, max_overhea
     plan = job.sound(smallest_within(job.profile, max_overhead, job.handing_out))
     # No budget was named that a replay could exceed, so the plan names the one it keeps.
     plan = job.reserving(plan)
-    return _with_range(job, replace(plan, budget_bytes=max(plan.budget_bytes, job.needs(plan))))
+    needs = job.needs(plan)
+    if needs > plan.budget_bytes:  # the bound is one for fewer bytes
+        plan = plan.within(needs, plan.baseline_step_s)
+    return _with_range(job, plan)
 
 
 def _require_one_in_flight(limits: Limits, what: str) -> None:
@@ -220,9 +223,7 @@ def _checked(job: Job, plans: Iterable[Plan]) -> list[Plan]:
             # at least as many bytes of tensors holds for all plans within that.
             budget_bytes = max(plan.budget_bytes, plan.reserved_bytes)
             above_s = (found.lower_bound_s for found in plans if found.budget_bytes >= budget_bytes)
-            bound_s = min(max(above_s, default=plan.baseline_step_s), plan.step_s)
-            status = status_of(plan.step_s, bound_s)
-            plan = replace(plan, budget_bytes=budget_bytes, lower_bound_s=bound_s, status=status)
+            plan = plan.within(budget_bytes, max(above_s, default=plan.baseline_step_s))
         elif job.needs(plan) > plan.budget_bytes:
             try:
                 plan = job.solved(plan.budget_bytes)

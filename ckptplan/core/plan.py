@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckptplan.core.checks import MOST_BYTES, check_fields, is_int, short_repr
@@ -286,6 +286,12 @@ class Plan(Saved):
             profile, self, frontier=frontier, time_limit_s=time_limit_s, trace=trace, verification=verification,
             commands=commands, on_progress=on_progress,
         )  # fmt: skip
+
+    def within(self, budget_bytes: int, bound_s: float, space: str | None = None) -> Plan:
+        """Return the plan for another budget, which it keeps, and within which no plan of `space` beats `bound_s`."""
+        bound_s = min(bound_s, self.step_s)
+        status = status_of(self.step_s, bound_s)
+        return replace(self, budget_bytes=budget_bytes, lower_bound_s=bound_s, status=status, space=space or self.space)
 
     def require_profile(self, profile: Profile) -> None:
         """Raise unless the plan was made for the profile.

@@ -96,7 +96,15 @@ class Adviser:
             space=found.space,
         )
         before = with_others(job.profile, before, timeline)
+        if plan.reserved_bytes is not None:
+            slack = max(plan.reserved_bytes - plan.peak_bytes, 0)
+            found, before = (
+                replace(each, reserved_bytes=each.peak_bytes + slack).within(
+                    plan.budget_bytes, job.profile.baseline_step_s
+                )
+                for each in (found, before)
+            )
         self.job = job
-        if before.needed_bytes <= limit and timeline.makespan_s <= found.step_s:
+        if before.peak_bytes + before.others_bytes <= limit and timeline.makespan_s <= found.step_s:
             return replace(before, status=found.status if timeline.makespan_s == found.step_s else "feasible"), before
         return found, before

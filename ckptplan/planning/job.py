@@ -10,16 +10,15 @@ whole stages are tried. Which of several equal stages saves more makes a differe
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ckptplan.core.checks import MOST_BYTES
 from ckptplan.core.errors import CkptPlanError, InfeasibleBudgetError, InvalidInputError
 from ckptplan.core.link import STAGING_BYTES
 from ckptplan.core.measured import DeviceBytes
-from ckptplan.core.plan import Plan, saved_bytes, status_of
+from ckptplan.core.plan import Plan, saved_bytes
 from ckptplan.core.profile import Profile
 from ckptplan.core.progress import Message, limited, search_state
 from ckptplan.core.request import Limits
@@ -78,32 +77,47 @@ class Job:
             If the referee rejects a plan, or the replays of all plans exceed the budget: a defect of this package.
         """
         attempts: list[Plan] = []
+        failures: list[InfeasibleBudgetError] = []
         plan: Plan | None = None
-        failure: InfeasibleBudgetError | None = None
         try:
             plan = self._replayed_within(budget_bytes, attempts)
         except InfeasibleBudgetError as error:
-            failure = error
-        if plan is None or plan.budget_bytes < budget_bytes:
+            failures.append(error)
+        # A bound for as many bytes of tensors holds for all plans within as many reserved bytes.
+        bound_s, space = self.profile.baseline_step_s, None
+        if attempts:
+            bound_s, space = attempts[0].lower_bound_s, attempts[0].space
+        fragmented = self.on_cuda and plan is not None and plan.budget_bytes < budget_bytes
+        if plan is not None and fragmented:
+            plan = plan.within(budget_bytes, bound_s, space)
+            if self.limits.on_plan is not None:  # should the next search be interrupted
+                self.limits.on_plan(plan)
+        handed_out = plan
+        if plan is None or (fragmented and plan.step_s > bound_s * (1 + self.limits.gap)):
             for simpler in self._leaving_fewer_fragments():
                 if plan is not None and simpler.profile is not self.profile:
                     break
-                with contextlib.suppress(InfeasibleBudgetError):
-                    found = simpler._replayed_within(budget_bytes, [])
-                    if plan is None or found.step_s < plan.step_s:
-                        plan = found
+                try:
+                    found = simpler._replayed_within(budget_bytes, attempts).within(budget_bytes, bound_s, space)
+                except InfeasibleBudgetError as error:
+                    failures.append(error)
+                else:
+                    plan = found if plan is None or found.step_s < plan.step_s else plan
         if plan is None:
-            assert failure is not None
-            raise failure
-        if self.on_cuda and plan is not attempts[0]:
-            # The budget is one of reserved bytes. The bound for as many bytes of tensors holds for all plans within it.
-            first = attempts[0]
-            bound_s = min(first.lower_bound_s, plan.step_s)
-            status = status_of(plan.step_s, bound_s)
-            plan = replace(plan, budget_bytes=budget_bytes, lower_bound_s=bound_s, space=first.space, status=status)
-        if self.limits.on_plan is not None and plan is not attempts[-1]:
+            raise self._infeasible(budget_bytes, attempts, failures)
+        if plan is not handed_out and self.limits.on_plan is not None:
             self.limits.on_plan(plan)
         return plan
+
+    def _infeasible(
+        self, budget_bytes: int, attempts: Sequence[Plan], failures: Sequence[InfeasibleBudgetError]
+    ) -> InfeasibleBudgetError:
+        """Return the failure that names the smallest budget which works, by the plans that were replayed as well."""
+        error = min(failures, key=lambda failure: failure.min_peak_bytes)
+        least = min(attempts, key=self.needs, default=None)
+        if least is None or not self.on_cuda or (needs := self.needs(least)) >= error.min_peak_bytes:
+            return error
+        return self._too_small(budget_bytes, needs, least.needed_bytes, error)
 
     def _leaving_fewer_fragments(self) -> Iterator[Job]:
         """Yield, on CUDA, the job without swaps and segments, and that of whole stages (see NOTE [Fragments])."""
@@ -157,9 +171,9 @@ class Job:
         swaps_or_nests = plan.segments or any(choice.moves for choice in plan.choices)
         if not self.on_cuda or swaps_or_nests or over_bytes > budget_bytes * _REORDERED_EXCESS:
             return
-        kinds: dict[str, list[int]] = {}
+        kinds: dict[tuple[str, ...], list[int]] = {}
         for index, stage in enumerate(self.profile.stages):
-            kinds.setdefault(stage.kind, []).append(index)
+            kinds.setdefault((stage.kind, *(option.name for option in stage.options)), []).append(index)
         for leanest_last in (True, False):
             choices = list(plan.choices)
             for places in kinds.values():
@@ -169,8 +183,9 @@ class Job:
                     choices[place] = plan.choices[chosen]
             other = replace(plan, choices=tuple(choices), saved_bytes=saved_bytes(self.profile, choices))
             found = simulate(self.profile, other)
-            if found.peak_bytes <= plan.budget_bytes and found.makespan_s <= plan.step_s * (1 + EQUAL_S):
-                other = replace(other, peak_bytes=found.peak_bytes, step_s=max(found.makespan_s, plan.lower_bound_s))
+            other = replace(other, peak_bytes=found.peak_bytes, step_s=max(found.makespan_s, plan.lower_bound_s))
+            other = with_others(self.profile, other, found)
+            if other.needed_bytes <= plan.budget_bytes and found.makespan_s <= plan.step_s * (1 + EQUAL_S):
                 yield self.reserving(self.sound(other))
 
     def _within(self, limit: int, limits: Limits) -> Plan:
@@ -189,16 +204,22 @@ class Job:
         needs = self.needs(plan)
         if needs <= budget_bytes:
             return plan
-        raise InfeasibleBudgetError(
+        raise self._too_small(budget_bytes, needs, plan.needed_bytes, error) from error
+
+    def _too_small(
+        self, budget_bytes: int, needs: int, tensor_bytes: int, error: InfeasibleBudgetError
+    ) -> InfeasibleBudgetError:
+        """Return the error that a budget is below what the plan needs that needs least, as far as is known."""
+        return InfeasibleBudgetError(
             f"budget {format_bytes(budget_bytes)} is below the {format_bytes(needs)} that the leanest plan needs, of "
-            f"which {format_bytes(plan.needed_bytes)} are in tensors at its peak (stage {error.stage!r}, "
+            f"which {format_bytes(tensor_bytes)} are in tensors at its peak (stage {error.stage!r}, "
             f"{error.phase}); raise the budget, or allow more actions"
             + ("; PYTORCH_ALLOC_CONF=expandable_segments:True lessens fragments" if self.on_cuda else ""),
             budget_bytes=budget_bytes,
             min_peak_bytes=needs,
             stage=error.stage,
             phase=error.phase,
-        ) from error
+        )
 
     def kept_peak_bytes(self, time_limit_s: float) -> int:
         """Return the peak with everything kept."""

@@ -77,7 +77,7 @@ def corrections(profile: Profile, plan: Plan, shortage: Shortage) -> tuple[Corre
 
     Example for 2: 900 MiB were planned, a request of 100 MiB failed; the limit is 800 MiB.
     """
-    limit = min(plan.budget_bytes, shortage.capacity_bytes or plan.budget_bytes)
+    limit = min(plan.tensor_budget_bytes, shortage.capacity_bytes or plan.tensor_budget_bytes)
     over = max(shortage.over_bytes or 0, 0)
     outside = min(over, max((shortage.live_before_bytes or 0) - profile.resident_bytes, 0))
     measured = _charged(profile, shortage, outside, over - outside)

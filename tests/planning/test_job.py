@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 from random_chains import homogeneous_chain
 
 import ckptplan
+from ckptplan import api
 from ckptplan.core.measured import DeviceBytes
 from ckptplan.core.request import Limits
 from ckptplan.planning import job as jobs
@@ -92,3 +95,46 @@ def test_a_plan_with_fragments_is_not_called_optimal_by_the_bound_of_a_smaller_b
     assert plan.step_s > plan.baseline_step_s
     assert plan.lower_bound_s == pytest.approx(plan.baseline_step_s)  # in tensors everything fits
     assert plan.status == "feasible"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_several_forwards_in_flight_with_fragments(seed: int) -> None:
+    """Each order that is tried counts the other forwards: no plan over the budget, none that the referee rejects."""
+    chain = homogeneous_chain(6, link_ratio=1.0)
+    most = ckptplan.solve(chain, 1024, in_flight=2).needed_bytes
+    budget = int(most * (0.5 + 0.08 * seed))
+
+    def needs(plan: ckptplan.Plan) -> DeviceBytes:
+        fragments = hash(tuple(choice.action == "keep" for choice in plan.choices)) % 16 << 18
+        return DeviceBytes(plan.peak_bytes, plan.peak_bytes, plan.peak_bytes + fragments)
+
+    limits = Limits(actions=("keep", "recompute"), segments=False, in_flight=2, time_limit_s=0.5)
+    job = jobs.Job(chain, limits, needs, on_cuda=True)
+    with contextlib.suppress(ckptplan.InfeasibleBudgetError):
+        plan = job.solved(budget)
+        assert plan.counted_bytes <= budget == plan.budget_bytes
+        job.sound(plan)
+
+
+def test_the_smallest_budget_that_is_named_works() -> None:
+    chain = homogeneous_chain(6, link_ratio=4.0)
+
+    def needs(plan: ckptplan.Plan) -> DeviceBytes:
+        return DeviceBytes(plan.peak_bytes, plan.peak_bytes, plan.peak_bytes + plan.host_bytes)
+
+    job = jobs.Job(chain, Limits(time_limit_s=1.0), needs, on_cuda=True)
+    with pytest.raises(ckptplan.InfeasibleBudgetError) as raised:
+        job.solved(1 << 20)
+    assert job.solved(raised.value.min_peak_bytes).counted_bytes <= raised.value.min_peak_bytes
+
+
+def test_a_slowdown_on_cuda_is_proven_for_the_budget_that_is_named() -> None:
+    chain = homogeneous_chain(6, link_ratio=1.0)
+
+    def needs(plan: ckptplan.Plan) -> DeviceBytes:
+        return DeviceBytes(plan.peak_bytes, plan.peak_bytes, 2 * plan.peak_bytes)
+
+    job = jobs.Job(chain, Limits(time_limit_s=1.0), needs, on_cuda=True)
+    plan = api._solved(job, None, None, 0.2)
+    assert plan.budget_bytes == plan.reserved_bytes == 2 * plan.peak_bytes
+    assert plan.lower_bound_s <= ckptplan.solve(chain, plan.budget_bytes / 2**30).step_s

@@ -132,3 +132,21 @@ def test_measured_bytes_lead_to_a_leaner_plan_or_to_none() -> None:
     assert simulate(chain, same).peak_bytes == same.peak_bytes
     with pytest.raises(InfeasibleBudgetError):
         Adviser(job).refined(plan, as_if_measured(chain, plan, peak_bytes=plan.peak_bytes + full))
+
+
+def test_what_is_reserved_beside_the_tensors_stays_reserved() -> None:
+    """On CUDA: the plan keeps its budget, the bound is one of that budget, and the fragments are those of before."""
+    chain, fragments = textbook(2e10), 7 << 20
+    full = simulate(chain, [ckptplan.Decision("keep")] * 8).peak_bytes
+    plan = Job(chain, Limits(time_limit_s=2.0, workers=1)).solved(full // 2)
+    plan = dataclasses.replace(
+        plan, reserved_bytes=plan.peak_bytes + fragments, budget_bytes=plan.budget_bytes + fragments
+    )
+    for more in (0, 5 << 20):
+        measured = as_if_measured(chain, plan, peak_bytes=plan.peak_bytes + more)
+        after, told = Adviser(Job(chain, Limits(time_limit_s=2.0, workers=1))).refined(plan, measured)
+        for found in (after, told):
+            assert found.reserved_bytes == found.peak_bytes + fragments
+            assert found.budget_bytes == plan.budget_bytes
+            assert found.lower_bound_s == pytest.approx(found.baseline_step_s)
+        assert after.counted_bytes <= plan.budget_bytes

@@ -860,6 +860,16 @@ def test_what_would_seem_to_fit_needs_at_most_so_much_less_as_was_asked_for() ->
     assert unsaid[0].limit_bytes == planned_there - planned_there // 20
 
 
+def test_what_is_left_for_tensors_is_not_the_whole_budget() -> None:
+    """Of a plan on CUDA the budget is one of reserved bytes."""
+    profile, plan = measured("transformer"), planned("transformer", "keep")
+    found = shortage()
+    roomy = dataclasses.replace(plan, budget_bytes=plan.budget_bytes + 4096, reserved_bytes=plan.peak_bytes + 4096)
+    assert [c.limit_bytes for c in corrections(profile, roomy, found)] == [
+        c.limit_bytes for c in corrections(profile, plan, found)
+    ]
+
+
 def test_planned_bytes_are_those_of_the_replay() -> None:
     """The worst of all places is the plan's peak, with sweeps counted to the stage that they are run for."""
     profile = measured("transformer")

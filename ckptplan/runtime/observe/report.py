@@ -75,7 +75,7 @@ def refine(applied: Applied, adviser: Adviser | None, threshold: float) -> Refin
     adviser = _known(adviser, "refine corrects")
     before = applied.plan
     measured = measured_steps(applied.controller.counters.meter.steps(), before, applied.peaks.bytes)
-    over = measured.peak_bytes is not None and measured.peak_bytes > before.budget_bytes
+    over = measured.peak_bytes is not None and measured.peak_bytes > before.tensor_budget_bytes
     if not over and abs(measured.step_s - before.step_s) <= limit * before.step_s:
         return Refinement(limit, measured, before, before, before)
     after, told = adviser.refined(before, measured)
