@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ckptplan.api import explain
 from ckptplan.api import frontier as frontier_of
 from ckptplan.baselines import BASELINES
-from ckptplan.core.errors import InfeasibleBudgetError, InvalidInputError
+from ckptplan.core.errors import InfeasibleBudgetError, InvalidInputError, PlanMismatchError
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.request import reporting
@@ -48,6 +48,12 @@ def report_of_plan(
     plan.require_profile(profile)
     for found in frontier:
         found.require_profile(profile)
+    measured = {span.stage for span in trace.measured.spans if span.stage} if trace is not None else set()
+    if measured and measured.isdisjoint(plan.stages):
+        raise PlanMismatchError(
+            f"the trace is of another model: it has stages such as {min(measured)!r}, the plan {plan.stages[0]!r}; give "
+            "one of a step under this plan"
+        )
     if plan.in_flight > 1 and (frontier or time_limit_s is not None):
         raise InvalidInputError(
             f"frontier={'given' if frontier else None}, time_limit_s={time_limit_s}: plans for other budgets are of "

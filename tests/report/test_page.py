@@ -209,6 +209,9 @@ def test_plans_for_other_budgets_are_of_the_same_model_and_of_one_forward() -> N
     plan = solved(profile)
     with pytest.raises(PlanMismatchError, match="solve again for this model"):
         plan.report(profile, frontier=[solved(other)])
+    trace = Trace(DrawnStep((Span("compute", "forward", "layer", 0.0, 0.05),), (), 0.05), None, ())
+    with pytest.raises(PlanMismatchError, match="the trace is of another model"):
+        plan.report(profile, trace=trace)
     with pytest.raises(InvalidInputError, match="one forward at a time"):
         replace(plan, in_flight=2).report(profile, time_limit_s=1)
 
