@@ -51,8 +51,8 @@ def report_of_plan(
     measured = {span.stage for span in trace.measured.spans if span.stage} if trace is not None else set()
     if measured and measured.isdisjoint(plan.stages):
         raise PlanMismatchError(
-            f"the trace is of another model: it has stages such as {min(measured)!r}, the plan {plan.stages[0]!r}; give "
-            "one of a step under this plan"
+            f"the trace is of another model: it has stages such as {min(measured)!r}, the plan {plan.stages[0]!r}; "
+            "give one of a step under this plan"
         )
     if plan.in_flight > 1 and (frontier or time_limit_s is not None):
         raise InvalidInputError(
