@@ -80,7 +80,7 @@ def frontier_profile(
         return plan
 
     found: list[Plan] = []
-    found.append(solve(least.peak_bytes))
+    found.append(solve(least.peak_bytes, (least, 0.0)))  # another search may not find it again in its time
     if most > least.peak_bytes:
         found.append(solve(most))
     while len(found) < points:

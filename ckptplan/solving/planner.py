@@ -42,7 +42,7 @@ __all__ = ["MinPeak", "OnProgress", "plan_space", "smallest_peak", "solve_profil
 OnProgress = Callable[[str, float, float, int | None], None]
 """Called with the part at work, the best makespan and the lower bound so far, in seconds, and the best plan's peak."""
 
-Start = tuple[Plan, float]
+Start = tuple[Plan | MinPeak, float]
 """A plan of the profile, which may fit, and a lower bound in seconds on those that do."""
 
 PLANS_LOOKED_AT_FIRST = 20_000
@@ -425,8 +425,11 @@ class _PlanSearch:
             self.bound_s = bound_s - self.more_s
             self.report_now_and_then(self.best)
 
-    def begin_with(self, plan: Plan, bound_s: float) -> None:
+    def begin_with(self, plan: Plan | MinPeak, bound_s: float) -> None:
         """Take a plan if it fits, and a bound that holds."""
+        if isinstance(plan, MinPeak):
+            self.offer(plan.codes, plan.segments)
+            return
         names = ({option.name: code for code, option in enumerate(s.options)} for s in self.profile.stages)
         codes = [codes.get(choice.option) for codes, choice in zip(names, plan.choices, strict=True)]
         if None not in codes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from exactly import Limits, solve_profile
@@ -16,6 +17,7 @@ from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.schedule import residency
 from ckptplan.referee import simulate, validate
+from ckptplan.solving import peak, planner
 from ckptplan.solving.frontier import everything_kept_bytes, frontier_profile, smallest_within
 from ckptplan.solving.planner import smallest_peak
 
@@ -39,6 +41,24 @@ def leanest(name: str, overhead: float) -> Plan:
 @functools.cache
 def least_bytes(name: str) -> int:
     return smallest_peak(CHAINS[name]).peak_bytes
+
+
+def test_a_search_that_does_not_find_the_smallest_peak_again_begins_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on long chains, where each search has its own time."""
+
+    def cut_short(*args: Any) -> planner.MinPeak:
+        found = peak.least_peak(*args)
+        return replace(found, peak_bytes=found.peak_bytes + 1, proven=False)
+
+    profile = random_chain(1, 6)
+    least = smallest_peak(profile).peak_bytes
+    monkeypatch.setattr(planner, "least_peak", cut_short)
+    monkeypatch.setattr(planner, "PLANS_LOOKED_AT_FIRST", 0)
+    for search in ("run_segments", "run_dp"):
+        monkeypatch.setattr(planner._PlanSearch, search, lambda *args: False)
+    plans = frontier_profile(profile, points=2, limits=Limits(time_limit_s=LONG_S))
+    assert plans[0].peak_bytes == least
+    assert validate(profile, plans[0], least) == ()
 
 
 @pytest.mark.parametrize("name", CHAINS)
