@@ -21,7 +21,6 @@ from ckptplan.core.frontier import Frontier
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.trace import Trace
-from ckptplan.report.page.render import check_suffix
 
 Format = Literal["html", "md", "png", "svg"]
 
@@ -72,6 +71,8 @@ def report(
 
     Example: [bold]ckptplan report profile.json plan.json --time-limit 30 -o plan.html[/bold]
     """
+    from ckptplan.report.page.render import check_suffix
+
     output = output or Path(f"report.{form or 'html'}")
     if form is not None and output.suffix.lower() != f".{form}":
         raise InvalidInputError(f"--format {form} doesn't go with the name {output}; leave out one of them")
