@@ -210,9 +210,14 @@ class Plan(Saved):
         return self.needed_bytes if self.needed_reserved_bytes is None else self.needed_reserved_bytes
 
     @property
+    def fragment_bytes(self) -> int:
+        """What the allocator reserves beyond the peak in tensors; 0 where it isn't known."""
+        return 0 if self.reserved_bytes is None else max(self.reserved_bytes - self.peak_bytes, 0)
+
+    @property
     def tensor_budget_bytes(self) -> int:
         """The budget less what the allocator reserves beyond this plan's tensors; for other plans that may differ."""
-        return max(self.budget_bytes - max((self.reserved_bytes or 0) - self.peak_bytes, 0), 1)
+        return max(self.budget_bytes - self.fragment_bytes, 1)
 
     @property
     def expected_step_s(self) -> float:

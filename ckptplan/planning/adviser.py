@@ -97,14 +97,13 @@ class Adviser:
         )
         before = with_others(job.profile, before, timeline)
         if plan.reserved_bytes is not None:
-            slack = max(plan.reserved_bytes - plan.peak_bytes, 0)
             found, before = (
-                replace(each, reserved_bytes=each.peak_bytes + slack).within(
+                replace(each, reserved_bytes=each.peak_bytes + plan.fragment_bytes).within(
                     plan.budget_bytes, job.profile.baseline_step_s
                 )
                 for each in (found, before)
             )
         self.job = job
-        if before.peak_bytes + before.others_bytes <= limit and timeline.makespan_s <= found.step_s:
+        if before.needed_bytes <= limit and timeline.makespan_s <= found.step_s:
             return replace(before, status=found.status if timeline.makespan_s == found.step_s else "feasible"), before
         return found, before

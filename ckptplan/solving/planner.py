@@ -429,11 +429,11 @@ class _PlanSearch:
         """Take a plan if it fits, and a bound that holds."""
         if isinstance(plan, MinPeak):
             self.offer(plan.codes, plan.segments)
-            return
-        names = ({option.name: code for code, option in enumerate(s.options)} for s in self.profile.stages)
-        codes = [codes.get(choice.option) for codes, choice in zip(names, plan.choices, strict=True)]
-        if None not in codes:
-            self.offer(codes, plan.segments)  # type: ignore[arg-type]
+        else:
+            names = ({option.name: code for code, option in enumerate(s.options)} for s in self.profile.stages)
+            codes = [codes.get(choice.option) for codes, choice in zip(names, plan.choices, strict=True)]
+            if None not in codes:
+                self.offer(codes, plan.segments)  # type: ignore[arg-type]
         self.bound_s = max(self.bound_s, bound_s)
 
     def as_plan(self, best: Schedule, bound_s: float) -> Plan:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 import ckptplan
-from ckptplan.baselines._build import build, named, smallest_peak
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.memory.history.reader import load_snapshot, read_history, replay_history
@@ -25,7 +24,7 @@ from ckptplan.runtime.step import TrainingStep
 from experiments.gpu.cases import Case
 from experiments.gpu.profiling import Bench
 from experiments.gpu.results import OURS, RUNG, Skipped, slug
-from experiments.gpu.subject import Enter, as_regime, compared, peaks, race, results_of
+from experiments.gpu.subject import Enter, as_regime, compared, peaks, plan_by_hand, race, results_of
 from experiments.gpu.work import Options
 from experiments.rivals import Forward, NotHere, Rival, rivals
 
@@ -230,13 +229,7 @@ def by_hand(bench: Bench) -> dict[str, Plan]:
     if not path.exists():
         return {}
     profile = Profile.load(path)
-    plans = {}
-    for name, mix in MIXES.items():
-        modules = itertools.count()
-        actions = ["keep" if stage.is_glue else mix[next(modules) % len(mix)] for stage in profile.stages]
-        choice = named(profile, actions)
-        plans[name] = build(profile, choice, smallest_peak(profile, choice).bytes, name)
-    return plans
+    return {name: plan_by_hand(profile, actions) for name, actions in MIXES.items()}
 
 
 def bitwise(bench: Bench, plans: Mapping[str, Plan]) -> dict[str, Any]:

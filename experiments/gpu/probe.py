@@ -27,14 +27,13 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ckptplan
-from ckptplan.baselines._build import build, named, smallest_peak
 from ckptplan.profiling.bytes.kernels import _prefers_cudnn
 from ckptplan.profiling.times.stopwatch import Stopwatch, Took
 from ckptplan.runtime.state.restore import restored
 from experiments.gpu.cases import Case
 from experiments.gpu.profiling import Bench
 from experiments.gpu.results import Skipped
-from experiments.gpu.subject import compared, peaks, results_of
+from experiments.gpu.subject import compared, peaks, plan_by_hand, results_of
 from experiments.gpu.work import Options
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -462,10 +461,8 @@ def end_to_end(bench: Bench) -> dict[str, Any]:
     profile = ckptplan.profile(model, subject.inputs, optimizer=subject.optimizer, amp=subject.case.amp)
     found: dict[str, Any] = {"options": sorted({option.name for stage in profile.stages for option in stage.options})}
     step = subject.step_of(model)
-    plans = {}
-    for mix in (("swap",), ("recompute",), ("swap", "recompute", "keep")):
-        choice = named(profile, [mix[i % len(mix)] for i in range(len(profile.stages))])
-        plans["+".join(mix)] = build(profile, choice, smallest_peak(profile, choice).bytes, "+".join(mix))
+    mixes = (("swap",), ("recompute",), ("swap", "recompute", "keep"))
+    plans = {"+".join(actions): plan_by_hand(profile, actions) for actions in mixes}
     with restored(model) as rewind:
         wanted = results_of(subject, step.forward, rewind)
         found["plain_again"] = compared(results_of(subject, step.forward, rewind), wanted)

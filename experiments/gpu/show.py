@@ -38,7 +38,7 @@ def document(results: Results, cases: Sequence[str], environment: dict[str, Any]
 
 def _short(value: Any) -> Any:
     if isinstance(value, dict):
-        return {k: _short(v) for k, v in value.items() if k not in ("traceback", "rows", "operations")}
+        return {k: _short(v) for k, v in value.items() if k not in ("traceback", "operations")}
     return value
 
 

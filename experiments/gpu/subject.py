@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -15,6 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ckptplan.baselines._build import build, named, smallest_peak
+from ckptplan.core.plan import Plan
+from ckptplan.core.profile import Profile
 from ckptplan.core.request import Training
 from ckptplan.profiling.profiler import training_step
 from ckptplan.profiling.target import Target, find_target
@@ -144,6 +148,14 @@ def _optimizer(name: str | None, model: nn.Module) -> torch.optim.Optimizer | No
 
 def as_regime(rival: Rival) -> Enter:
     return lambda step: rival.enter(step.model, step.forward)
+
+
+def plan_by_hand(profile: Profile, actions: Sequence[str]) -> Plan:
+    """The plan of smallest peak in which modules take `actions` in turn."""
+    numbers = itertools.count()
+    names = ["keep" if s.is_glue else actions[next(numbers) % len(actions)] for s in profile.stages]
+    choice = named(profile, names)
+    return build(profile, choice, smallest_peak(profile, choice).bytes, "+".join(actions))
 
 
 # --- measuring ---
