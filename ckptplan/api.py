@@ -151,7 +151,7 @@ def _solved(job: Job, budget_bytes: int | None, share: float | None, max_overhea
         least, most = job.needed_range_bytes(range_bytes)
         budget_bytes = least + int(share * (most - least))
     if budget_bytes is not None:
-        return replace(_with_range(job, job.solved(budget_bytes), range_bytes), notes=job.profile.notes)
+        return _with_range(job, job.solved(budget_bytes), range_bytes)
     assert max_overhead is not None
     _require_one_in_flight(job.limits, "max_overhead")
     plan = job.sound(smallest_within(job.profile, max_overhead, job.handing_out))

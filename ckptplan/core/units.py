@@ -31,8 +31,8 @@ def budget_to_bytes(budget_gb: float, *, name: str = "budget_gb") -> int:
 
 
 def format_bytes(nbytes: float) -> str:
-    """Return `nbytes` as text in B, KiB, MiB or GiB."""
-    for unit, size in (("GiB", GIB), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+    """Return `nbytes` as text in B, KiB, MiB, GiB or TiB."""
+    for unit, size in (("TiB", 1 << 40), ("GiB", GIB), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if abs(nbytes) >= size:
             return f"{nbytes / size:.2f} {unit}"
     return f"{int(nbytes)} B"

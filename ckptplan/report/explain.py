@@ -92,6 +92,11 @@ class Alternative:
     extra_s: float
     missing_bytes: int
 
+    @property
+    def as_fast(self) -> bool:
+        """Whether the change would be printed as 0 µs."""
+        return abs(self.extra_s) < 5e-7
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -147,6 +152,14 @@ class Explanation:
     worth: Worth | None
     choices: tuple[Choice, ...]
 
+    @property
+    def price_unit(self) -> tuple[str, float]:
+        """The largest unit of bytes of which one more saves at most the overhead, and the unit's share of a GiB."""
+        overhead_s = self.recompute_s + self.beside_s + self.out_wait_s + self.in_wait_s
+        gib_s = 0.0 if self.worth is None else self.worth.gib_s
+        units = (("GiB", 1.0), ("MiB", 2.0**-10), ("KiB", 2.0**-20))
+        return next((found for found in units if gib_s * found[1] <= overhead_s), units[-1])
+
     def __str__(self) -> str:
         lines = [
             f"overhead  {format_seconds(self.recompute_s)} recompute, {format_seconds(self.beside_s)} beside copies "
@@ -165,9 +178,11 @@ class Explanation:
                 nbytes = format_bytes(sum(p.nbytes for p in b.passing))
                 lines.append(f"          {nbytes} there for other stages: {', '.join(names[:MOST_PASSING])}{more}")
         if self.worth is not None:
+            unit, share = self.price_unit
+            more, out, back = map(format_seconds, (self.worth.gib_s * share, self.worth.out_s, self.worth.in_s))
             lines.append(
-                f"prices    one more GiB saves about {format_seconds(self.worth.gib_s)} a step; a link twice as fast "
-                f"{format_seconds(self.worth.out_s)} outwards, {format_seconds(self.worth.in_s)} inwards"
+                f"prices    one more {unit} saves about {more} a step; "
+                f"a link twice as fast {out} outwards, {back} inwards"
             )
         rows = [("stage", "chosen", "with less memory", "with more memory")]
         for c in self.choices:
@@ -181,7 +196,7 @@ def _text(alternative: Alternative | None) -> str:
         return "-"
     missing = f", needs {format_bytes(alternative.missing_bytes)} more" if alternative.missing_bytes else ""
     change = f"{'+' if alternative.extra_s > 0 else '-'}{format_seconds(abs(alternative.extra_s))}"
-    if abs(alternative.extra_s) < 1e-9:  # a sum of the same seconds in another order
+    if alternative.as_fast:
         change = "as fast"
     return f"{alternative.option}: {change}{missing}"
 

@@ -160,7 +160,16 @@ def solve_profile(
     if start is not None:
         search.begin_with(*start)
     best, bound_s = search.run() if not disk or host_bytes is None else _with_disk(search, host_bytes)
-    return search.as_plan(search.given_up(best), bound_s)
+    simplest = search.given_up(best)
+    plan = search.as_plan(simplest, bound_s)
+    if simplest.step_s <= best.step_s:
+        return plan
+    slower = simplest.step_s / best.step_s - 1
+    note = (
+        f"a plan that is {slower:.2%} faster by the profile was found and not taken: that is within the error of its "
+        "measured times, and this one moves less or decides less"
+    )
+    return replace(plan, notes=(*plan.notes, note))
 
 
 def _with_disk(search: _PlanSearch, host_bytes: int) -> tuple[Schedule, float]:

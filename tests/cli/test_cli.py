@@ -311,7 +311,7 @@ def test_explain_says_what_binds_and_the_next_choices(
     for text in (
         "recompute",
         "memory    binds in",
-        "one more GiB saves",
+        "saves about",
         "with more memory",
         *(s.name for s in chain.stages[:1]),
     ):

@@ -25,6 +25,7 @@ from ckptplan.core.frontier import Frontier
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.trace import DrawnStep, Span, Trace
+from ckptplan.core.units import format_bytes
 from ckptplan.report.page.planned import plan_report
 from ckptplan.report.page.render import Report
 from ckptplan.report.page.waterline import CATEGORIES, waterline
@@ -188,6 +189,47 @@ def test_hover_click_and_zoom(opened: Any) -> None:
     (low, high), other = page.evaluate(ranges)
     assert [low, high] == other
     assert high - low == pytest.approx(end / 2)
+    for _ in range(40):  # there is a limit, at which charts are still drawn
+        page.keyboard.press("+")
+    (low, high), _ = page.evaluate(ranges)
+    assert high - low == pytest.approx(end / 1e5)
+    page.keyboard.press("0")
+    before = page.locator("#why strong").inner_text()
+    for key in ("ArrowRight", "ArrowRight", "ArrowRight", "Enter"):
+        page.keyboard.press(key)
+    chosen = page.locator("#why strong").inner_text()
+    assert f" of {chosen}: " in page.locator("#moment strong").inner_text()
+    assert chosen != before
+
+
+def test_a_step_that_takes_no_time_is_drawn(opened: Any) -> None:
+    """Its bytes are a line at its moment: here the peak, which wouldn't be seen otherwise."""
+    profile = Profile.from_chain(
+        [0.0093, 0.0, 0.01], [0.02, 0.0, 0.02], [1 << 20] * 3, [8 << 20] * 3, input_bytes=1 << 20, out_bytes_per_s=3e8,
+        in_bytes_per_s=3e8,
+    )  # fmt: skip
+    stages = list(profile.stages)
+    lean = replace(stages[1].options[0], forward_bytes=100 << 20)
+    stages[1] = replace(stages[1], options=(lean, *stages[1].options[1:]))
+    profile = replace(profile, stages=tuple(stages))
+    plan = plan_of(profile, ["keep"] * 3, budget_bytes=1 << 30)
+    peak = max(ckptplan.simulate(profile, plan).steps, key=lambda step: step.peak_bytes)
+    assert (peak.stage, peak.start_s) == ("s1", 0.0093)  # not at a line of the grid
+    page = opened(plan.report(profile))
+    opaque = """([s, bytes]) => { const u = report.charts.waterline, x = Math.round(u.valToPos(s, "x", true));
+        const row = u.ctx.getImageData(0, u.valToPos(0.93 * bytes, "y", true), u.ctx.canvas.width, 1).data;
+        return [0, 100].map((far) => row.slice(4 * (x + far - 3), 4 * (x + far + 4)).filter((_, k) => k % 4 === 3)
+            .some((n) => n > 100)); }"""
+    assert page.evaluate(opaque, [peak.start_s, peak.peak_bytes]) == [True, False]
+
+
+def test_large_bytes_are_shown_in_tebibytes(opened: Any) -> None:
+    nbytes, rates = [3 << 40] * 2, {"out_bytes_per_s": 1e12, "in_bytes_per_s": 1e12}
+    profile = Profile.from_chain([1.0] * 2, [1.0] * 2, nbytes, nbytes, input_bytes=1, **rates)
+    plan = plan_of(profile, ["keep"] * 2, budget_bytes=1 << 50)
+    page = opened(plan.report(profile))
+    text = page.locator("#moment").inner_text()
+    assert text.startswith(f"backward of s1: {format_bytes(plan.peak_bytes)} of 1024.00 TiB")
 
 
 def test_a_bound_is_shown_for_the_budgets_that_it_holds_for(run: Run, tmp_path: Path) -> None:
@@ -276,6 +318,11 @@ def test_the_frontier_has_a_slider(opened: Any) -> None:
         assert ("one MiB more saves" in told) == (k == 0)
         chosen = drawn(page, "frontier")[-1]
         assert [peak for peak, value in zip(peaks, chosen, strict=True) if value is not None] == [plans[k].peak_bytes]
+    page.set_viewport_size({"width": 390, "height": 800})
+    page.wait_for_timeout(500)
+    spaces = """() => { const u = report.charts.frontier, at = u.axes[0]._splits.map((n) => u.valToPos(n, "x"));
+        return at.slice(1).map((x, k) => x - at[k]); }"""
+    assert min(page.evaluate(spaces)) >= 70  # pixels, of which a label such as "100.00 MiB" takes 65
 
 
 @pytest.mark.usefixtures("short_search")
@@ -355,7 +402,7 @@ def test_the_page_of_an_estimate(opened: Any, run: Run, tmp_path: Path) -> None:
     estimate.save(tmp_path / "estimate.json")
     done = run("report", tmp_path / "estimate.json", "-o", tmp_path / "estimate.md")
     assert done.exit_code == 0, done.output
-    assert "**Fits: 1.32 KiB of 1024.00 GiB.**" in (tmp_path / "estimate.md").read_text()
+    assert "**Fits: 1.32 KiB of 1.00 TiB.**" in (tmp_path / "estimate.md").read_text()
     done = run("report", tmp_path / "estimate.json", "--budget-gb", 1, "--time-limit", 2)
     assert done.exit_code == 2
     assert "is an estimate, which goes without --budget-gb, --time-limit" in " ".join(done.stderr.split())
@@ -382,7 +429,7 @@ def test_what_notebooks_show(browser: Any) -> None:
     assert page.evaluate("window.hacked") is None
     assert page.locator("img").count() == 0
     text = page.locator("body").inner_text()
-    told = ("3 stages, 90.0 ms", "Fits: ", "2 plans.", "Fits: 1.32 KiB of 1024.00 GiB.", "recompute")
+    told = ("3 stages, 90.0 ms", "Fits: ", "2 plans.", "Fits: 1.32 KiB of 1.00 TiB.", "recompute")
     assert [each for each in told if each not in text] == []
     widths = [float(page.locator("svg").nth(1).locator("rect").nth(k).get_attribute("width")) for k in range(3)]
     assert sum(widths) == pytest.approx(640, abs=0.2)

@@ -16,7 +16,9 @@ from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.schedule import residency
+from ckptplan.core.units import format_seconds
 from ckptplan.referee import simulate, validate
+from ckptplan.report.explain import Alternative, Choice, Explanation, Worth
 from ckptplan.solving import peak, planner
 from ckptplan.solving.frontier import everything_kept_bytes, frontier_profile, smallest_within
 from ckptplan.solving.planner import smallest_peak
@@ -151,6 +153,16 @@ def test_explanation_adds_up() -> None:
     assert min(b.spare_bytes for b in found.bindings) == plan.budget_bytes - plan.peak_bytes
     assert sum(c.count for c in found.choices) == len(profile.stages)
     assert str(found)
+    # In units of which one more can save what is said.
+    worth = Worth(gib_s=100 * spent_s, out_s=0.0, in_s=0.0)
+    told = str(replace(found, worth=worth))
+    assert f"one more MiB saves about {format_seconds(100 * spent_s / 1024)} a step" in told
+
+
+def test_a_change_of_less_than_is_printed_is_none() -> None:
+    for extra_s, told in ((-4e-7, "as fast"), (4e-7, "as fast"), (-6e-7, "-1 µs"), (2e-3, "+2.0 ms")):
+        choice = Choice("a", (0,), "keep", Alternative("swap", extra_s, 0), None)
+        assert f"swap: {told}" in str(Explanation(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, (), None, (choice,)))
 
 
 def test_alternatives_are_what_the_referee_finds() -> None:

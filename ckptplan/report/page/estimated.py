@@ -23,7 +23,7 @@ COLOURS = {
     "workspaces and temporaries": "#f0e442",
     "rounding": "#d55e00",
     "reservation": "#e69f00",
-    "context": "#332288",
+    "context": "#7a5fd0",
 }
 _MOST_SHOWN = 30  # rows of a table
 

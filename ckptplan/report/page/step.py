@@ -123,11 +123,12 @@ def _moves(choice: Decision, nbytes: int, names: Sequence[str]) -> str:
 def _add_reasons(stages: list[dict[str, Any]], explanation: Explanation) -> None:
     """Add the price of memory in each stage's steps, and its next choices."""
     worth = explanation.worth
+    unit, share = explanation.price_unit
     for i, stage in enumerate(stages):
         if worth is not None and worth.forward_gib_s:
             prices = (worth.forward_gib_s[i], worth.backward_gib_s[i])
             told = [
-                f"{format_seconds(price)} per GiB in its {phase}"
+                f"{format_seconds(price * share)} per {unit} in its {phase}"
                 for phase, price in zip(PHASES, prices, strict=False)
                 if price > 0
             ]
@@ -144,9 +145,9 @@ def _add_reasons(stages: list[dict[str, Any]], explanation: Explanation) -> None
 
 
 def _told(found: Alternative) -> str:
-    change = "as fast" if abs(found.extra_s) < 1e-9 else f"{format_seconds(abs(found.extra_s))} "
-    if abs(found.extra_s) >= 1e-9:
-        change += "slower" if found.extra_s > 0 else "faster"
+    change = f"{format_seconds(abs(found.extra_s))} {'slower' if found.extra_s > 0 else 'faster'}"
+    if found.as_fast:
+        change = "as fast"
     missing = f", but {format_bytes(found.missing_bytes)} don't fit" if found.missing_bytes else ", and fits"
     return f"{found.option}: {change}{missing}"
 

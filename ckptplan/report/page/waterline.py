@@ -19,16 +19,16 @@ CATEGORIES = (
     "gradients, gathered weights",
     "other forwards in flight",
     "kept for backward",
-    "on the way to the host",
-    "back from the host",
+    "being swapped out",
+    "swapped in",
     "made again",
     "held by the program",
     "temporary",
 )
 """From below to above.
 
-The first is there in every step. "on the way to the host" is held until its release point, "back from the host" from
-its prefetch point on; "made again" are the storages of a segment's sweep; "held by the program" is what no stage keeps
+The first is there in every step. "being swapped out" is held until its release point, "swapped in" from its prefetch
+point on; "made again" are the storages of a segment's sweep; "held by the program" is what no stage keeps
 for its backward; "temporary" is what a stage adds at its worst moment, what it recomputes alone included.
 """
 COLOURS = ("#9aa5b1", "#5d6975", "#c9bfb0", "#0072b2", "#009e73", "#7fd1ae", "#e69f00", "#cc79a7", "#f0e442")

@@ -2,12 +2,14 @@
 // Draws the charts of a report from its data, and lets them be explored. Texts come in through textContent alone.
 (() => {
   const LANES = { compute: "compute", out: "copies out", in: "copies in" };
+  const MOST_ZOOM = 1e5;  // of the keyboard
+  const BYTES_WIDTH = 70;  // pixels of bytes as text, at most
   const charts = {};
   const byId = (id) => document.getElementById(id);
   const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
   const bytes = (n) => {
-    for (const [unit, size] of [["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10]])
+    for (const [unit, size] of [["TiB", 2 ** 40], ["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10]])
       if (Math.abs(n) >= size) return `${(n / size).toFixed(2)} ${unit}`;
     return `${Math.round(n)} B`;
   };
@@ -42,14 +44,16 @@
     charts[name] = chart;
     return chart;
   };
-  // Ticks at whole multiples of a power of two, for bytes.
-  const byteSplits = (chart, _, low, high) => {
-    const step = 2 ** Math.ceil(Math.log2(Math.max(high - low, 1) / 6));
+  // Ticks at whole multiples of a power of two, for bytes, as far apart as their texts need.
+  const byteSplits = (chart, which, low, high) => {
+    const most = which ? chart.height / UP.space : (chart.width - UP.size) / BYTES_WIDTH;
+    const step = 2 ** Math.ceil(Math.log2(Math.max(high - low, 1) / Math.max(Math.min(most, 6), 1)));
     const found = [];
     for (let at = Math.ceil(low / step) * step; at <= high; at += step) found.push(at);
     return found;
   };
 
+  const outline = (width) => ({ stroke: () => style("--quiet"), width });
   const stepped = uPlot.paths.stepped({ align: 1 });
   const steppedBefore = uPlot.paths.stepped({ align: -1 });  // a bound holds for smaller budgets
 
@@ -60,8 +64,9 @@
     const sums = data.stacked.map((row) => [...row, row[last]]);
     for (let c = 1; c < sums.length; c++) sums[c] = sums[c].map((n, k) => n + sums[c - 1][k]);
     const used = data.categories.map((_, c) => c).filter((c) => data.stacked[c].some((n) => n > 0)).reverse();
-    const series = used.map((c) => ({
-      label: data.categories[c], stroke: data.colours[c], fill: data.colours[c], width: 0, paths: stepped, points: { show: false },
+    // The outline of their sum also shows steps that take no time.
+    const series = used.map((c, k) => ({
+      label: data.categories[c], fill: data.colours[c], ...outline(k ? 0 : 1), paths: stepped, points: { show: false },
       value: (u, _, __, k) => (k == null ? "–" : bytes(data.stacked[c][stepAt(u)])),
     }));
     let columns = [x, ...used.map((c) => sums[c]), x.map(() => data.budget)];
@@ -94,10 +99,11 @@
         setScale: [(u, key) => key === "x" && follow(u)],
       },
     }, columns);
-    chart.over.addEventListener("click", () => chart.cursor.idx != null && choose(data.steps.stage[stepAt(chart)]));
+    const chosen = () => chart.cursor.idx != null && choose(data.steps.stage[stepAt(chart)]);
+    chart.over.addEventListener("click", chosen);
+    chartKeys(chart, chosen);
     const totals = starts.map((_, k) => data.stacked.reduce((sum, row) => sum + row[k], 0));
     showMoment(data, totals.indexOf(Math.max(...totals)));
-    return chart;
   };
 
   const drawLanes = (data, choose) => {
@@ -206,14 +212,15 @@
     });
   };
 
-  const chartKeys = (chart) => {
+  const chartKeys = (chart, choose) => {
     const place = byId("waterline");
     place.addEventListener("keydown", (event) => {
       const { min, max } = chart.scales.x;
       const all = chart.data[0];
       const zoom = (factor) => {
         const middle = chart.cursor.idx == null ? (min + max) / 2 : all[chart.cursor.idx];
-        const half = Math.min(((max - min) * factor) / 2, (all[all.length - 1] - all[0]) / 2);
+        const whole = all[all.length - 1] - all[0];
+        const half = Math.min(Math.max((max - min) * factor, whole / MOST_ZOOM), whole) / 2;
         const low = Math.min(Math.max(middle - half, all[0]), all[all.length - 1] - 2 * half);
         chart.setScale("x", { min: low, max: low + 2 * half });
       };
@@ -222,7 +229,7 @@
         chart.setCursor({ left: chart.valToPos(all[k], "x") + 0.5, top: 10 });
       };
       const keys = { ArrowRight: () => move(1), ArrowLeft: () => move(-1), "+": () => zoom(0.5), "=": () => zoom(0.5),
-        "-": () => zoom(2), 0: () => chart.setScale("x", { min: all[0], max: all[all.length - 1] }) };
+        "-": () => zoom(2), Enter: choose, 0: () => chart.setScale("x", { min: all[0], max: all[all.length - 1] }) };
       if (event.ctrlKey || event.metaKey || event.altKey || !(event.key in keys)) return;
       event.preventDefault();
       keys[event.key]();
@@ -287,8 +294,8 @@
     const used = data.categories.map((_, c) => c).filter((c) => data.bytes[c].some((n) => n > 0)).reverse();
     const bars = uPlot.paths.bars({ size: [0.7, 90] });
     const top = Math.max(data.capacity || 0, ...sums[sums.length - 1]);
-    const series = used.map((c) => ({ label: data.categories[c], stroke: data.colours[c], fill: data.colours[c], width: 0,
-      paths: bars, points: { show: false }, value: (_, __, ___, k) => (k == null ? "–" : bytes(data.bytes[c][k])) }));
+    const series = used.map((c) => ({ label: data.categories[c], fill: data.colours[c], ...outline(1), paths: bars,
+      points: { show: false }, value: (_, __, ___, k) => (k == null ? "–" : bytes(data.bytes[c][k])) }));
     const columns = [data.phases.map((_, k) => k), ...used.map((c) => sums[c])];
     if (data.capacity) {
       series.push({ label: "the device has", stroke: () => style("--bad"), width: 2, dash: [8, 5],
@@ -318,7 +325,7 @@
     const data = JSON.parse(await unpacked("data"));
     if (data.steps) {
       const choose = (number) => showStage(data, number, false);
-      chartKeys(drawWaterline(data, choose));
+      drawWaterline(data, choose);
       drawLanes(data, choose);
       stripKeys(data, choose);
     }
