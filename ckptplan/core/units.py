@@ -9,6 +9,8 @@ from ckptplan.core.checks import MOST_BYTES, is_number
 from ckptplan.core.errors import InvalidInputError
 
 GIB = 1 << 30
+LEAST_S = 5e-7
+"""Seconds below which a time is shown as none: half of the last digit."""
 
 
 def budget_to_bytes(budget_gb: float, *, name: str = "budget_gb") -> int:
@@ -40,7 +42,9 @@ def format_bytes(nbytes: float) -> str:
 
 def format_seconds(seconds: float) -> str:
     """Return `seconds` as text in s, ms or µs."""
-    if seconds == 0 or abs(seconds) >= 1:
+    if abs(seconds) < LEAST_S:
+        return "0.00 s"
+    if abs(seconds) >= 1:
         return f"{seconds:.2f} s"
     return f"{seconds * 1e3:.1f} ms" if abs(seconds) >= 1e-3 else f"{seconds * 1e6:.0f} µs"
 

@@ -15,7 +15,7 @@ from ckptplan.core.profile import Profile
 from ckptplan.core.schedule import StepNeed, evaluate
 from ckptplan.core.segment import Segment
 from ckptplan.core.stage import Phase
-from ckptplan.core.units import format_bytes, format_seconds, format_table
+from ckptplan.core.units import LEAST_S, format_bytes, format_seconds, format_table
 from ckptplan.referee import Timeline, simulate
 
 NEAR_PEAK = 0.01
@@ -94,8 +94,8 @@ class Alternative:
 
     @property
     def as_fast(self) -> bool:
-        """Whether the change would be printed as 0 µs."""
-        return abs(self.extra_s) < 5e-7
+        """Whether the change would be shown as none."""
+        return abs(self.extra_s) < LEAST_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,7 @@ class Explanation:
         overhead_s = self.recompute_s + self.beside_s + self.out_wait_s + self.in_wait_s
         gib_s = 0.0 if self.worth is None else self.worth.gib_s
         units = (("GiB", 1.0), ("MiB", 2.0**-10), ("KiB", 2.0**-20))
-        return next((found for found in units if gib_s * found[1] <= overhead_s), units[-1])
+        return next((found for found in units if gib_s * found[1] <= overhead_s + LEAST_S), units[-1])
 
     def __str__(self) -> str:
         lines = [

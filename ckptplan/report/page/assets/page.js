@@ -14,7 +14,8 @@
     return `${Math.round(n)} B`;
   };
   const seconds = (s) => {
-    if (s === 0 || Math.abs(s) >= 1) return `${s.toFixed(2)} s`;
+    if (Math.abs(s) < 5e-7) return "0.00 s";
+    if (Math.abs(s) >= 1) return `${s.toFixed(2)} s`;
     return Math.abs(s) >= 1e-3 ? `${(s * 1e3).toFixed(1)} ms` : `${(s * 1e6).toFixed(0)} µs`;
   };
   const percent = (x) => `${(100 * x).toFixed(1)} %`;
