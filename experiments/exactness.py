@@ -1,10 +1,12 @@
 """Is the planner exact where everything can be tried, and never behind the recompute-only optimum?
 
-    python experiments/exactness.py --chains 500 --rotor 200 --out experiments/results
+    python experiments/exactness.py --chains 500 --odd 3000 --rotor 200 --out experiments/results
 
 Random chains of 1 to 7 stages with menus, segments, swapping, shared storages and skips: ours against every plan there
-is, by the referee's cost (tests/brute_force.py). Random textbook chains of up to 48 stages: ours, recompute only,
-against the dynamic program of Beaumont et al. (2019) at exact byte resolution.
+is, by the referee's cost (tests/brute_force.py): options, segments, parts of what may move, and points. Random chains
+of 1 to 4 stages with ties, zero times and bytes, extreme links and host limits: no plan is faster than one called
+optimal or than its bound, and none has a smaller peak than one called proven. Random textbook chains of up to 48
+stages: ours, recompute only, against the dynamic program of Beaumont et al. (2019) at exact byte resolution.
 """
 
 from __future__ import annotations
@@ -14,13 +16,14 @@ import json
 import random
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from brute_force import fastest
-from random_chains import random_chain, textbook_chain
+import brute_force
+from random_chains import odd_chain, random_chain, textbook_chain
 
 from ckptplan.baselines import BASELINES
 from ckptplan.core.errors import InfeasibleBudgetError
@@ -54,7 +57,7 @@ def against_brute_force(seed: int, percents: tuple[int, ...]) -> list[dict[str, 
         begin = time.perf_counter()
         plan = sound(profile, solve_profile(profile, budget, Limits(gap=0.0)))
         took_s = time.perf_counter() - begin
-        best_s = fastest(profile, budget)
+        best_s = brute_force.fastest(profile, budget)
         assert best_s is not None, "a plan was found, so brute force finds one"
         rows.append(
             {
@@ -66,6 +69,50 @@ def against_brute_force(seed: int, percents: tuple[int, ...]) -> list[dict[str, 
                 "optimal": plan.status == "optimal",
                 "excess": plan.step_s / best_s - 1 if best_s else 0.0,
                 "seconds": took_s,
+            }
+        )
+    return rows
+
+
+def without_false_proofs(seed: int, percents: tuple[int, ...]) -> list[dict[str, Any]]:
+    """One odd chain, with or without a limit on the host, at a few budgets."""
+    rng = random.Random(seed)
+    profile = odd_chain(rng, rng.randint(1, 4))
+    most_moved = sum(storage.nbytes for storage in profile.storages)
+    host = None if rng.random() < 0.5 else int(rng.random() ** 2 * most_moved)
+    limits = Limits(gap=0.0, host_bytes=host)
+    combinations = brute_force.combinations(profile)
+    found, most = smallest_peak(profile, limits), everything_kept_bytes(profile)
+    least = brute_force.smallest_peak(profile, host_bytes=host, within=combinations)
+    row = {"seed": seed, "stages": len(profile.stages), "host_bytes": host}
+    rows: list[dict[str, Any]] = [
+        {
+            **row,
+            "peak": found.peak_bytes,
+            "peak_proven": found.proven,
+            "false": found.bound_bytes > least
+            or found.peak_bytes < least
+            or (found.proven and found.peak_bytes > least),
+        }
+    ]
+    for percent in percents:
+        budget = found.peak_bytes + max(0, most - found.peak_bytes) * percent // 100
+        plan = solve_profile(profile, budget, limits)
+        broken = validate(profile, plan, budget, host_bytes=host)
+        if broken:
+            raise SystemExit(f"the referee rejects a plan: {broken}")
+        # Only plans below its step matter.
+        better = brute_force.fastest_plan(
+            profile, budget, host_bytes=host, within=combinations, below_s=plan.step_s * (1 - SAME)
+        )
+        best_s = plan.step_s if better is None else better[0].makespan_s
+        rows.append(
+            {
+                **row,
+                "percent": percent,
+                "optimal": plan.status == "optimal",
+                "excess": plan.step_s / best_s - 1 if best_s else 0.0,
+                "false": plan.lower_bound_s > best_s * (1 + SAME) or (plan.status == "optimal" and better is not None),
             }
         )
     return rows
@@ -90,21 +137,34 @@ def against_rotor(seed: int) -> list[dict[str, Any]]:
     return rows
 
 
+def _of_odd(chains: int, rows: Sequence[dict[str, Any]]) -> str:
+    plans, peaks = [row for row in rows if "percent" in row], [row for row in rows if "peak" in row]
+    return (
+        f"{chains} odd chains, {len(plans)} plans: said to be optimal in {sum(row['optimal'] for row in plans)}, "
+        f"falsely or with a bound that is too high in {sum(row['false'] for row in plans)}; worst excess of the others "
+        f"{max((row['excess'] for row in plans), default=0.0):.3%}; smallest peaks said to be proven in "
+        f"{sum(row['peak_proven'] for row in peaks)} of {len(peaks)}, wrong in {sum(row['false'] for row in peaks)}"
+    )
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chains", type=int, default=500, help="random chains against brute force")
+    parser.add_argument("--odd", type=int, default=3000, help="odd chains whose proofs are examined")
     parser.add_argument("--rotor", type=int, default=200, help="random chains against rotor")
     parser.add_argument("--budgets", default="0,30,70", help="per cent from the smallest peak to everything kept")
     parser.add_argument("--out", type=Path, help="folder for exactness.json")
     args = parser.parse_args()
     percents = tuple(int(x) for x in args.budgets.split(","))
     brute = [row for seed in range(args.chains) for row in against_brute_force(seed, percents)]
+    odd = [row for seed in range(args.odd) for row in without_false_proofs(20_000 + seed, percents)]
     rotor = [row for seed in range(args.rotor) for row in against_rotor(10_000 + seed)]
     behind = [row for row in rotor if row["excess"] is not None and row["excess"] > SAME]
     equal, optimal = sum(row["equal"] for row in brute), sum(row["optimal"] for row in brute)
     too_high = sum(not row["bound_holds"] for row in brute)
     summary = [
+        _of_odd(args.odd, odd),
         f"{args.chains} chains, {len(brute)} plans: equal to brute force in {equal}, said to be optimal in {optimal}; "
         f"bound above the optimum in {too_high}; "
         f"worst excess {max((row['excess'] for row in brute), default=0.0):.3%}",
@@ -113,10 +173,10 @@ def main() -> None:
         f"{min((r['excess'] for r in rotor if r['excess'] is not None), default=0.0):.3%}",
     ]
     print(*summary, sep="\n")
-    for row in [r for r in brute if not (r["equal"] and r["bound_holds"])] + behind:
+    for row in [r for r in brute if not (r["equal"] and r["bound_holds"])] + [r for r in odd if r["false"]] + behind:
         print("WRONG", row)
     if args.out:
-        document = {"command": " ".join(sys.argv), "summary": summary, "brute_force": brute, "rotor": rotor}
+        document = {"command": " ".join(sys.argv), "summary": summary, "brute_force": brute, "odd": odd, "rotor": rotor}
         (args.out / "exactness.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 

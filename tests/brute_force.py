@@ -3,9 +3,9 @@
 The plan space, written out once more: a sequence of single stages, each with an option of its menu, and of segments
 whose stages recompute; in the sweep of a segment each stage is kept or in an inner segment. Segments begin and end at
 module stages, since one with glue at its ends is the same as one without. What may move is worked out here from NOTE
-[Residency]; bytes and seconds are the referee's. For given options and segments the points are as late as fits, from
-the last stage that moves to the first, none behind that of a later stage; `fastest_of_all_points` has no idea of that
-and tries every release and prefetch point instead, for up to three stages or so.
+[Residency]; bytes and seconds are the referee's. For given options and segments every part of what may move is
+tried, with every release and every prefetch point: the two apart, since a lane has no part in the other's half of the
+step. `fastest_of_all_points` has no idea of that: there the referee prices all of them together, up to three stages.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from operator import attrgetter, itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ckptplan.core.option import ACTIONS, Option
 from ckptplan.core.plan import Decision
@@ -190,41 +190,6 @@ def tightest(found: Combination, moves: Moves, movers: Sequence[int]) -> list[De
     ]
 
 
-def lazy(profile: Profile, found: Combination, budget_bytes: int) -> tuple[list[Decision], list[int]] | None:
-    """Decisions whose points are as late as fits, and what each stage moves; None where nothing fits."""
-    moves, n = moves_of(profile, found), len(found.options)
-    timeline = simulate(profile, tightest(found, moves, range(n)), found.segments)
-    if timeline.peak_bytes > budget_bytes:
-        return None
-    # Bytes per step at the worst moment; a sweep is a part of the backward step that follows.
-    forward, backward, sweep = [0] * n, [0] * n, 0
-    numbers = {stage.name: k for k, stage in enumerate(profile.stages)}
-    for step in timeline.steps:
-        k = numbers[step.stage]
-        if step.phase == "forward":
-            forward[k] = step.peak_bytes
-        elif step.sweep:
-            sweep = max(sweep, step.peak_bytes)
-        elif step.phase == "backward":
-            backward[k], sweep = max(sweep, step.peak_bytes), 0
-    modules = [k for k in range(n) if not profile.stages[k].is_glue] or list(range(n))
-    decisions = []
-    limits = (n - 1, n - 1)  # copies run in the order of stages: none waits for the point of a later stage
-    for i in reversed(range(n)):
-        points = []
-        for needs, point, limit in zip((forward, backward), (i, moves.back_by[i]), limits, strict=True):
-            while point < limit and needs[point + 1] + moves.sizes[i] <= budget_bytes:
-                point += 1
-                needs[point] += moves.sizes[i]
-            points.append(point)
-        if moves.sizes[i]:
-            limits = (points[0], points[1])
-        release, prefetch = min(points[0], modules[-1]), max([k for k in modules if k <= points[1]] or modules[:1])
-        stays = points == [n - 1, n - 1]
-        decisions.append(decision(found.options[i], () if stays else moves.positions[i], release, prefetch))
-    return decisions[::-1], moves.sizes
-
-
 def divisions(
     choices: Sequence[Decision], sizes: Sequence[int], host_bytes: int | None, disk_bytes: int
 ) -> Iterator[tuple[Decision, ...]]:
@@ -259,17 +224,180 @@ def smallest_peak(
     best = math.inf
     for found in combinations(profile, actions=actions, segments=segments) if within is None else within:
         moves = moves_of(profile, found)
-        movers = [i for i, positions in enumerate(moves.positions) if positions]
-        # The first of them that the tiers have room for: queues are first in, first out.
-        choices = tightest(found, moves, movers)
-        while not any(True for _ in divisions(choices, moves.sizes, host_bytes, disk_bytes)):
-            movers.pop()
-            choices = tightest(found, moves, movers)
-        best = min(best, simulate(profile, choices, found.segments).peak_bytes)
+        for parts in parts_of(profile, found, moves):
+            choices = [
+                decision(option, positions, i, moves.back_by[i])
+                for i, (option, (_, positions)) in enumerate(zip(found.options, parts, strict=True))
+            ]
+            if any(True for _ in divisions(choices, [size for size, _ in parts], host_bytes, disk_bytes)):
+                best = min(best, simulate(profile, choices, found.segments).peak_bytes)
+                if host_bytes is None:
+                    break  # with all of it away
     return int(best)
 
 
-def fastest(
+class _Steps(NamedTuple):
+    """Bytes and seconds of the steps of a combination with all away that may move, by stage."""
+
+    forward: list[int]
+    backward: list[int]
+    backward_s: list[float]
+
+
+def _steps_of(profile: Profile, found: Combination, moves: Moves) -> _Steps:
+    """Bytes at the worst moment of each step; a sweep is a part of the backward step that follows."""
+    n = len(found.options)
+    away = simulate(profile, tightest(found, moves, range(n)), found.segments)
+    numbers = {stage.name: k for k, stage in enumerate(profile.stages)}
+    forward, backward, sweep = [0] * n, [0] * n, 0
+    for step in away.steps:
+        k = numbers[step.stage]
+        if step.phase == "forward":
+            forward[k] = step.peak_bytes
+        elif step.sweep:
+            sweep = max(sweep, step.peak_bytes)
+        elif step.phase == "backward":
+            backward[k], sweep = max(sweep, step.peak_bytes), 0
+    still = simulate(profile, [decision(option) for option in found.options], found.segments)
+    begins: list[float] = []  # of the backward steps, sweeps included
+    fresh = True
+    for step in still.steps:
+        if step.phase == "backward":
+            if fresh:
+                begins.append(step.start_s)
+            fresh = not step.sweep
+    ends = [*begins[1:], still.makespan_s]
+    return _Steps(forward, backward, [end - begin for begin, end in zip(begins, ends, strict=True)][::-1])
+
+
+def parts_of(profile: Profile, found: Combination, moves: Moves) -> Iterator[tuple[tuple[int, tuple[int, ...]], ...]]:
+    """Every choice of what moves, by stage: bytes and positions; of those with equal bytes at each stage one.
+
+    The first is all of it.
+    """
+    stages = []
+    for option, positions in zip(found.options, moves.positions, strict=True):
+        sums: dict[int, tuple[int, ...]] = {}
+        for count in reversed(range(len(positions) + 1)):
+            for chosen in itertools.combinations(positions, count):
+                sums.setdefault(sum(profile.storages[option.saved[p]].nbytes for p in chosen), chosen)
+        stages.append(sorted(sums.items(), reverse=True))
+    yield from itertools.product(*stages)
+
+
+def _out_s(queue: Sequence[tuple[int, int, float]], compute_s: Sequence[float]) -> float:
+    """End of a forward whose copies (stage, release point, seconds), in the order of stages, compute waits for."""
+    now = free = 0.0
+    done: dict[int, float] = {}
+    for k, seconds in enumerate(compute_s):
+        now += seconds
+        for i, _, copy_s in queue:
+            if i == k:
+                free = max(free, now) + copy_s
+                done[i] = free
+        for i, release, _ in queue:
+            if release == k:
+                now = max(now, done[i])
+    return now
+
+
+def _back_s(queue: Sequence[tuple[int, int, int, float]], compute_s: Sequence[float]) -> float:
+    """Duration of a backward whose copies (stage, prefetch point, back by, seconds) are in the order of stages."""
+    now = free = 0.0
+    done: dict[int, float] = {}
+    for k in reversed(range(len(compute_s))):
+        for i, prefetch, _, copy_s in reversed(queue):
+            if prefetch == k:
+                free = max(free, now) + copy_s
+                done[i] = free
+        for i, _, back_by, _ in queue:
+            if back_by == k:
+                now = max(now, done[i])
+        now += compute_s[k]
+    return now
+
+
+def _points(
+    movers: Sequence[int], spans: Sequence[Sequence[int]], begins: Sequence[int], sizes: Sequence[int],
+    needs: Sequence[int], budget_bytes: int,
+) -> Iterator[tuple[int, ...]]:  # fmt: skip
+    """Every choice of one point per mover that fits: what moves is there from behind `begins` up to its point."""
+    for points in itertools.product(*(spans[i] for i in movers)):
+        if all(
+            need + sum(sizes[i] for i, point in zip(movers, points, strict=True) if begins[i] < k <= point)
+            <= budget_bytes
+            for k, need in enumerate(needs)
+        ):
+            yield points
+
+
+def fastest_of(
+    profile: Profile,
+    found: Combination,
+    budget_bytes: int,
+    *,
+    host_bytes: int | None = None,
+    disk_bytes: int = 0,
+    below_s: float = math.inf,
+) -> list[Decision] | None:
+    """The fastest decisions for one combination: every part that may move, every point and tier; None if none is below.
+
+    Copies out have no part in backward nor copies in in forward, so the points of the two are tried apart.
+    """
+    moves, n = moves_of(profile, found), len(found.options)
+    steps = _steps_of(profile, found, moves)
+    modules = [k for k in range(n) if not profile.stages[k].is_glue] or list(range(n))
+    releases = [range(i, modules[-1] + 1) for i in range(n)]
+    prefetches = [[k for k in modules if k >= moves.back_by[i]] for i in range(n)]
+    forward_s = [stage.forward_s for stage in profile.stages]
+    if max(*steps.forward, *steps.backward) > budget_bytes:
+        return None
+    best: list[Decision] | None = None
+    for parts in parts_of(profile, found, moves):
+        sizes = [size for size, _ in parts]
+        stays = [whole - size for whole, size in zip(moves.sizes, sizes, strict=True)]
+        forward = [need + sum(stays[:k]) for k, need in enumerate(steps.forward)]
+        backward = [
+            need + sum(stay for stay, back_by in zip(stays, moves.back_by, strict=True) if back_by < k)
+            for k, need in enumerate(steps.backward)
+        ]
+        if max(*forward, *backward) > budget_bytes:
+            continue
+        movers = [i for i in range(n) if sizes[i]]
+        choices = [decision(o, positions, 0, 0) for o, (_, positions) in zip(found.options, parts, strict=True)]
+        for divided in divisions(choices, sizes, host_bytes, disk_bytes):
+            ways = [profile.disk if c.tier == "disk" and profile.disk is not None else profile.link for c in divided]
+            out = min(
+                (
+                    (_out_s([(i, p, ways[i].out_s(sizes[i])) for i, p in zip(movers, at, strict=True)], forward_s), at)
+                    for at in _points(movers, releases, range(n), sizes, forward, budget_bytes)
+                ),
+                default=None,
+            )
+            if out is None or out[0] + sum(steps.backward_s) >= below_s:
+                continue
+            back = min(
+                (
+                    (
+                        _back_s(
+                            [(i, p, moves.back_by[i], ways[i].in_s(sizes[i])) for i, p in zip(movers, at, strict=True)],
+                            steps.backward_s,
+                        ),
+                        at,
+                    )
+                    for at in _points(movers, prefetches, moves.back_by, sizes, backward, budget_bytes)
+                ),
+                default=None,
+            )
+            if back is not None and out[0] + back[0] < below_s:
+                below_s = out[0] + back[0]
+                best = list(divided)
+                for i, release, prefetch in zip(movers, out[1], back[1], strict=True):
+                    best[i] = replace(best[i], release=release, prefetch=prefetch)
+    return best
+
+
+def fastest_plan(
     profile: Profile,
     budget_bytes: int,
     *,
@@ -278,30 +406,39 @@ def fastest(
     disk_bytes: int = 0,
     segments: bool = True,
     within: Iterable[Combination] | None = None,
-) -> float | None:
-    """Smallest makespan in seconds of any plan within the budgets; None where none fits.
+    below_s: float = math.inf,
+) -> tuple[Timeline, list[Decision], Combination] | None:
+    """The fastest plan within the budgets that takes less than `below_s`, by the referee; None where there is none.
 
     Parameters
     ----------
     within : iterable of Combination, optional
         Try these, in order of their compute time, instead of all.
     """
+    best = None
     if profile.update_peak_bytes > budget_bytes:
         return None
-    best = math.inf
     for found in combinations(profile, actions=actions, segments=segments) if within is None else within:
-        if found.compute_s >= best:
+        if found.compute_s >= below_s:
             break
-        scheduled = lazy(profile, found, budget_bytes)
-        if scheduled is None:
-            continue
-        for divided in divisions(*scheduled, host_bytes, disk_bytes):
-            timeline = simulate(profile, divided, found.segments)
+        # Sums of the same seconds in another order may differ by a rounding.
+        chosen = fastest_of(
+            profile, found, budget_bytes, host_bytes=host_bytes, disk_bytes=disk_bytes, below_s=below_s * (1 - 1e-12)
+        )
+        if chosen is not None:
+            timeline = simulate(profile, chosen, found.segments)
             assert timeline.peak_bytes <= budget_bytes, (timeline.peak_bytes, budget_bytes, found)
             assert timeline.disk_bytes <= disk_bytes
-            if host_bytes is None or timeline.host_bytes <= host_bytes:
-                best = min(best, timeline.makespan_s)
-    return None if best == math.inf else best
+            assert host_bytes is None or timeline.host_bytes <= host_bytes
+            assert timeline.makespan_s < below_s
+            best, below_s = (timeline, chosen, found), timeline.makespan_s
+    return best
+
+
+def fastest(profile: Profile, budget_bytes: int, **options: Any) -> float | None:
+    """Smallest makespan in seconds of any plan within the budgets, `fastest_plan`; None where none fits."""
+    found = fastest_plan(profile, budget_bytes, **options)
+    return None if found is None else found[0].makespan_s
 
 
 def fastest_of_all_points(
@@ -312,10 +449,7 @@ def fastest_of_all_points(
     within: Iterable[Combination] | None = None,
     needs: Callable[[Timeline], int] = attrgetter("peak_bytes"),
 ) -> float | None:
-    """As `fastest`, with every release and prefetch point tried, and for every number of first movers.
-
-    What later stages would move stays: their bytes never need to be away. `needs` are the bytes that have to fit.
-    """
+    """As `fastest`, by the referee alone; `needs` are the bytes that have to fit."""
     n = len(profile.stages)
     modules = [k for k in range(n) if not profile.stages[k].is_glue] or list(range(n))
     best = math.inf
@@ -323,21 +457,16 @@ def fastest_of_all_points(
         if found.compute_s >= best:
             break
         moves = moves_of(profile, found)
-        movers = [i for i in range(n) if moves.positions[i]]
-        for count in range(len(movers) + 1):
+        for parts in parts_of(profile, found, moves):
             spans = [
                 [
-                    decision(found.options[i], moves.positions[i], release, prefetch)
-                    for release in range(i, modules[-1] + 1)
-                    for prefetch in modules
-                    if prefetch >= moves.back_by[i]
+                    decision(option, positions, release, prefetch)
+                    for release in (range(i, modules[-1] + 1) if positions else (i,))
+                    for prefetch in ([k for k in modules if k >= moves.back_by[i]] if positions else (i,))
                 ]
-                for i in movers[:count]
+                for i, (option, (_, positions)) in enumerate(zip(found.options, parts, strict=True))
             ]
-            choices = [decision(option) for option in found.options]
-            for chosen in itertools.product(*spans):
-                for i, choice in zip(movers, chosen, strict=False):
-                    choices[i] = choice
+            for choices in itertools.product(*spans):
                 timeline = simulate(profile, choices, found.segments)
                 if needs(timeline) <= budget_bytes and (host_bytes is None or timeline.host_bytes <= host_bytes):
                     best = min(best, timeline.makespan_s)

@@ -132,6 +132,28 @@ def rich_chain(rng: random.Random, n: int, *, most_options: int = 7) -> Profile:
     )
 
 
+def odd_chain(rng: random.Random, n: int) -> Profile:
+    """A chain as `random_chain` draws them, with ties, zero times and bytes, and extreme links."""
+    chain = rich_chain(rng, n, most_options=5) if rng.random() < 0.7 else textbook_chain(rng, n)
+    times = rng.choice(((0.0, 1.0), (0.0, 0.5, 4.0), (1.0,), (1e-9, 3.0)))
+    sizes = rng.choice(((0, 8), (5,), (1, 2, 4, 8), (0, 7, 1000)))
+    if rng.random() < 0.6:
+        chain = replace(
+            chain,
+            stages=tuple(
+                replace(stage, forward_s=rng.choice(times), backward_s=rng.choice(times)) for stage in chain.stages
+            ),
+        )
+    if rng.random() < 0.6:
+        chain = replace(chain, storages=tuple(replace(storage, nbytes=rng.choice(sizes)) for storage in chain.storages))
+    if rng.random() < 0.4:
+        rates = (1e-3, 0.2, 1.0, 3.0, 100.0, 1e12)
+        chain = replace(
+            chain, link=Link(rng.choice(rates), rng.choice(rates), rng.choice((0.0, 0.0, 1e-6, 0.25, 50.0)))
+        )
+    return chain
+
+
 def _menu(
     rng: random.Random, saved: list[int], pinned: list[int], inputs: list[int], own: list[int], made: int, *, glue: bool
 ) -> list[Option]:

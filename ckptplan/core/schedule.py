@@ -3,9 +3,10 @@
 The solver and the baselines share this, so that a baseline never loses for want of a good schedule. The referee has its
 own reading of the rules. `solving/cost.py` has the same in numpy, for many plans at once.
 
-Why the lazy schedule is the best for given options: copies finish in the order of the stages, so at each forward step
-the cheapest way to make room is to wait for the shortest sufficient prefix of the queue, and waiting earlier never
-lets a later step start sooner. Backward is the same in reversed time.
+The lazy schedule moves all that the options move, out and back in the order of the stages. For given moves and that
+order it is the best: copies finish in the order of the queue, so at each forward step the cheapest way to make room is
+to wait for its shortest sufficient prefix, and waiting earlier never lets a later step start sooner. Backward is the
+same in reversed time. `solving/points.py` looks for moves and orders that are faster.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import attrgetter
 
 from ckptplan.core import rules
 from ckptplan.core.lanes import Copy, lane
@@ -105,13 +107,27 @@ def resident_changes(
     return forward, backward
 
 
-def residency(profile: Profile, options: Sequence[Option], segments: Sequence[Segment] = ()) -> Residency:
-    """Bytes per step with everything movable away; O(stages + holds), for each time that a stage runs."""
+def residency(
+    profile: Profile,
+    options: Sequence[Option],
+    segments: Sequence[Segment] = (),
+    only: Sequence[Sequence[int]] | None = None,
+) -> Residency:
+    """Bytes per step with everything movable away; O(stages + holds), for each time that a stage runs.
+
+    Parameters
+    ----------
+    only : sequence of sequence of int, optional
+        Per stage, positions of what moves at most; default: all that its option moves.
+    """
     n = len(profile.stages)
     outer = rules.around(segments, n)
     needed = tuple(i if outer[i] is None else outer[i].last for i in range(n))  # type: ignore[union-attr]
     holds = [rules.held(profile, i, options[i], outer[i]) for i in range(n)]
     moved = rules.moved_by(profile.storages, [option.moved for option in options], holds)
+    if only is not None:
+        moves_at_most = [{option.saved[p] for p in at} for option, at in zip(options, only, strict=True)]
+        moved = {s: i for s, i in moved.items() if s in moves_at_most[i]}
     forward, backward = resident_changes(profile.storages, holds, moved, needed)
     forward_bytes = [
         base + resident + option.forward_bytes
@@ -236,7 +252,7 @@ def evaluate(
         points = lazy_points(profile, r, budget_bytes)
         moved = {options[i].saved[p] for i in range(len(points)) if points[i] is not None for p in r.moves[i]}
         settled = tuple(
-            _in_place(stage, option, moved) if option.moves and there is None else option
+            in_place(stage, option, moved) if option.moves and there is None else option
             for stage, option, there in zip(profile.stages, options, points, strict=True)
         )
         if settled == options:
@@ -279,6 +295,7 @@ def makespan_s(profile: Profile, r: Residency, points: Points) -> float:
         if there is not None:
             out.append(Copy(i + 1, there[0] + 1, link.out_s(r.moved_bytes[i])))
             back.append(Copy(r.needed[i] + 1, there[1] + 1, link.in_s(r.moved_bytes[i])))
+    back.sort(key=attrgetter("due"))  # stable: of those with one point, in the stages' order
     seconds = lane(out, [stage.forward_s for stage in profile.stages])[0] + lane(back, r.backward_s)[0]
     return profile.baseline_step_s if seconds <= profile.baseline_step_s * (1 + EQUAL_S) else seconds
 
@@ -293,7 +310,7 @@ def _worst(profile: Profile, forward: Sequence[int], backward: Sequence[int]) ->
     return StepNeed(0, "update", most)
 
 
-def _in_place(stage: Stage, option: Option, moved: set[int]) -> Option:
+def in_place(stage: Stage, option: Option, moved: set[int]) -> Option:
     """The option that does as `option` and moves nothing, where it costs no byte and pins nothing in `moved`."""
     for other in stage.options:
         if (

@@ -27,13 +27,16 @@ from ckptplan.core.schedule import (
     EQUAL_S,
     StepNeed,
     evaluate,
+    in_place,
     lazy_points,
     makespan_s,
+    peak,
     residency,
     tightest_peak,
 )
 from ckptplan.core.segment import Segment
 from ckptplan.core.stage import Phase
+from ckptplan.solving.points import Moves, MovesSearch, Room
 
 Codes = NDArray[np.int8]
 """Decision vectors: one row each, one column per stage, values are positions in the stage's menu."""
@@ -177,16 +180,11 @@ class Evaluator:
     host_bytes : int, optional
         Limit on what is moved in all.
 
-    Attributes
-    ----------
-    exact : bool
-        Whether all answers so far were the best there are for the plans asked about; here they always are.
     """
 
     def __init__(self, profile: Profile, host_bytes: int | None = None) -> None:
         self.profile = profile
         self.host_bytes = host_bytes
-        self.exact = True
         self.holders = holders_of(profile)
         self._glue = [stage.is_glue for stage in profile.stages]
         self._forward_s = np.array([stage.forward_s for stage in profile.stages])
@@ -272,6 +270,44 @@ class Evaluator:
         parts = [self._makespans(codes[a : a + step], budget_bytes, segments) for a in range(0, len(codes), step)]
         return np.concatenate(parts) if parts else np.zeros(0)
 
+    def least_s(self, codes: Codes, budget_bytes: int, segments: Segments = ()) -> NDArray[np.float64]:
+        """No schedule of a row is faster, whatever part of its moves it makes and in which order; infinite: none fits.
+
+        Links as fluids: bytes leave as they flow, in any order, at the rate of the largest transfer (see
+        `bound/linear_program.py`).
+        """
+        step = max(1, CELLS_AT_ONCE // codes.shape[1])
+        parts = [self._least_s(codes[a : a + step], budget_bytes, segments) for a in range(0, len(codes), step)]
+        return np.concatenate(parts) if parts else np.zeros(0)
+
+    def _least_s(self, codes: Codes, budget_bytes: int, segments: Segments) -> NDArray[np.float64]:
+        t, needs = self._tables(segments), self.needs(codes, segments)
+        rows, n = codes.shape
+        put = np.zeros((rows, n + 1), np.int64)
+        np.cumsum(needs.moved, axis=1, out=put[:, 1:])
+        largest = needs.moved.max(axis=1)
+        total = np.zeros(rows)
+        every = np.arange(n)
+        lanes_of = (
+            (needs.forward, put[:, :n], np.broadcast_to(self._forward_s, (rows, n)), 0),
+            (needs.backward, put[:, t.joined[:n]], t.backward_s[every, codes], 1),
+        )
+        links = [link for link in (self.profile.link, self.profile.disk) if link is not None]
+        for need, queued, compute_s, way in lanes_of:
+            copy_s = np.min([copies_s(largest[:, None], link)[way][:, 0] for link in links], axis=0)
+            rate = np.where(largest > 0, largest / np.where(copy_s > 0, copy_s, 1.0), 1.0)
+            rate[(largest > 0) & (copy_s == 0)] = np.inf
+            gone = np.zeros(rows)
+            for k in range(n):
+                must = need[:, k] + queued[:, k] - budget_bytes
+                total += np.maximum(must - gone, 0.0) / rate
+                gone = np.maximum(gone, must)
+                gone = np.maximum(gone, np.minimum(queued[:, k], gone + rate * compute_s[:, k]))
+                total += compute_s[:, k]
+        fits = (needs.forward.max(axis=1) <= budget_bytes) & (needs.backward.max(axis=1) <= budget_bytes)
+        fits &= self.profile.update_peak_bytes <= budget_bytes
+        return np.where(fits, np.maximum(total, self.profile.baseline_step_s), np.inf)
+
     def compute_s(self, codes: Codes, segments: Segments = ()) -> NDArray[np.float64]:
         """Compute time of each row: no transfer can make it less."""
         seconds = self._tables(segments).backward_s[np.arange(codes.shape[1]), codes].sum(axis=1)
@@ -351,6 +387,12 @@ class Evaluator:
         np.maximum(peaks, backward.max(axis=1), out=peaks)
         return peaks
 
+    def least_bytes(self, codes: Codes, segments: Segments = ()) -> NDArray[np.int64]:
+        """No schedule of a row fits in less: everything that moves is away, whatever room the host has."""
+        needs = self.needs(codes, segments)
+        most = np.maximum(needs.forward.max(axis=1), needs.backward.max(axis=1))
+        return np.asarray(np.maximum(most, self.profile.update_peak_bytes))
+
     def tightest(self, codes: Codes, segments: Segments = ()) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Bytes per forward and backward step in the schedule of the smallest peak."""
         needs = self.needs(codes, segments)
@@ -394,6 +436,40 @@ class Evaluator:
         )
         return Schedule(
             settled, found.decisions(), found.makespan_s, found.peak.bytes, found.moved_bytes, found.segments
+        )
+
+    def search(self, codes: Sequence[int], budget_bytes: int, segments: Segments = ()) -> MovesSearch:
+        """A search over what one plan moves, and when."""
+        return MovesSearch(self.profile, self.options(codes), segments, self.room(budget_bytes))
+
+    def room(self, budget_bytes: int) -> Room:
+        """The limits of all tiers."""
+        return Room(budget_bytes, self.host_bytes)
+
+    def with_moves(self, codes: Sequence[int], segments: Segments, moves: Moves) -> Schedule:
+        """One plan with these moves; a swap that moves nothing is a keep where that costs nothing."""
+        before = self.options(codes)
+        moved = {option.saved[p] for option, at in zip(before, moves.positions, strict=True) for p in at}
+        options = [
+            option if at or not option.moves else in_place(stage, option, moved)
+            for stage, option, at in zip(self.profile.stages, before, moves.positions, strict=True)
+        ]
+        r = residency(self.profile, options, segments, moves.positions)
+        choices = tuple(
+            Decision(option.action, option=option.name, ops=option.ops)
+            if there is None
+            else Decision(option.action, at, *there, option.name, option.ops, "disk" if i in moves.on_disk else "host")
+            for i, (option, at, there) in enumerate(zip(options, r.moves, moves.points, strict=True))
+        )
+        disk = sum(r.moved_bytes[i] for i in moves.on_disk)
+        return Schedule(
+            tuple(stage.options.index(option) for stage, option in zip(self.profile.stages, options, strict=True)),
+            choices,
+            moves.seconds,
+            peak(self.profile, r, moves.points).bytes,
+            sum(r.moved_bytes) - disk,
+            segments,
+            disk,
         )
 
     def binding(self, codes: Sequence[int], segments: Segments = ()) -> tuple[str, Phase]:

@@ -2,7 +2,8 @@
 
 Plans are looked at forest by forest (a forest: the segments of one plan), in the order of the time that the forest
 costs at least. A forest, or a decision vector in it, whose compute time alone is no shorter than the best step found
-can't win: transfers only add to it.
+can't win: transfers only add to it. For the rest the lazy schedule is a plan, and links as fluids are a bound. Where
+the best step lies between the two, all that may move and all orders are tried (`points.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ckptplan.core import rules
 from ckptplan.core.profile import Profile
 from ckptplan.core.schedule import EQUAL_S
 from ckptplan.core.segment import Segment
-from ckptplan.solving.cost import Codes, Evaluator, Menu, Segments
+from ckptplan.solving.cost import Codes, Evaluator, Menu, Schedule, Segments
 
 ROWS_AT_ONCE = 1 << 14
 """Decision vectors made at once: bounds memory, and how late the deadline is seen."""
@@ -193,7 +194,7 @@ def fastest_of_all(
     deadline: float,
     *,
     below_s: float = math.inf,
-    on_found: Callable[[tuple[int, ...], Segments], None],
+    on_found: Callable[[Schedule], None],
 ) -> bool:
     """Hand every plan that fits and is faster than `below_s` and all before to `on_found`.
 
@@ -204,6 +205,7 @@ def fastest_of_all(
     """
     best_s = below_s
     baseline_s = space.profile.baseline_step_s
+    complete = True
     for forest in space.forests():
         if baseline_s + space.least_extra_s(forest) >= best_s * (1 - EQUAL_S):
             break
@@ -215,10 +217,28 @@ def fastest_of_all(
                 continue
             cost = evaluator.makespans(block, budget_bytes, forest)
             row = int(cost.argmin())
+            found = None
             if cost[row] < best_s * (1 - EQUAL_S):
-                best_s = float(cost[row])
-                on_found(tuple(block[row].tolist()), forest)
-    return True
+                found = evaluator.schedule(block[row].tolist(), budget_bytes, forest)
+            if found is not None and found.step_s < best_s * (1 - EQUAL_S):
+                best_s = found.step_s
+                on_found(found)
+            least = evaluator.least_s(block, budget_bytes, forest)
+            for row in np.argsort(least, kind="stable").tolist():
+                if least[row] >= best_s * (1 - EQUAL_S):
+                    break
+                if time.monotonic() > deadline:
+                    return False
+                if cost[row] <= least[row] * (1 + EQUAL_S):
+                    continue
+                codes = block[row].tolist()
+                search = evaluator.search(codes, budget_bytes, forest)
+                moves = search.fastest(best_s, deadline)
+                complete = complete and search.complete
+                if moves is not None:
+                    best_s = moves.seconds
+                    on_found(evaluator.with_moves(codes, forest, moves))
+    return complete
 
 
 def smallest_of_all(
@@ -227,6 +247,7 @@ def smallest_of_all(
     """The plan with the smallest peak, that peak in bytes, and whether all plans were seen before `deadline`."""
     best, best_bytes = np.zeros(len(space.menu), np.int8), NO_PLAN_BYTES
     best_forest: Segments = ()
+    complete = True
     for forest in space.forests():
         if best_bytes < NO_PLAN_BYTES and time.monotonic() > deadline:
             return best, best_forest, best_bytes, False
@@ -235,4 +256,18 @@ def smallest_of_all(
             row = int(peaks.argmin())
             if peaks[row] < best_bytes:
                 best, best_forest, best_bytes = block[row].copy(), forest, int(peaks[row])
-    return best, best_forest, best_bytes, True
+            if evaluator.host_bytes is None:
+                continue
+            # Beside the prefix of what moves that the limit has room for, other parts of it.
+            least = evaluator.least_bytes(block, forest)
+            for row in np.argsort(least, kind="stable").tolist():
+                if least[row] >= best_bytes:
+                    break
+                if time.monotonic() > deadline:
+                    return best, best_forest, best_bytes, False
+                search = evaluator.search(block[row].tolist(), best_bytes, forest)
+                found = search.least_bytes(best_bytes)
+                complete = complete and search.complete
+                if found < best_bytes:
+                    best, best_forest, best_bytes = block[row].copy(), forest, found
+    return best, best_forest, best_bytes, complete

@@ -102,10 +102,9 @@ def plan_space_of(profile: Profile, actions: Sequence[Action], segments: bool, h
 def least_peak(evaluator: Evaluator, space: PlanSpace, deadline: float, enough: int = 0) -> MinPeak:
     """`smallest_peak` by `deadline` (of `time.monotonic()`), or as soon as a plan fits in `enough` bytes."""
     if space.count(PLANS_LOOKED_AT, MOST_FORESTS) <= PLANS_LOOKED_AT:
-        evaluator.exact = True
         row, segments, peak, complete = smallest_of_all(evaluator, space, deadline)
         codes = tuple(row.tolist())
-        bound = peak if complete and evaluator.exact else step_bound(space)
+        bound = peak if complete else step_bound(space)
     else:
         search = _PeakRun(evaluator, space, enough)
         search.run(deadline)

@@ -34,6 +34,7 @@ from ckptplan.solving.peak import (
     smallest_peak,
     step_bound,
 )
+from ckptplan.solving.points import Moves
 from ckptplan.solving.segment_dp import REACH, SegmentDp
 from ckptplan.solving.tiers import all_bytes, check_disk, evaluator_of, slower_link
 
@@ -420,8 +421,12 @@ class _PlanSearch:
         if than is not None and self.evaluator.step_s(codes, self.budget_bytes, segments) > than.step_s:
             return
         found = self.evaluator.schedule(codes, self.budget_bytes, segments)
-        if found is None:
-            return
+        if found is not None:
+            self.take(found)
+
+    def take(self, found: Schedule) -> None:
+        """Take this schedule, which fits, if it is faster, or as fast with more stages kept."""
+        moves = any(choice.moves for choice in found.choices)
         if not moves and (self.still is None or found.step_s < self.still.step_s):
             self.still = found
         if self.best is None or (found.step_s, -_kept(found)) < (self.best.step_s, -_kept(self.best)):
@@ -437,13 +442,31 @@ class _PlanSearch:
     def begin_with(self, plan: Plan | MinPeak, bound_s: float) -> None:
         """Take a plan if it fits, and a bound that holds."""
         if isinstance(plan, MinPeak):
-            self.offer(plan.codes, plan.segments)
+            self.offer_moves(plan.codes, plan.segments)
         else:
             names = ({option.name: code for code, option in enumerate(s.options)} for s in self.profile.stages)
             codes = [codes.get(choice.option) for codes, choice in zip(names, plan.choices, strict=True)]
             if None not in codes:
                 self.offer(codes, plan.segments)  # type: ignore[arg-type]
+                if self.fits(plan):
+                    fields = (plan.step_s, plan.peak_bytes, plan.host_bytes, plan.segments, plan.disk_bytes)
+                    self.take(Schedule(tuple(codes), plan.choices, *fields))  # type: ignore[arg-type]
         self.bound_s = max(self.bound_s, bound_s)
+
+    def fits(self, plan: Plan) -> bool:
+        """Whether a plan is within the limits."""
+        room = self.evaluator.room(self.budget_bytes)
+        if room.host_bytes is not None and plan.host_bytes > room.host_bytes:
+            return False
+        return plan.peak_bytes <= room.device_bytes and plan.disk_bytes <= room.disk_bytes
+
+    def offer_moves(self, codes: Sequence[int], segments: Segments) -> None:
+        """Offer a plan that may have to move a part of what it may, for want of room on the host."""
+        self.offer(codes, segments)
+        if self.best is None and self.limits.host_bytes is not None:
+            moves = self.evaluator.search(codes, self.budget_bytes, segments).fastest(deadline=self.deadline)
+            if moves is not None:
+                self.take(self.evaluator.with_moves(codes, segments, moves))
 
     def as_plan(self, best: Schedule, bound_s: float) -> Plan:
         """A schedule and a bound as a plan."""
@@ -526,16 +549,15 @@ class _PlanSearch:
     def enumerate(self) -> None:
         """Exact search over every vector."""
         self.begin("exact search")
-        self.evaluator.exact = True
         complete = fastest_of_all(
             self.evaluator,
             self.space,
             self.budget_bytes,
             self.deadline,
             below_s=math.inf if self.best is None else self.best.step_s,
-            on_found=self.offer,
+            on_found=self.take,
         )
-        if complete and self.best is not None and self.evaluator.exact:
+        if complete and self.best is not None:
             self.bound_s = self.best.step_s
         if self.best is None:
             self.refuse()
@@ -598,7 +620,7 @@ class _PlanSearch:
         deadline = max(self.deadline, time.monotonic() + REFUSAL_LEAST_S)
         least = least_peak(self.evaluator, self.space, deadline, self.budget_bytes)
         if least.peak_bytes <= self.budget_bytes:
-            self.offer(least.codes, least.segments)
+            self.offer_moves(least.codes, least.segments)
         if self.best is not None:
             return
         missing = [a for a in ("swap", "recompute") if a not in self.limits.actions and least.phase != "update"]
@@ -643,11 +665,33 @@ class _PlanSearch:
         """The best schedule without swaps that gain nothing, and the bound."""
         assert self.best is not None
         self.drop_what_gains_nothing()
+        self.choose_moves()
         if self.bound_s <= self.best.step_s * (1 + BOUND_ROUNDING):
             # Above by a rounding only: they are equal. By more it would be a defect, for the referee to name.
             self.bound_s = min(self.bound_s, self.best.step_s)
         self.report(part)
         return self.best, self.bound_s
+
+    def choose_moves(self) -> None:
+        """Move less, or bring copies back in another order, where that makes the step shorter."""
+        assert self.best is not None
+        if self.closed():
+            return
+        self.begin("moves")
+        codes, segments = self.best.codes, self.best.segments
+        search = self.evaluator.search(codes, self.budget_bytes, segments)
+        start = Moves(
+            self.best.step_s,
+            tuple(choice.moves for choice in self.best.choices),
+            tuple(
+                None if choice.release is None or choice.prefetch is None else (choice.release, choice.prefetch)
+                for choice in self.best.choices
+            ),
+            frozenset(i for i, choice in enumerate(self.best.choices) if choice.tier == "disk"),
+        )
+        found = search.improved(start, self.deadline)
+        if found is not start:
+            self.take(self.evaluator.with_moves(codes, segments, found))
 
     def drop_what_gains_nothing(self) -> None:
         """Keep, or move less of, what makes the step no longer.

@@ -33,6 +33,7 @@ from ckptplan.core.link import Link
 from ckptplan.core.profile import Profile
 from ckptplan.core.schedule import EQUAL_S
 from ckptplan.solving.cost import Codes, Evaluator, Queued, Schedule, Segments, copies_s
+from ckptplan.solving.points import Room
 
 ALL_DIVIDED = 10
 """Moving stages up to which every division that matters is tried: 2**10 at most."""
@@ -124,8 +125,6 @@ class TieredEvaluator(Evaluator):
     ----------
     host_bytes : int
         Both limits together: what may move in all.
-    exact : bool
-        Whether every division since it was last set to true was the best one there is.
     """
 
     def __init__(self, profile: Profile, host_bytes: int, disk_bytes: int) -> None:
@@ -147,6 +146,10 @@ class TieredEvaluator(Evaluator):
                     out[row, i:] = True
                     break
         return out
+
+    def room(self, budget_bytes: int) -> Room:
+        """The limits of all tiers."""
+        return Room(budget_bytes, self.nearer_bytes, self.disk_bytes)
 
     def queued_s(self, queued: Queued) -> NDArray[np.float64]:
         """Makespans with the best division found of what each plan moves; infinite where none fits."""
@@ -192,8 +195,6 @@ class TieredEvaluator(Evaluator):
                 self._divided.clear()
             found = self._all(sizes) if len(sizes) <= ALL_DIVIDED else self._some(sizes)
             self._divided[sizes] = found
-        if len(sizes) > ALL_DIVIDED:
-            self.exact = False
         out = np.zeros((len(found), len(moved)), bool)
         out[:, movers] = found
         return out
@@ -253,7 +254,6 @@ class TieredEvaluator(Evaluator):
         room = self.nearer_bytes - nbytes
         grown = {**{total + nbytes: mask | bit for total, mask in sums.items() if total <= room}, **sums}
         if len(grown) > MOST_SUMS:
-            self.exact = False
             keys = sorted(grown)
             grown = {key: grown[key] for key in (*keys[:: len(keys) // (MOST_SUMS // 2) + 1], keys[-1])}
         return grown

@@ -225,9 +225,7 @@ def test_segment_dp_is_the_optimum_on_textbook_chains() -> None:
                 space,
                 budget,
                 math.inf,
-                on_found=lambda codes, segments, b=budget, e=evaluator, found=best: found.append(
-                    e.step_s(codes, b, segments)
-                ),
+                on_found=lambda schedule, found=best: found.append(schedule.step_s),
             )
             dp = SegmentDp(space, budget)
             assert dp.run(math.inf)

@@ -8,7 +8,8 @@ pays a discount for it. Two programs do better:
 - tracked: what is held. A step costs c[k] * max(0, N[k] - budget).
 - `apart`, tracked: what is held and doesn't move, N - P. No step may exceed the budget. What is held is charged at
   c[k], at most the linear price, without discount for room: where the links give no price, the rows "A <= P" did, and
-  these are now heeded. A stage moves nothing, or all that no other stage can forbid and any part of the rest.
+  these are now heeded. What a stage moves is any part of what it may: groups of near sums of bytes stand for those in
+  between, moved at the price of the least of a group and off the device as far as the largest.
 
 Charged rounding. Slots of width w would lose w/2 per stage. Instead, W[k](slot) is the least of V + mu[k] * (z - low)
 over all partial plans with z tracked bytes in the slot, V their cost, mu[k] a guess of what a byte costs from here on
@@ -25,6 +26,8 @@ the linear bound, are left out: the result is the smaller of the program's and t
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +40,10 @@ _Open = tuple[tuple[int, int], ...]
 """Storages that a segment has dropped, each with the stage that holds it again."""
 MOST_OPEN = 32
 """Most sets of dropped storages that are told apart at a boundary; further ones lose some, which only relaxes."""
+GROUPS = 3
+"""Groups of sums of moved bytes between none and all that are told apart."""
+MOST_SUMMED = 8
+"""Storages of a stage up to which all sums of their bytes are formed: 256."""
 COARSE = 8
 """Slots per slot of the segments' tables, whose time grows with the square of their length."""
 SLACK = 1e-9
@@ -57,6 +64,25 @@ class _States:
         self.source = np.full(slots, -1, np.int32)
         self.choice = np.full(slots, -1, np.int32)
         self.opened = np.full(slots, -1, np.int32)
+
+
+def groups_of(sizes: Sequence[float]) -> list[tuple[float, float]]:
+    """The sums of all parts of `sizes`, as intervals: none, all, and at most `GROUPS` in between."""
+    if not sizes:
+        return [(0.0, 0.0)]
+    sums = [0.0]
+    for size in sizes if len(sizes) <= MOST_SUMMED else ():
+        sums = sorted({*sums, *(total + size for total in sums)})
+    whole = sum(sizes) if len(sizes) > MOST_SUMMED else sums[-1]
+    inside = sums[1:-1]
+    if len(sizes) > MOST_SUMMED:
+        least = min(sizes)
+        edges = np.linspace(least, whole - least, GROUPS + 1).tolist()
+        between = list(pairwise(edges))
+    else:
+        each = -(-len(inside) // GROUPS) or 1
+        between = [(inside[at], inside[min(at + each, len(inside)) - 1]) for at in range(0, len(inside), each)]
+    return [(0.0, 0.0), *between, (whole, whole)]
 
 
 class HeldDp:
@@ -268,13 +294,15 @@ class HeldDp:
                 for o in range(len(m.codes))
             ]
         out = []
+        price = k.move(i)
         for o in range(len(m.codes)):
             unsure = [self._item(s, k.move(i, s)) for s in m.unsure[o]]
             unsure.sort(reverse=True)
-            ways = [(0.0, float(m.still[o]))]
-            if m.sure[o] or unsure:
-                some = self._subsets(unsure, float(m.still[o] - m.sure[o]))
-                ways += [(cost + float(m.sure[o]) * k.move(i), kept) for cost, kept in some]
+            ways = [
+                (cost + min(least * price, most * price), kept - most)
+                for least, most in groups_of(m.sure[o])
+                for cost, kept in self._subsets(unsure, float(m.still[o]))
+            ]
             out += [
                 (o, float(priced[o]) + cost, float(m.forward[o]), float(m.backward[o]), kept) for cost, kept in ways
             ]

@@ -1,8 +1,8 @@
 """Lower bounds on the makespan over the whole plan space: options, nested segments, swapping on links with backlog.
 
 The space: a sequence of single stages, each with an option of its menu, and segments with any inner trees; a stage
-moves all it may or nothing; links are first in, first out; compute runs in program order (NOTE [Residency] in
-core/rules.py).
+moves any part of what it may, with any points; links are first in, first out; compute runs in program order (NOTE
+[Residency] in core/rules.py).
 
 1. `linear_program.py` relaxes choices to shares and whole transfers to flows. Segments enter as columns: at the
    multipliers of each program, `trees.py` finds the cheapest tree of *every* segment, so that a path over the stage

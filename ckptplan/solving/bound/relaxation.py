@@ -38,7 +38,7 @@ class _Menu:
         self.still = np.zeros(k)
         self.seconds = np.zeros(k)
         self.free = np.zeros(k)
-        self.sure = np.zeros(k)
+        self.sure: list[list[float]] = [[] for _ in range(k)]
         self.unsure: list[list[int]] = [[] for _ in range(k)]
         self.shared: list[list[int]] = [[] for _ in range(k)]
         self.fixes: list[list[int]] = [[] for _ in range(k)]
@@ -228,7 +228,7 @@ class Chain:
                     else:
                         out.free[at] += self.size[s]
                     if self.holders[s] == [i]:
-                        out.sure[at] += self.size[s]
+                        out.sure[at].append(float(self.size[s]))
                     else:
                         out.unsure[at].append(s)
             out.fixes[at] = [s for s in option.held if s not in option.moved]
