@@ -137,7 +137,7 @@ def moving(
     segments: tuple[Segment, ...] = (),
     tiers: tuple[Tier, ...] = ("host",),
 ) -> Plan:
-    """A plan in which all that may move does, with release and prefetch points near their stage, drawn at random."""
+    """A plan in which most of what may move does, with release and prefetch points near their stage, at random."""
     n = len(options)
     releases, prefetches = enforceable_points([stage.is_glue for stage in profile.stages])
     ends = list(range(n))
@@ -149,6 +149,8 @@ def moving(
         if not moved:
             choices.append(Decision(option.action, option=option.name, ops=option.ops))
             continue
+        if rng.random() < 0.3:
+            moved = tuple(p for p in moved if rng.random() < 0.5) or moved
         release = max(i, releases[min(i + rng.randint(0, 2), n - 1)])
         prefetch = max(ends[i], prefetches[min(ends[i] + rng.randint(0, 2), n - 1)])
         choices.append(Decision(option.action, moved, release, prefetch, option.name, option.ops, rng.choice(tiers)))

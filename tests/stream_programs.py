@@ -142,7 +142,10 @@ def built(seed: int) -> tuple[Streamed, torch.Tensor, Profile]:
 
 
 def random_plan(seed: int, rng: random.Random) -> Plan:
-    """Any option of each stage's menu, segments of stages on one stream, any release and prefetch near the stage."""
+    """Any option of each stage's menu, segments of stages on one stream, any release and prefetch near the stage.
+
+    A stage moves all that it may, or a part of it.
+    """
     model, _, profile = built(seed)
     stages = profile.stages
     options: list[Option] = [rng.choice([o for o in s.options for _ in range(3 if o.moves else 1)]) for s in stages]
@@ -169,6 +172,8 @@ def random_plan(seed: int, rng: random.Random) -> Plan:
     moves = residency(profile, options, tuple(segments)).moves
     for i, (option, moved) in enumerate(zip(options, moves, strict=True)):
         if moved:
+            if rng.random() < 0.3:
+                moved = tuple(p for p in moved if rng.random() < 0.5) or moved
             release = max(i, releases[min(i + rng.randint(0, 2), n - 1)])
             prefetch = max(ends[i], prefetches[min(ends[i] + rng.randint(0, 2), n - 1)])
             choices.append(Decision(option.action, moved, release, prefetch, option.name, option.ops))

@@ -286,13 +286,16 @@ def peak(profile: Profile, r: Residency, points: Points) -> StepNeed:
     return _worst(profile, forward, backward)
 
 
-def makespan_s(profile: Profile, r: Residency, points: Points) -> float:
-    """Seconds of the step with these points (NOTE [Lanes] in lanes.py); never less than with everything kept."""
-    link = profile.link
+def makespan_s(profile: Profile, r: Residency, points: Points, on_disk: Collection[int] = ()) -> float:
+    """Seconds of the step with these points (NOTE [Lanes] in lanes.py); never less than with everything kept.
+
+    Copies of the stages `on_disk` go to the disk tier, all others to the host.
+    """
     out: list[Copy] = []
     back: list[Copy] = []
     for i, there in enumerate(points):
         if there is not None:
+            link = profile.disk if i in on_disk and profile.disk is not None else profile.link
             out.append(Copy(i + 1, there[0] + 1, link.out_s(r.moved_bytes[i])))
             back.append(Copy(r.needed[i] + 1, there[1] + 1, link.in_s(r.moved_bytes[i])))
     back.sort(key=attrgetter("due"))  # stable: of those with one point, in the stages' order

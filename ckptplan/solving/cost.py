@@ -447,7 +447,7 @@ class Evaluator:
         return Room(budget_bytes, self.host_bytes)
 
     def with_moves(self, codes: Sequence[int], segments: Segments, moves: Moves) -> Schedule:
-        """One plan with these moves; a swap that moves nothing is a keep where that costs nothing."""
+        """One plan with these moves; a swap that moves nothing is a keep where that costs no byte."""
         before = self.options(codes)
         moved = {option.saved[p] for option, at in zip(before, moves.positions, strict=True) for p in at}
         options = [
@@ -465,7 +465,7 @@ class Evaluator:
         return Schedule(
             tuple(stage.options.index(option) for stage, option in zip(self.profile.stages, options, strict=True)),
             choices,
-            moves.seconds,
+            makespan_s(self.profile, r, moves.points, moves.on_disk),
             peak(self.profile, r, moves.points).bytes,
             sum(r.moved_bytes) - disk,
             segments,

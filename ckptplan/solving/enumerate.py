@@ -236,8 +236,9 @@ def fastest_of_all(
                 moves = search.fastest(best_s, deadline)
                 complete = complete and search.complete
                 if moves is not None:
-                    best_s = moves.seconds
-                    on_found(evaluator.with_moves(codes, forest, moves))
+                    found = evaluator.with_moves(codes, forest, moves)
+                    best_s = found.step_s
+                    on_found(found)
     return complete
 
 

@@ -680,15 +680,7 @@ class _PlanSearch:
         self.begin("moves")
         codes, segments = self.best.codes, self.best.segments
         search = self.evaluator.search(codes, self.budget_bytes, segments)
-        start = Moves(
-            self.best.step_s,
-            tuple(choice.moves for choice in self.best.choices),
-            tuple(
-                None if choice.release is None or choice.prefetch is None else (choice.release, choice.prefetch)
-                for choice in self.best.choices
-            ),
-            frozenset(i for i, choice in enumerate(self.best.choices) if choice.tier == "disk"),
-        )
+        start = Moves.of(self.best.step_s, self.best.choices)
         found = search.improved(start, self.deadline)
         if found is not start:
             self.take(self.evaluator.with_moves(codes, segments, found))

@@ -25,6 +25,7 @@ from ckptplan.core import rules
 from ckptplan.core.lanes import Copy, lane
 from ckptplan.core.link import Link
 from ckptplan.core.option import Option
+from ckptplan.core.plan import Decision
 from ckptplan.core.profile import Profile
 from ckptplan.core.schedule import EQUAL_S, Points, last_resident, residency
 from ckptplan.core.segment import Segment
@@ -53,6 +54,19 @@ class Moves(NamedTuple):
     positions: tuple[tuple[int, ...], ...]
     points: Points
     on_disk: frozenset[int]
+
+    @classmethod
+    def of(cls, seconds: float, choices: Sequence[Decision]) -> Moves:
+        """Those of a plan's decisions."""
+        return cls(
+            seconds,
+            tuple(choice.moves for choice in choices),
+            tuple(
+                None if choice.release is None or choice.prefetch is None else (choice.release, choice.prefetch)
+                for choice in choices
+            ),
+            frozenset(i for i, choice in enumerate(choices) if choice.tier == "disk"),
+        )
 
 
 @dataclass(frozen=True, slots=True)

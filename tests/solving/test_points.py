@@ -1,0 +1,142 @@
+"""What moves, and in which order it comes back: the fastest of all for small chains, never worse for others."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import brute_force
+import numpy as np
+import pytest
+from exactly import Limits, solve_profile
+from random_chains import odd_chain, random_chain, random_options, random_segments
+
+from ckptplan.core.profile import Profile
+from ckptplan.referee import simulate, validate
+from ckptplan.solving import smallest_peak
+from ckptplan.solving.cost import Evaluator
+from ckptplan.solving.frontier import everything_kept_bytes
+from ckptplan.solving.points import Moves
+
+pytestmark = pytest.mark.planning
+
+PROFILES = Path(__file__).parent.parent / "profiles"
+ROUNDING = 1 + 1e-9  # sums of the same seconds in another order
+
+
+@pytest.mark.parametrize(
+    ("name", "budget", "step_s"),
+    [
+        ("hidden_1307", 70, 12.75),
+        ("hidden_5575", 111, 24.55833333333333),
+        ("hidden_5924", 142, 16.88333333333333),
+        ("hidden_6083", 160, 2.175e-8),
+        ("hidden_6136", 115, 12.95),
+    ],
+)
+def test_parts_and_orders_are_found(name: str, budget: int, step_s: float) -> None:
+    """The fastest plan leaves an earlier stage's bytes where they are, or brings them back first."""
+    profile = Profile.load(PROFILES / f"{name}.json")
+    plan = solve_profile(profile, budget)
+    assert plan.step_s == pytest.approx(step_s, rel=1e-9)
+    assert plan.status == "optimal"
+    assert validate(profile, plan, budget) == ()
+    assert brute_force.fastest_of_all_points(profile, budget) == pytest.approx(step_s, rel=1e-9)
+
+
+def test_a_real_models_plan_is_as_fast_as_any() -> None:
+    """0.0259 s with all moves of all options, which was called optimal, and 0.0258 s with other points."""
+    profile = Profile.load(PROFILES / "hidden_model.json")
+    plan = solve_profile(profile, 16273809)
+    assert validate(profile, plan, 16273809) == ()
+    assert plan.status == "optimal"
+    assert plan.step_s < 0.0252
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_no_plan_is_faster_than_one_called_optimal(part: int) -> None:
+    """Ties, zero times and bytes, extreme links, limits on the host; experiments/exactness.py has more of them."""
+    seen = 0
+    for seed in [48, 80, 169, 209, 238, 347, *range(400 + part, 480, 4)][0 if part == 0 else 6 :]:
+        rng = random.Random(20_000 + seed)
+        profile = odd_chain(rng, rng.randint(1, 4))
+        host = None if rng.random() < 0.5 else int(rng.random() ** 2 * sum(s.nbytes for s in profile.storages))
+        combinations = brute_force.combinations(profile)
+        found, most = smallest_peak(profile, Limits(host_bytes=host)), everything_kept_bytes(profile)
+        least = brute_force.smallest_peak(profile, host_bytes=host, within=combinations)
+        assert (found.peak_bytes, found.proven) == (least, True), seed
+        for percent in (0, 30, 70):
+            budget = least + max(0, most - least) * percent // 100
+            plan = solve_profile(profile, budget, Limits(host_bytes=host))
+            assert validate(profile, plan, budget, host_bytes=host) == ()
+            best_s = brute_force.fastest(profile, budget, host_bytes=host, within=combinations)
+            assert best_s is not None
+            assert plan.step_s == pytest.approx(best_s, rel=1e-9, abs=1e-12), (seed, percent)
+            seen += plan.status == "optimal"
+    assert seen >= 60
+
+
+def test_the_fastest_moves_are_those_of_brute_force() -> None:
+    compared = shorter = 0
+    for seed in range(200):
+        rng = random.Random(seed)
+        profile = random_chain(seed, rng.randint(2, 4), most_options=5)
+        segments = random_segments(rng, profile)
+        options = tuple(random_options(rng, profile, segments))
+        if seed % 2:
+            segments, options = (), tuple(stage.find("swap") or stage.keep for stage in profile.stages)
+        codes = [stage.options.index(option) for stage, option in zip(profile.stages, options, strict=True)]
+        host = rng.choice((None, None, rng.randint(0, 60)))
+        evaluator = Evaluator(profile, host)
+        budget = evaluator.peak(codes, segments) + rng.randint(0, 20)
+        search = evaluator.search(codes, budget, segments)
+        moves = search.fastest()
+        assert search.complete
+        chosen = brute_force.fastest_of(
+            profile, brute_force.Combination(0.0, options, segments), budget, host_bytes=host
+        )
+        assert (moves is None) == (chosen is None), seed
+        if moves is None or chosen is None:
+            continue
+        schedule = evaluator.with_moves(codes, segments, moves)
+        timeline = simulate(profile, schedule.choices, segments)
+        assert timeline.makespan_s == pytest.approx(schedule.step_s, rel=1e-9, abs=1e-9)
+        assert (timeline.peak_bytes, timeline.host_bytes) == (schedule.peak_bytes, schedule.host_bytes)
+        assert timeline.peak_bytes <= budget
+        best_s = max(simulate(profile, chosen, segments).makespan_s, profile.baseline_step_s)
+        assert moves.seconds == pytest.approx(best_s, rel=1e-9, abs=1e-9), seed
+        assert schedule.step_s <= moves.seconds  # less where a swap that moves nothing is a keep
+        lazy = evaluator.schedule(codes, budget, segments)
+        shorter += lazy is None or schedule.step_s < lazy.step_s * (1 - 1e-9)
+        compared += 1
+    assert compared > 80
+    assert shorter > 5
+
+
+def test_changes_never_make_a_step_longer_and_their_costs_are_the_referees() -> None:
+    shorter = 0
+    for seed in range(150):
+        rng = random.Random(seed)
+        profile = random_chain(seed, rng.randint(4, 14))
+        segments = random_segments(rng, profile)
+        options = random_options(rng, profile, segments)
+        if seed % 3:
+            segments, options = (), [stage.find("swap") or stage.keep for stage in profile.stages]
+        codes = [stage.options.index(option) for stage, option in zip(profile.stages, options, strict=True)]
+        evaluator = Evaluator(profile)
+        budget = evaluator.peak(codes, segments) + rng.randint(0, 30)
+        lazy = evaluator.schedule(codes, budget, segments)
+        assert lazy is not None
+        start = Moves.of(lazy.step_s, lazy.choices)
+        found = evaluator.search(lazy.codes, budget, segments).improved(start, deadline=float("inf"))
+        least_s = float(evaluator.least_s(np.array([lazy.codes], np.int8), budget, segments)[0])
+        assert least_s <= found.seconds * ROUNDING
+        assert found.seconds <= lazy.step_s
+        if found is not start:
+            schedule = evaluator.with_moves(lazy.codes, segments, found)
+            timeline = simulate(profile, schedule.choices, segments)
+            assert timeline.makespan_s == pytest.approx(schedule.step_s, rel=1e-9, abs=1e-9)
+            assert timeline.peak_bytes == schedule.peak_bytes <= budget
+            assert schedule.step_s <= found.seconds * ROUNDING
+            shorter += 1
+    assert shorter > 10
