@@ -49,7 +49,7 @@ def measure(name: str, percents: tuple[int, ...]) -> list[dict[str, Any]]:
         times: dict[str, float] = {}
         begin = time.perf_counter()
 
-        def on_progress(part: str, best_s: float, bound_s: float) -> None:
+        def on_progress(part: str, best_s: float, bound_s: float, peak_bytes: int | None) -> None:
             now = time.perf_counter() - begin  # noqa: B023 - called within this round alone
             if best_s < float("inf"):
                 times.setdefault("first", now)  # noqa: B023

@@ -47,19 +47,36 @@ class InfeasibleBudgetError(CkptPlanError):
     budget_bytes : int
         The given budget.
     min_peak_bytes : int
-        The smallest budget for which a plan exists.
+        The smallest budget for which a plan was found.
+    min_peak_bound_bytes : int
+        No plan fits a smaller budget, which is proven; 0: nothing is.
     stage : str
         The stage at which the smallest plan has its peak.
     phase : str
         "forward", "backward" or "update".
     """
 
-    def __init__(self, message: str, *, budget_bytes: int, min_peak_bytes: int, stage: str, phase: str) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        budget_bytes: int,
+        min_peak_bytes: int,
+        stage: str,
+        phase: str,
+        min_peak_bound_bytes: int = 0,
+    ) -> None:
         super().__init__(message)
         self.budget_bytes = budget_bytes
         self.min_peak_bytes = min_peak_bytes
+        self.min_peak_bound_bytes = min_peak_bound_bytes
         self.stage = stage
         self.phase = phase
+
+    @property
+    def min_peak_proven(self) -> bool:
+        """Whether no plan fits a budget below `min_peak_bytes`."""
+        return self.min_peak_bytes == self.min_peak_bound_bytes
 
 
 class RankError(CkptPlanError):

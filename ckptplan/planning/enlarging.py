@@ -200,6 +200,7 @@ def _again(error: InfeasibleBudgetError) -> InfeasibleBudgetError:
         f"{error}; the former plan stays applied",
         budget_bytes=error.budget_bytes,
         min_peak_bytes=error.min_peak_bytes,
+        min_peak_bound_bytes=error.min_peak_bound_bytes,
         stage=error.stage,
         phase=error.phase,
     )

@@ -217,6 +217,7 @@ class _Search:
                 "or let fewer micro-batches be in flight",
                 budget_bytes=self._budget_bytes,
                 min_peak_bytes=needs,
+                min_peak_bound_bytes=least.bound_bytes,
                 stage=least.stage,
                 phase=least.phase,
             )

@@ -114,6 +114,8 @@ class Job:
     ) -> InfeasibleBudgetError:
         """Return the failure that names the smallest budget which works, by the plans that were replayed as well."""
         error = min(failures, key=lambda failure: failure.min_peak_bytes)
+        # The others' bounds hold for the plans that were left to them.
+        error.min_peak_bound_bytes = failures[0].min_peak_bound_bytes
         least = min(attempts, key=self.needs, default=None)
         if least is None or not self.on_cuda or (needs := self.needs(least)) >= error.min_peak_bytes:
             return error
@@ -217,6 +219,7 @@ class Job:
             + ("; PYTORCH_ALLOC_CONF=expandable_segments:True lessens fragments" if self.on_cuda else ""),
             budget_bytes=budget_bytes,
             min_peak_bytes=needs,
+            min_peak_bound_bytes=error.min_peak_bound_bytes,
             stage=error.stage,
             phase=error.phase,
         )

@@ -632,6 +632,7 @@ class _PlanSearch:
             f"{_exactly(least.peak_bytes, self.budget_bytes)} ({where}); raise the budget{allow}",
             budget_bytes=self.budget_bytes,
             min_peak_bytes=least.peak_bytes,
+            min_peak_bound_bytes=least.bound_bytes,
             stage=least.stage,
             phase=least.phase,
         )

@@ -155,14 +155,17 @@ def test_smallest_peak_and_the_error_below_it() -> None:
                 solve_profile(profile, least - 1, Limits(actions=actions))
             error = caught.value
             assert (error.budget_bytes, error.min_peak_bytes) == (least - 1, least)
+            assert (error.min_peak_bound_bytes, error.min_peak_proven) == (least, True)
             missing = [a for a in ("swap", "recompute") if a not in actions]
             assert all(repr(a) in str(error) for a in missing) or error.phase == "update"
 
 
 def test_error_of_a_long_chain_says_whether_the_peak_is_proven() -> None:
     # Neither one step alone nor the linear program asks for all that whole options and shared storages do.
-    with pytest.raises(InfeasibleBudgetError, match="the smallest peak found"):
+    with pytest.raises(InfeasibleBudgetError, match="the smallest peak found") as caught:
         solve_profile(rich_chain(random.Random(11), 30), 1, Limits(time_limit_s=1))
+    assert 0 < caught.value.min_peak_bound_bytes < caught.value.min_peak_bytes
+    assert not caught.value.min_peak_proven
     # Where everything can move, the step that needs most by itself is the proof.
     profile = textbook_chain(random.Random(1), 30)
     with pytest.raises(InfeasibleBudgetError, match="the smallest feasible peak"):
