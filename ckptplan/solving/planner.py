@@ -17,7 +17,9 @@ from ckptplan.core.profile import Profile
 from ckptplan.core.request import NO_LIMITS, Limits
 from ckptplan.core.schedule import EQUAL_S
 from ckptplan.core.units import format_bytes
+from ckptplan.solving.bound import highs
 from ckptplan.solving.bound.linear_program import Master
+from ckptplan.solving.bound.mixed_integer import MixedModel
 from ckptplan.solving.bound.pricing import lower_bound
 from ckptplan.solving.bound.relaxation import Chain, Floats
 from ckptplan.solving.cost import KEEP, Codes, Evaluator, Menu, Schedule, Segments
@@ -68,6 +70,13 @@ LOCAL_SEARCH_STARTS = 2
 """Finalists with distinct segments from which local search starts."""
 SLOWER_FACTOR = 1.01
 """The label DP drops what its fluid links, which are inexact, make slower than the best plan by more."""
+MIXED_STAGES = 40
+"""Longer chains take the mixed-integer program more than the time there is."""
+MIXED_LEAST_S = 0.6
+MIXED_S_PER_PAIR = 0.003
+"""Seconds in which its process starts, and in which it is built, per pair of stages, about."""
+MIXED_GAP_SHARE = 0.25
+"""Its gap as a share of the one wanted: the rest is for what it leaves out."""
 MODEL_STAGES = 150
 """Longer chains take CP-SAT more than the time there is."""
 MODEL_LEAST_S = 0.2
@@ -103,6 +112,7 @@ FIRST_LOCAL_SHARE = 0.2
 LONG_CHAIN_LOCAL_SHARE = 0.6
 LATER_LOCAL_SHARE = 0.3
 LAST_LOCAL_SHARE = 0.85
+MIXED_SHARE = 0.6
 SEGMENT_SHARE = 0.2
 STILL_SEGMENT_SHARE = 0.6
 """Of the segment program where nothing moves."""
@@ -299,6 +309,7 @@ class _PlanSearch:
             if n <= MODEL_STAGES:
                 self.search(ROUNDS_AT_FIRST, FIRST_LOCAL_SHARE)
             self.run_bound()
+            self.run_mixed()
         while not self.closed() and width <= MOST_LABELS:
             if self.left_s() < (1.0 if depth < NESTING else 2.0) * taken:
                 break
@@ -386,6 +397,23 @@ class _PlanSearch:
         if bound.prices is None:
             return None
         return self.steered_by(bound.prices.forward_s_per_byte, bound.prices.backward_s_per_byte, bound.prices.drain)
+
+    def run_mixed(self) -> None:
+        """A bound by the mixed-integer program, and the plan that it suggests."""
+        n = len(self.menu)
+        if self.closed() or n > MIXED_STAGES or MIXED_SHARE * self.left_s() < MIXED_LEAST_S + MIXED_S_PER_PAIR * n * n:
+            return
+        self.begin("mixed-integer program")
+        deadline = time.monotonic() + MIXED_SHARE * self.left_s()
+        model = MixedModel(
+            self.profile, self.menu, self.budget_bytes, host_bytes=self.host_bytes, segments=self.space.segments
+        )
+        found = highs.solve(model.model, deadline, self.gap * MIXED_GAP_SHARE)
+        if found is not None:
+            self.prove(model.bound_s(found.bound, highs.TOLERANCE))
+            if found.ones:
+                self.offer(*model.read(found.ones))
+        self.report("mixed-integer program")
 
     def run_model(self) -> None:
         """CP-SAT over the options of all stages, from the best plan, for the time that is left."""

@@ -1,0 +1,78 @@
+"""HiGHS in a process of its own: OR-Tools can't interrupt it, and the process can be ended."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import subprocess
+import sys
+import time
+from typing import Any, NamedTuple
+
+TOLERANCE = 1e-9
+"""Of its rows, its reduced costs and its whole numbers."""
+LATE_S = 1.0
+"""Seconds behind its time limit after which the process is ended: it looks at the clock now and then alone."""
+
+
+class Found(NamedTuple):
+    """What the solver knows in the end: a bound, -inf at worst, and the variables that are 1 in its best solution."""
+
+    bound: float
+    ones: set[int]
+
+
+def solve(model: Any, deadline: float, gap: float) -> Found | None:
+    """Minimise a model of `mathopt` until `deadline` (of `time.monotonic()`) or to a relative gap.
+
+    None if there was no time for it, or the process failed.
+    """
+    seconds = deadline - time.monotonic()
+    if seconds <= 0:
+        return None
+    # The child finds this package where this process does.
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-m", "ckptplan.solving.bound.highs", repr(seconds), repr(gap)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=env
+    ) as child:
+        try:
+            told, _ = child.communicate(model.export_model().SerializeToString(), timeout=seconds + LATE_S)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            child.kill()
+            child.wait()
+    if child.returncode != 0:
+        return None
+    found = json.loads(told)
+    return Found(found["bound"], set(found["ones"]))
+
+
+def main() -> None:
+    """Solve the model on stdin within the seconds and to the gap that the arguments say, and print what is found."""
+    from ortools.math_opt import model_pb2
+    from ortools.math_opt.python import mathopt
+    from ortools.math_opt.solvers import highs_pb2
+
+    answer = os.dup(sys.stdout.fileno())
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # the solver prints now and then
+    began_s, seconds = time.monotonic(), float(sys.argv[1])
+    model = mathopt.Model.from_model_proto(model_pb2.ModelProto.FromString(sys.stdin.buffer.read()))
+    options = highs_pb2.HighsOptionsProto()
+    options.string_options["parallel"] = "off"
+    for name in ("primal_feasibility_tolerance", "dual_feasibility_tolerance", "mip_feasibility_tolerance"):
+        options.double_options[name] = TOLERANCE
+    options.double_options["mip_rel_gap"] = float(sys.argv[2])
+    left_s = max(seconds - (time.monotonic() - began_s), 0.0)
+    params = mathopt.SolveParameters(highs=options, time_limit=datetime.timedelta(seconds=left_s))
+    result = mathopt.solve(model, mathopt.SolverType.HIGHS, params=params)
+    ones = []
+    if result.has_primal_feasible_solution():
+        ones = [var.id for var, value in result.variable_values().items() if var.integer and value > 0.5]
+    os.write(answer, json.dumps({"bound": result.termination.objective_bounds.dual_bound, "ones": ones}).encode())
+
+
+if __name__ == "__main__":
+    main()

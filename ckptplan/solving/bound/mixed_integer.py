@@ -1,0 +1,431 @@
+"""A mixed-integer program over options, segments and whole transfers: a bound, and a plan to look at.
+
+What `linear_program.py` relaxes is whole here: options, segments and the segments in their sweeps, which of the larger
+storages move, and whether a stage's transfer is done. Links stay fluids, and so does what is small. Everything left out
+makes the optimum lower.
+
+| symbol    | meaning                                                                                            |
+|-----------|----------------------------------------------------------------------------------------------------|
+| x[i,o]    | stage i has option o, in no segment                                                                |
+| y[a,b]    | an outermost segment a..b                                                                          |
+| w[a,b]    | a segment a..b within another one, at any depth                                                    |
+| e[j,k]    | in backward step k, stage j's storages have been dropped: an inner segment with it ends before k    |
+| M[o]      | bytes that stage o moves                                                                           |
+| z[o,k]    | stage o's transfer is done when step k starts; one for each lane                                   |
+| L[k]      | bytes that a link has carried when step k starts; backward is a lane in reversed time (cost.py)    |
+
+Bytes are in units of the budget, seconds in units of the baseline. The model takes its time in a process of its own
+(`highs.py`), which Ctrl-C ends.
+
+Never above the truth. In forward a storage is there from its birth on if any stage holds it, in backward from its
+first holder on: an OR of holders, exact. In a sweep, what a stage keeps is a copy unless the stage held the storage all
+the while; a copy is there while a stage that was kept has it. An inner segment's stages run again, its last one
+recomputes, and both are charged in the backward step in which they do; the bytes of inner sweeps are left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from ckptplan.core import rules
+from ckptplan.core.option import Option
+from ckptplan.core.profile import Profile
+from ckptplan.core.segment import Segment
+from ckptplan.solving.bound.relaxation import LEAST_SECOND, RATE_ROUNDING
+from ckptplan.solving.enumerate import PlanSpace
+
+MOST_BASELINES = 1e4
+"""Steps with everything kept, above which a bound isn't believed."""
+WHOLE = 0.005
+"""Share of the budget from which on a storage moves whole or not at all, and a stage's transfer is whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Holder:
+    """How a stage may hold a storage: the codes under which it does, and of these those that move it."""
+
+    stage: int
+    holding: frozenset[int]
+    moving: frozenset[int]
+    linked: bool
+    in_segment: bool  # whether it holds it there, if the segment doesn't make it
+    moves_in_segment: bool
+
+
+@dataclass(slots=True)
+class _Group:
+    """Storages of the same kind, one if they are large.
+
+    `holds` are the holders' variables, `held` the OR of those up to each.
+    """
+
+    storage: int
+    size: float
+    stop: int
+    holders: tuple[_Holder, ...]
+    holds: list[Any]
+    held: list[Any]
+
+
+class MixedModel:
+    """The program for one profile, menu and budget.
+
+    Parameters
+    ----------
+    profile : Profile
+    menu : sequence of sequence of int
+        Per stage, the options allowed.
+    budget_bytes : int
+    host_bytes : int, optional
+        Most bytes moved in all.
+    segments : bool
+        Whether plans may have segments.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        menu: Sequence[Sequence[int]],
+        budget_bytes: int,
+        *,
+        host_bytes: int | None = None,
+        segments: bool = True,
+    ) -> None:
+        from ortools.math_opt.python import mathopt
+
+        self.profile, self.menu, self.n = profile, menu, len(profile.stages)
+        self.space = PlanSpace(profile, menu, segments=segments)
+        self.unit, self.second = float(max(1, budget_bytes)), max(profile.baseline_step_s, LEAST_SECOND)
+        self.model: Any = mathopt.Model()
+        self.span = 0.0  # of all variables together, by which dual tolerances count
+        self.forward_s = [stage.forward_s / self.second for stage in profile.stages]
+        self.backward_s = [stage.backward_s / self.second for stage in profile.stages]
+        self.added_s: list[list[tuple[float, Any]]] = [[] for _ in profile.stages]
+        self.add_choices()
+        self.add_inner_segments()
+        self.add_holders()
+        self.add_moves(host_bytes)
+        self.away: list[list[Any]] = []
+        stalls = [self.add_lane(lane) for lane in (0, 1)]
+        self.add_memory()
+        added_s = [seconds * var for terms in self.added_s for seconds, var in terms]
+        self.model.minimize(sum(self.forward_s) + sum(self.backward_s) + self.sum([*stalls, *added_s]))
+
+    def variable(self, upper: float = 1.0, *, whole: bool = False) -> Any:
+        """A variable from 0 to `upper`."""
+        self.span += upper
+        return self.model.add_binary_variable() if whole else self.model.add_variable(lb=0.0, ub=upper)
+
+    def require(self, row: Any) -> None:
+        """Add a constraint, unless it has no variable: then it is True or False, and holds."""
+        if not isinstance(row, bool):
+            self.model.add_linear_constraint(row)
+
+    @staticmethod
+    def sum(terms: Sequence[Any]) -> Any:
+        """The sum of terms, 0 of none."""
+        from ortools.math_opt.python import mathopt
+
+        return mathopt.LinearSum(terms) if terms else 0.0
+
+    def add_choices(self) -> None:
+        """Each stage has one option, or is in one segment, which takes the time of its sweep."""
+        p, n = self.profile, self.n
+        self.x = [{code: self.variable(whole=True) for code in self.menu[i]} for i in range(n)]
+        self.y = {(a, b): self.variable(whole=True) for a in range(n) for b in self.space.ends(a, a + 1, n)}
+        self.around = [[c for c in self.y if c[0] <= i <= c[1]] for i in range(n)]
+        for i in range(n):
+            self.require(self.sum([*self.x[i].values(), *(self.y[c] for c in self.around[i])]) == 1)
+            for code, var in self.x[i].items():
+                self.added_s[i].append((p.stages[i].options[code].added_s / self.second, var))
+        self.sweeps = {c: rules.sweep_of(p, Segment(*c)) for c in self.y}
+        for (a, b), var in self.y.items():
+            self.added_s[b].append(((self.sweeps[a, b].seconds + self.again(b).added_s) / self.second, var))
+
+    def again(self, i: int) -> Option:
+        """The option by which stage `i`, which can be in a segment, is recomputed."""
+        found = self.profile.stages[i].recompute
+        assert found is not None
+        return found
+
+    def inside(self, i: int) -> list[Option]:
+        """The options that stage `i` may have in a segment."""
+        return [self.profile.stages[i].options[code] for code in self.space.inside[i]]
+
+    def add_inner_segments(self) -> None:
+        """Segments in a sweep run their stages once more, and recompute their last one."""
+        p, n = self.profile, self.n
+        self.w: dict[tuple[int, int], Any] = {}
+        for a in range(n):
+            for b in self.space.ends(a, a, n):
+                outer = [self.y[c] for c in self.around[a] if c[1] > b]
+                if outer:
+                    var = self.w[a, b] = self.variable(whole=True)
+                    self.require(var <= self.sum(outer))
+                    seconds = sum(stage.rerun_s for stage in p.stages[a:b]) + self.again(b).added_s
+                    self.added_s[b].append((seconds / self.second, var))
+        self.ending = [[var for (_, b), var in self.w.items() if b == k] for k in range(n)]
+        for ending in self.ending:
+            self.require(self.sum(ending) <= 1)
+        self.e: dict[tuple[int, int], Any] = {}
+        for j in range(n):
+            for k in range(j + 1, n):
+                inner = [var for (a, b), var in self.w.items() if a <= j <= b < k]
+                outer = [self.y[c] for c in self.around[j] if c[1] >= k]
+                if inner and outer:
+                    var = self.e[j, k] = self.variable()
+                    self.require(var <= self.sum(inner))
+                    self.require(var <= self.sum(outer))
+
+    def add_holders(self) -> None:
+        """Who holds which storage from its forward on, by options and segments, and the OR of them."""
+        p, n = self.profile, self.n
+        self.base = [[nbytes / self.unit for nbytes in base] for base in (p.base_forward_bytes, p.base_backward_bytes)]
+        found: dict[Any, _Group] = {}
+        for s, holders in self._holders().items():
+            storage = p.storages[s]
+            size = storage.nbytes / self.unit
+            key = (storage.born, storage.program_until, storage.stays, tuple(holders), s if size >= WHOLE else None)
+            if key in found:
+                found[key].size += size
+            else:
+                stop = rules.program_steps(storage, n).stop
+                found[key] = _Group(s, size, max(stop, storage.born + 1), tuple(holders), [], [])
+        for storage in p.storages:
+            for k in rules.program_steps(storage, n):
+                self.base[0][k] += storage.nbytes / self.unit
+            if storage.to_end:
+                self.base[1] = [nbytes + storage.nbytes / self.unit for nbytes in self.base[1]]
+        self.groups = list(found.values())
+        for group in self.groups:
+            for holder in group.holders:
+                holds = self.sum([*(self.x[holder.stage][c] for c in sorted(holder.holding)), *self._in(group, holder)])
+                held = holds
+                if group.held:
+                    held = self.variable()
+                    self.require(held >= holds)
+                    self.require(held >= group.held[-1])
+                group.holds.append(holds)
+                group.held.append(held)
+
+    def _holders(self) -> dict[int, list[_Holder]]:
+        """Per storage whose bytes depend on a decision, its possible holders in order."""
+        found: dict[int, list[_Holder]] = defaultdict(list)
+        for i, stage in enumerate(self.profile.stages):
+            options = {code: stage.options[code] for code in self.menu[i]}
+            inside = ([stage.keep] if stage.is_glue else self.inside(i)) if self.around[i] else []
+            for s in sorted({s for option in (*options.values(), *inside) for s in option.held}):
+                if rules.counts(self.profile.storages[s]):
+                    holding = frozenset(code for code, option in options.items() if s in option.held)
+                    found[s].append(
+                        _Holder(
+                            i,
+                            holding,
+                            frozenset(code for code in holding if s in options[code].moved),
+                            s in stage.linked and not stage.is_glue,
+                            bool(inside) and all(s in option.held for option in inside),
+                            any(s in option.moved for option in inside),
+                        )
+                    )
+        return found
+
+    def _in(self, group: _Group, holder: _Holder) -> list[Any]:
+        """The outermost segments in which `holder` holds the storage from its forward on (rule 2)."""
+        if not holder.in_segment:
+            return []
+        born = rules.latest_first(self.profile.storages[group.storage])
+        return [self.y[c] for c in self.around[holder.stage] if not holder.linked or c[0] > born]
+
+    def add_moves(self, host_bytes: int | None) -> None:
+        """A storage moves with its last holder, if all that hold it would move it (rule 4)."""
+        n = self.n
+        parts: list[list[tuple[float, Any]]] = [[] for _ in range(n)]
+        for group in self.groups:
+            for at, holder in enumerate(group.holders):
+                ways = [self.x[holder.stage][c] for c in sorted(holder.moving)]
+                ways += self._in(group, holder) if holder.moves_in_segment else []
+                if not ways or holder.stage not in rules.movers(self.profile.storages[group.storage], n):
+                    continue
+                var = self.variable(whole=group.size >= WHOLE)
+                self.require(var <= self.sum(ways))
+                for j, other in enumerate(group.holders):
+                    against = group.holds[j]
+                    if j < at:
+                        fixing = [self.x[other.stage][c] for c in sorted(other.holding - other.moving)]
+                        against = self.sum(fixing + ([] if other.moves_in_segment else self._in(group, other)))
+                    if j != at:
+                        self.require(var + against <= 1)
+                parts[holder.stage].append((group.size, var))
+        self.most_moved = [sum(size for size, _ in items) for items in parts]
+        self.moved = {}
+        for o, items in enumerate(parts):
+            if items:
+                self.moved[o] = self.variable(self.most_moved[o])
+                self.require(self.moved[o] == self.sum([size * var for size, var in items]))
+        if host_bytes is not None:
+            self.require(self.sum(list(self.moved.values())) <= host_bytes / self.unit)
+
+    def add_lane(self, lane: int) -> Any:
+        """What is away by step, which the link has carried before; return the time for which compute waits."""
+        n, link = self.n, self.profile.link
+        compute_s = (self.forward_s, self.backward_s)[lane]
+        away: list[list[Any]] = [[] for _ in range(n)]
+        done: dict[int, Any] = {}
+        for k in range(n):
+            for o in [o for o in self.moved if o < k]:
+                most = self.most_moved[o]
+                var = self.variable(most)
+                self.require(var <= self.moved[o])
+                if most >= WHOLE:
+                    z = self.variable(whole=True)
+                    self.require(var <= most * z)
+                    self.require(self.moved[o] - var <= most * (1 - z))
+                    if o in done:
+                        self.require(z >= done[o])
+                    done[o] = z
+                if lane == 1:
+                    needed = [self.y[c] for c in self.around[o] if c[1] >= k]
+                    self.require(var <= most * (1 - self.sum(needed)))
+                away[k].append(var)
+            if lane == 0:
+                queue = [done[o] for o in sorted(done) if o < k]
+                for first, second in pairwise(queue):
+                    self.require(first >= second)  # first in, first out
+        self.away.append([self.sum(terms) for terms in away])
+        largest = int(max(self.most_moved, default=0.0) * self.unit) + 1
+        seconds = (link.out_s if lane == 0 else link.in_s)(largest) / self.second
+        rate = largest / self.unit / seconds * RATE_ROUNDING if seconds else math.inf
+        if not self.moved or rate == math.inf:
+            return 0.0
+        whole = sum(self.most_moved)
+        carried = [self.variable(whole) for _ in range(n + 1)]
+        stalls = [self.variable(whole) for _ in range(n)]  # in bytes that the link carries meanwhile
+        self.require(carried[0] == 0)
+        for k in range(n):
+            # More than everything makes no difference.
+            during = [min(rate * compute_s[k], whole)]
+            during += [min(rate * seconds, whole) * var for seconds, var in self.added_s[k] if lane == 1]
+            before, after = (self.sum([self.moved[o] for o in self.moved if o < end]) for end in (k, k + 1))
+            self.require(carried[k + 1] - carried[k] <= self.sum(during) + stalls[k])
+            self.require(carried[k + 1] <= before + stalls[k])
+            self.require(carried[k + 1] <= after)
+            self.require(self.away[lane][k] <= carried[k])
+        self.require(carried[n] >= self.sum(list(self.moved.values())))
+        return self.sum([1 / rate * stall for stall in stalls])
+
+    def add_memory(self) -> None:
+        """Every step fits the budget; and a sweep does, as far as its outermost segment says."""
+        for k, stage in enumerate(self.profile.stages):
+            forward, backward = [], []
+            there = [
+                group.size * held[-1]
+                for group in self.groups
+                if (held := [h for h, holder in zip(group.held, group.holders, strict=True) if holder.stage <= k])
+            ]
+            forward += [group.size * group.held[-1] for group in self.groups if k >= group.stop]
+            for code, var in self.x[k].items():
+                forward.append(stage.options[code].forward_bytes / self.unit * var)
+                backward.append(stage.options[code].backward_bytes / self.unit * var)
+            for c in self.around[k]:
+                own = [stage.keep] if stage.is_glue else self.inside(k)
+                last_run = self.again(k) if k == c[1] else stage.keep
+                forward.append(min(option.forward_bytes for option in own) / self.unit * self.y[c])
+                backward.append(last_run.backward_bytes / self.unit * self.y[c])
+            for var in self.ending[k]:
+                backward.append((self.again(k).backward_bytes - stage.keep.backward_bytes) / self.unit * var)
+            backward += self._copies(k)
+            out, back = self.away[0][k], self.away[1][k]
+            self.require(self.sum(forward) - out <= 1 - self.base[0][k])
+            self.require(self.sum(there + backward) - back <= 1 - self.base[1][k])
+            sweeps = [c for c in self.around[k] if c[1] == k and self.sweeps[c].runs]
+            if sweeps:
+                most = [self.sweeps[c].most_bytes / self.unit * self.y[c] for c in sweeps]
+                less = [-self._dropped(j) * self.e[j, k] for j in range(k) if (j, k) in self.e]
+                self.require(self.sum(there + most + less) - back <= 1 - self.base[1][k])
+
+    def _dropped(self, j: int) -> float:
+        """No fewer bytes than an inner segment around stage `j` spares a sweep."""
+        stage, storages = self.profile.stages[j], self.profile.storages
+        if stage.is_glue:
+            return 0.0
+        nbytes = sum(storages[s].nbytes for s in stage.keep.held if not storages[s].to_end)
+        return (nbytes + max(0, stage.keep.forward_bytes - self.again(j).forward_bytes)) / self.unit
+
+    def _copies(self, k: int) -> list[Any]:
+        """Bytes of the copies that sweeps have made and that are there in backward step `k`."""
+        found = []
+        for group in self.groups:
+            least = [low for holder in group.holders if holder.stage <= k for low in self._has_copy(group, holder, k)]
+            if least:
+                copy = self.variable()
+                for low in least:
+                    self.require(copy >= low)
+                found.append(group.size * copy)
+        return found
+
+    def _has_copy(self, group: _Group, holder: _Holder, k: int) -> list[Any]:
+        """Sums of variables that are 1 or more only if `holder` has a copy in backward step `k` (rules 2 and 6)."""
+        j, s = holder.stage, group.storage
+        stage = self.profile.stages[j]
+        around = [c for c in self.around[j] if c[1] >= k]
+        if stage.is_glue or not around:
+            return []
+        born = rules.latest_first(self.profile.storages[s])
+        kept, recomputed = s in stage.keep.held, s in self.again(j).held
+        if recomputed and not holder.linked:
+            return []  # it held the original all the while
+        # What its recompute holds too is a copy where a stage of the segment made it.
+        making = [c for c in around if not recomputed or c[0] <= born]
+        if j == k:
+            outer = [self.y[c] for c in making if kept and c[1] > k]
+            last = [self.y[c] for c in making if recomputed and c[1] == k]
+            less = [-var for var in self.ending[k]] if kept and not recomputed else []
+            return [self.sum(outer + last + less)] if outer or last else []
+        lows = []
+        outer = [self.y[c] for c in making]
+        dropped = self.e.get((j, k))
+        if kept and outer:
+            lows.append(self.sum(outer) - (0.0 if dropped is None else dropped))
+        if recomputed and dropped is not None:
+            # A dropped stage holds what was made before the inner segment, of which it may be the first stage.
+            without = [self.y[c] for c in around if c[0] > born]
+            without += [var for (a, b), var in self.w.items() if a <= j <= b < k and a <= born]
+            lows.append(dropped - self.sum(without))
+        return lows
+
+    def bound_s(self, value: float, tolerance: float) -> float:
+        """The makespan in seconds that the solver's bound stands for, less what its tolerance may add to it.
+
+        A reduced cost may be wrong by the tolerance, and adds as much of its variable's range. A value beyond
+        `MOST_BASELINES`, or that nothing fits, is no bound: it comes of numbers too far apart.
+        """
+        if not value < MOST_BASELINES:
+            return self.profile.baseline_step_s
+        return max(self.profile.baseline_step_s, (value * (1 - tolerance) - self.span * tolerance) * self.second)
+
+    def read(self, ones: set[int]) -> tuple[list[int], tuple[Segment, ...]]:
+        """Option codes and segments of a solution, by the numbers of the variables that are 1."""
+        outer = sorted(c for c, var in self.y.items() if var.id in ones)
+        inner = sorted((c for c, var in self.w.items() if var.id in ones), key=lambda c: (c[0] - c[1], c))
+        codes = []
+        for i in range(self.n):
+            single = [code for code, var in self.x[i].items() if var.id in ones]
+            # In a segment the option that moves, where there is one.
+            codes.append(single[0] if single else max(self.space.inside[i], default=0))
+        return codes, tuple(_tree(c, inner) for c in outer)
+
+
+def _tree(segment: tuple[int, int], inner: Sequence[tuple[int, int]]) -> Segment:
+    """A segment with those of `inner`, the longest first, that lie in it and don't cross."""
+    a, b = segment
+    within = [c for c in inner if a <= c[0] and c[1] < b]
+    top: list[tuple[int, int]] = []
+    for c in within:
+        if all(c[1] < other[0] or other[1] < c[0] for other in top):
+            top.append(c)
+    return Segment(a, b, tuple(_tree(c, [d for d in within if d != c]) for c in sorted(top)))
