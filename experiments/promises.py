@@ -48,12 +48,18 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         "exactness",
         "Plans against every plan there is, and against the recompute-only optimum",
         "exactness.json",
-        "--chains 500 --rotor 200",
+        "--chains 500 --odd 3000 --rotor 200",
     ),
     Experiment(
         "certificate",
         "The proven gap, the time to a first plan and memory, on chains of 12 to 1000 stages",
         "certificate.json",
+    ),
+    Experiment(
+        "real_profiles",
+        "Profiles of ten real models, on which the certificate is measured too",
+        None,
+        "--out experiments/profiles",
     ),
     Experiment(
         "pooch_questions",
@@ -273,7 +279,15 @@ PROMISES: tuple[Promise, ...] = (
             "test_no_other_points_are_faster",
             "test_small_chains_are_solved_by_the_exact_search_alone",
         )
-        + _in("test_tiers", "test_equals_brute_force", "test_exchanges_come_close_to_the_best_division"),
+        + _in("test_tiers", "test_equals_brute_force", "test_exchanges_come_close_to_the_best_division")
+        + _in(
+            "test_points",
+            "test_parts_and_orders_are_found",
+            "test_a_real_models_plan_is_as_fast_as_any",
+            "test_no_plan_is_faster_than_one_called_optimal",
+            "test_the_fastest_moves_are_those_of_brute_force",
+            "test_changes_never_make_a_step_longer_and_their_costs_are_the_referees",
+        ),
         ("exactness", "mutants"),
     ),
     Promise(
@@ -319,7 +333,13 @@ PROMISES: tuple[Promise, ...] = (
             "test_a_smaller_space_has_no_smaller_bound",
             "test_fluid_model_is_between_the_linear_bound_and_the_optimum",
         )
-        + _in("test_tiers", "test_bounds_with_a_slower_link_hold"),
+        + _in("test_tiers", "test_bounds_with_a_slower_link_hold")
+        + _in(
+            "test_mixed_integer",
+            "test_never_above_the_optimum_and_mostly_equal",
+            "test_bounds_and_plans_of_a_process_of_its_own",
+            "test_it_is_used_where_the_linear_bound_leaves_a_gap",
+        ),
         ("exactness", "certificate"),
     ),
     Promise(

@@ -29,7 +29,7 @@ def solve(model: Any, deadline: float, gap: float) -> Found | None:
     None if there was no time for it, or the process failed.
     """
     seconds = deadline - time.monotonic()
-    if seconds <= 0:
+    if seconds <= 0 or not sys.executable:  # of a program that embeds Python
         return None
     # The child finds this package where this process does.
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
