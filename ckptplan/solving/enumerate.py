@@ -223,7 +223,8 @@ def fastest_of_all(
             if found is not None and found.step_s < best_s * (1 - EQUAL_S):
                 best_s = found.step_s
                 on_found(found)
-            least = evaluator.least_s(block, budget_bytes, forest)
+            # Once some choice has too many parts for all to be tried, there is no proof here.
+            least = evaluator.least_s(block, budget_bytes, forest) if complete else np.full(len(block), np.inf)
             for row in np.argsort(least, kind="stable").tolist():
                 if least[row] >= best_s * (1 - EQUAL_S):
                     break

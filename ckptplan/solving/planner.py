@@ -280,6 +280,9 @@ class _PlanSearch:
             return self.result("keep all")
         if self.space.count(PLANS_LOOKED_AT_FIRST, MOST_FORESTS) <= PLANS_LOOKED_AT_FIRST:
             self.enumerate()
+            if not self.closed():  # storages too many, or the time too short, to try all parts of what may move
+                self.run_bound()
+                self.run_mixed()
             return self.result("exact search")
         self.start()
         if not self.closed():

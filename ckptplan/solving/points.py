@@ -105,13 +105,21 @@ class MovesSearch:
         r, most = self.residency, self.room.device_bytes
         return max(*r.forward_bytes, *r.backward_bytes, self.profile.update_peak_bytes) <= most
 
-    def parts(self) -> list[dict[int, tuple[int, ...]]]:
-        """Per stage, bytes -> positions, all of them first: which of equal parts moves makes no difference."""
+    def parts(self) -> list[dict[int, tuple[int, ...]]] | None:
+        """Per stage, bytes -> positions, all of them first: which of equal parts moves makes no difference.
+
+        None if there are more than `MOST_PARTS` choices.
+        """
         found = []
+        count = 1
         for sizes in self.sizes_of:
             sums: dict[int, tuple[int, ...]] = {0: ()}
             for p, nbytes in sizes.items():
                 sums |= {total + nbytes: (*chosen, p) for total, chosen in sums.items() if total + nbytes not in sums}
+                if count * len(sums) > MOST_PARTS:
+                    self.complete = False
+                    return None
+            count *= len(sums)
             found.append(dict(sorted(sums.items(), reverse=True)))
         return found
 
@@ -183,8 +191,7 @@ class MovesSearch:
     def fastest(self, below_s: float = math.inf, deadline: float = math.inf) -> Moves | None:
         """The fastest of all moves that fit and take less than `below_s`, or of those tried until `deadline`."""
         parts = self.parts()
-        if math.prod(map(len, parts)) > MOST_PARTS:
-            self.complete = False
+        if parts is None:
             return None
         compute_s = sum(self.residency.backward_s)
         best: Moves | None = None
@@ -290,8 +297,7 @@ class MovesSearch:
     def least_bytes(self, below_bytes: int) -> int:
         """The smallest budget in which any part fits that the tiers have room for, if it is below `below_bytes`."""
         parts = self.parts()
-        if math.prod(map(len, parts)) > MOST_PARTS:
-            self.complete = False
+        if parts is None:
             return below_bytes
         r, n = self.residency, self.n
         for sizes in itertools.product(*parts):
