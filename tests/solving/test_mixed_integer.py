@@ -108,7 +108,7 @@ def test_no_time_and_a_failing_process_are_no_bound(monkeypatch: pytest.MonkeyPa
     assert highs.solve(model, time.monotonic() + 5, 1e-4) is None
 
 
-@pytest.mark.skipif(os.name == "nt", reason="signals")
+@pytest.mark.usefixtures("python_handles_interrupts")
 def test_an_interrupt_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[subprocess.Popen[bytes]] = []
     popen = subprocess.Popen
@@ -120,11 +120,7 @@ def test_an_interrupt_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "Popen", remembered)
     profile = homogeneous_chain(6, link_ratio=0.5)
     model = MixedModel(profile, menus(profile, ACTIONS), everything_kept_bytes(profile) // 2).model
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which another test may have changed
-    try:
-        threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-        with pytest.raises(KeyboardInterrupt):
-            highs.solve(model, time.monotonic() + 50, 1e-4)
-    finally:
-        signal.signal(signal.SIGINT, before)
+    threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        highs.solve(model, time.monotonic() + 50, 1e-4)
     assert begun[0].wait(timeout=10) != 0
