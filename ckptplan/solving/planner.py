@@ -207,7 +207,7 @@ def _with_disk(search: _PlanSearch, host_bytes: int) -> tuple[Schedule, float]:
         alone.best = None if search.best is None or search.best.disk_bytes else search.best
         try:
             found, _ = alone.run()
-            search.offer(found.codes, found.segments)
+            search.take(found)
         except InfeasibleBudgetError:
             pass  # then the disk is needed
         except KeyboardInterrupt:
@@ -473,7 +473,7 @@ class _PlanSearch:
     def begin_with(self, plan: Plan | MinPeak, bound_s: float) -> None:
         """Take a plan if it fits, and a bound that holds."""
         if isinstance(plan, MinPeak):
-            self.offer_moves(plan.codes, plan.segments)
+            self.offer_moves(plan.codes, plan.segments, self.deadline)
         else:
             names = ({option.name: code for code, option in enumerate(s.options)} for s in self.profile.stages)
             codes = [codes.get(choice.option) for codes, choice in zip(names, plan.choices, strict=True)]
@@ -491,11 +491,11 @@ class _PlanSearch:
             return False
         return plan.peak_bytes <= room.device_bytes and plan.disk_bytes <= room.disk_bytes
 
-    def offer_moves(self, codes: Sequence[int], segments: Segments) -> None:
+    def offer_moves(self, codes: Sequence[int], segments: Segments, deadline: float) -> None:
         """Offer a plan that may have to move a part of what it may, for want of room on the host."""
         self.offer(codes, segments)
         if self.best is None and self.limits.host_bytes is not None:
-            moves = self.evaluator.search(codes, self.budget_bytes, segments).fastest(deadline=self.deadline)
+            moves = self.evaluator.search(codes, self.budget_bytes, segments).fastest(deadline=deadline)
             if moves is not None:
                 self.take(self.evaluator.with_moves(codes, segments, moves))
 
@@ -651,7 +651,7 @@ class _PlanSearch:
         deadline = max(self.deadline, time.monotonic() + REFUSAL_LEAST_S)
         least = least_peak(self.evaluator, self.space, deadline, self.budget_bytes)
         if least.peak_bytes <= self.budget_bytes:
-            self.offer_moves(least.codes, least.segments)
+            self.offer_moves(least.codes, least.segments, max(deadline, time.monotonic() + REFUSAL_LEAST_S))
         if self.best is not None:
             return
         missing = [a for a in ("swap", "recompute") if a not in self.limits.actions and least.phase != "update"]

@@ -245,7 +245,7 @@ class MovesSearch:
         Its copies go where they went: to the disk those of the stages whose copies did, and only they.
         """
         room, ways = self.room, self.ways(start.on_disk)
-        chosen = [set(positions) for positions in start.positions]
+        chosen = [of.keys() & set(positions) for of, positions in zip(self.sizes_of, start.positions, strict=True)]
         points = [(0, 0) if there is None else there for there in start.points]
         # Whatever moves later joins the queue where it would in the stages' order.
         order = sorted(range(self.n), key=lambda i: (points[i][1] if chosen[i] else self.residency.needed[i], i))

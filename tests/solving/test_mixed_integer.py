@@ -35,8 +35,10 @@ PROFILES = Path(__file__).parent.parent / "profiles"
 def in_this_process(model: MixedModel) -> float:
     """The bound in seconds; the start of a process would take most of the time."""
     from ortools.math_opt.python import mathopt
+    from ortools.math_opt.solvers import highs_pb2
 
-    found = mathopt.solve(model.model, mathopt.SolverType.HIGHS)
+    options = highs_pb2.HighsOptionsProto(string_options={"presolve": "off"})
+    found = mathopt.solve(model.model, mathopt.SolverType.HIGHS, params=mathopt.SolveParameters(highs=options))
     return model.bound_s(found.termination.objective_bounds.dual_bound, highs.TOLERANCE)
 
 
@@ -80,6 +82,14 @@ def test_bounds_and_plans_of_a_process_of_its_own() -> None:
     assert all(segment.last < len(codes) for segment in segments)
 
 
+def test_nothing_is_imported_from_the_working_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "json.py").write_text("raise RuntimeError('mine')\n")
+    monkeypatch.chdir(tmp_path)
+    profile = homogeneous_chain(3, link_ratio=0.5)
+    model = MixedModel(profile, menus(profile, ACTIONS), everything_kept_bytes(profile)).model
+    assert highs.solve(model, time.monotonic() + 30, 1e-4) is not None
+
+
 def test_it_is_used_where_the_linear_bound_leaves_a_gap() -> None:
     profile = random_chain(40, 12)
     least = smallest_peak(profile).peak_bytes
@@ -104,8 +114,9 @@ def test_no_time_and_a_failing_process_are_no_bound(monkeypatch: pytest.MonkeyPa
     profile = homogeneous_chain(6, link_ratio=0.5)
     model = MixedModel(profile, menus(profile, ACTIONS), everything_kept_bytes(profile) // 2).model
     assert highs.solve(model, time.monotonic() - 1, 1e-4) is None
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    assert highs.solve(model, time.monotonic() + 5, 1e-4) is None
+    for program in ("/bin/false", "/no/such/program", ""):
+        monkeypatch.setattr(sys, "executable", program)
+        assert highs.solve(model, time.monotonic() + 5, 1e-4) is None
 
 
 @pytest.mark.usefixtures("python_handles_interrupts")

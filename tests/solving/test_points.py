@@ -11,7 +11,12 @@ import pytest
 from exactly import Limits, solve_profile
 from random_chains import odd_chain, random_chain, random_options, random_segments
 
+from ckptplan.core.link import Link
+from ckptplan.core.option import Option
+from ckptplan.core.plan import Decision
 from ckptplan.core.profile import Profile
+from ckptplan.core.stage import Stage
+from ckptplan.core.storage import Storage
 from ckptplan.referee import simulate, validate
 from ckptplan.solving import smallest_peak
 from ckptplan.solving.cost import Evaluator
@@ -140,3 +145,40 @@ def test_changes_never_make_a_step_longer_and_their_costs_are_the_referees() -> 
             assert schedule.step_s <= found.seconds * ROUNDING
             shorter += 1
     assert shorter > 10
+
+
+def of_parts(sizes: list[int], needs: int, link: Link) -> Profile:
+    """A stage that may move any part of `sizes`, and one that needs some bytes beside what stays."""
+    every = tuple(range(len(sizes)))
+    storages = tuple(Storage(f"a{i}", nbytes, 0, 0) for i, nbytes in enumerate(sizes))
+    options = Option("keep", every, (), 0, 0), Option("swap", every, (), 0, 0, moves=every)
+    stages = (
+        Stage(name="s0", kind="0", options=options, forward_s=1.0, backward_s=1.0),
+        Stage(name="s1", kind="1", options=(Option("keep", (), (), needs, needs),), forward_s=1.0, backward_s=1.0),
+    )
+    return Profile(
+        stages=stages, storages=storages, base_forward_bytes=(0, 0), base_backward_bytes=(0, 0), update_peak_bytes=0,
+        link=link,
+    )  # fmt: skip
+
+
+def test_a_part_of_many_small_storages() -> None:
+    """Their parts are too many to be tried, and small enough to be one to a bound: it knows that any may move."""
+    sizes = [30_000 + (1 << i) for i in range(13)]
+    budget = 10_000_000
+    profile = of_parts(sizes, budget - sum(sizes) + sizes[0], Link(1e5, 1e5))
+    plan = solve_profile(profile, budget)
+    assert validate(profile, plan, budget) == ()
+    moved = Decision("swap", (0,), 0, 0, "swap"), Decision("keep", option="keep")
+    timeline = simulate(profile, moved)
+    assert timeline.peak_bytes == budget
+    assert plan.lower_bound_s <= timeline.makespan_s * ROUNDING
+    assert plan.step_s <= 1.05 * timeline.makespan_s
+
+
+def test_a_part_that_the_host_has_room_for_is_found_without_time() -> None:
+    profile = of_parts([10, 12], 20, Link(1.0, 1.0))
+    for time_limit_s in (10.0, 1e-6):
+        plan = solve_profile(profile, 32, Limits(host_bytes=13, time_limit_s=time_limit_s))
+        assert validate(profile, plan, 32, host_bytes=13) == ()
+        assert (plan.step_s, plan.host_bytes) == (24.0, 10)

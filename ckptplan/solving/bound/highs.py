@@ -29,21 +29,24 @@ def solve(model: Any, deadline: float, gap: float) -> Found | None:
     None if there was no time for it, or the process failed.
     """
     seconds = deadline - time.monotonic()
-    if seconds <= 0 or not sys.executable:  # of a program that embeds Python
+    if seconds <= 0 or not sys.executable or getattr(sys, "frozen", False):  # in a program that embeds Python
         return None
-    # The child finds this package where this process does.
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    command = [sys.executable, "-m", "ckptplan.solving.bound.highs", repr(seconds), repr(gap)]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=env
-    ) as child:
-        try:
-            told, _ = child.communicate(model.export_model().SerializeToString(), timeout=seconds + LATE_S)
-        except subprocess.TimeoutExpired:
-            return None
-        finally:
-            child.kill()
-            child.wait()
+    # The child imports what this process does, from the same places, and nothing from the working directory.
+    start = f"import sys; sys.path[:] = {sys.path!r}; from ckptplan.solving.bound.highs import main; main()"
+    command = [sys.executable, "-c", start, repr(seconds), repr(gap)]
+    try:
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        ) as child:
+            try:
+                told, _ = child.communicate(model.export_model().SerializeToString(), timeout=seconds + LATE_S)
+            except subprocess.TimeoutExpired:
+                return None
+            finally:
+                child.kill()
+                child.wait()
+    except OSError:  # no such program, or no process to be had
+        return None
     if child.returncode != 0:
         return None
     found = json.loads(told)
@@ -62,6 +65,7 @@ def main() -> None:
     model = mathopt.Model.from_model_proto(model_pb2.ModelProto.FromString(sys.stdin.buffer.read()))
     options = highs_pb2.HighsOptionsProto()
     options.string_options["parallel"] = "off"
+    options.string_options["presolve"] = "off"  # which has called models infeasible that aren't, and gains nothing here
     for name in ("primal_feasibility_tolerance", "dual_feasibility_tolerance", "mip_feasibility_tolerance"):
         options.double_options[name] = TOLERANCE
     options.double_options["mip_rel_gap"] = float(sys.argv[2])

@@ -251,7 +251,8 @@ class MixedModel:
                 ways += self._in(group, holder) if holder.moves_in_segment else []
                 if not ways or holder.stage not in rules.movers(self.profile.storages[group.storage], n):
                     continue
-                var = self.variable(whole=group.size >= WHOLE)
+                # Of several small ones, any part may move.
+                var = self.variable(whole=self.profile.storages[group.storage].nbytes / self.unit >= WHOLE)
                 self.require(var <= self.sum(ways))
                 for j, other in enumerate(group.holders):
                     against = group.holds[j]
@@ -353,7 +354,7 @@ class MixedModel:
         stage, storages = self.profile.stages[j], self.profile.storages
         if stage.is_glue:
             return 0.0
-        nbytes = sum(storages[s].nbytes for s in stage.keep.held if not storages[s].to_end)
+        nbytes = sum(storages[s].nbytes for s in stage.keep.held)
         return (nbytes + max(0, stage.keep.forward_bytes - self.again(j).forward_bytes)) / self.unit
 
     def _copies(self, k: int) -> list[Any]:
