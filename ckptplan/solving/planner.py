@@ -17,7 +17,7 @@ from ckptplan.core.profile import Profile
 from ckptplan.core.request import NO_LIMITS, Limits
 from ckptplan.core.schedule import EQUAL_S
 from ckptplan.core.units import format_bytes
-from ckptplan.solving.bound import highs
+from ckptplan.solving.bound import scip
 from ckptplan.solving.bound.linear_program import Master
 from ckptplan.solving.bound.mixed_integer import MixedModel
 from ckptplan.solving.bound.pricing import lower_bound
@@ -411,9 +411,9 @@ class _PlanSearch:
         model = MixedModel(
             self.profile, self.menu, self.budget_bytes, host_bytes=self.host_bytes, segments=self.space.segments
         )
-        found = highs.solve(model.model, deadline, self.gap * MIXED_GAP_SHARE)
+        found = scip.solve(model.model, deadline, self.gap * MIXED_GAP_SHARE)
         if found is not None:
-            self.prove(model.bound_s(found.bound, highs.TOLERANCE))
+            self.prove(model.bound_s(found.bound, scip.TOLERANCE))
             if found.ones:
                 self.offer(*model.read(found.ones))
         self.report("mixed-integer program")

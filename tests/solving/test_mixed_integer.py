@@ -19,7 +19,7 @@ from ckptplan.core.option import ACTIONS
 from ckptplan.core.profile import Profile
 from ckptplan.core.request import Limits
 from ckptplan.referee import simulate, validate
-from ckptplan.solving.bound import highs
+from ckptplan.solving.bound import scip
 from ckptplan.solving.bound.mixed_integer import MixedModel, _tree
 from ckptplan.solving.bound.pricing import lower_bound
 from ckptplan.solving.cost import menus
@@ -35,11 +35,9 @@ PROFILES = Path(__file__).parent.parent / "profiles"
 def in_this_process(model: MixedModel) -> float:
     """The bound in seconds; the start of a process would take most of the time."""
     from ortools.math_opt.python import mathopt
-    from ortools.math_opt.solvers import highs_pb2
 
-    options = highs_pb2.HighsOptionsProto(string_options={"presolve": "off"})
-    found = mathopt.solve(model.model, mathopt.SolverType.HIGHS, params=mathopt.SolveParameters(highs=options))
-    return model.bound_s(found.termination.objective_bounds.dual_bound, highs.TOLERANCE)
+    found = mathopt.solve(model.model, mathopt.SolverType.GSCIP)
+    return model.bound_s(found.termination.objective_bounds.dual_bound, scip.TOLERANCE)
 
 
 @pytest.mark.parametrize("part", range(4))
@@ -72,11 +70,11 @@ def test_bounds_and_plans_of_a_process_of_its_own() -> None:
     profile = Profile.load(PROFILES / "hidden_model.json")
     budget = 16273809
     model = MixedModel(profile, menus(profile, ACTIONS), budget)
-    found = highs.solve(model.model, time.monotonic() + 60, 1e-6)
+    found = scip.solve(model.model, time.monotonic() + 60, 1e-6)
     assert found is not None
     codes, segments = model.read(found.ones)
     plan = solve_profile(profile, budget, Limits(gap=0.0))
-    bound_s = model.bound_s(found.bound, highs.TOLERANCE)
+    bound_s = model.bound_s(found.bound, scip.TOLERANCE)
     assert plan.step_s * (1 - 1e-3) <= bound_s <= plan.step_s * ROUNDING
     assert len(codes) == len(profile.stages)
     assert all(segment.last < len(codes) for segment in segments)
@@ -87,7 +85,7 @@ def test_nothing_is_imported_from_the_working_directory(monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     profile = homogeneous_chain(3, link_ratio=0.5)
     model = MixedModel(profile, menus(profile, ACTIONS), everything_kept_bytes(profile)).model
-    assert highs.solve(model, time.monotonic() + 30, 1e-4) is not None
+    assert scip.solve(model, time.monotonic() + 30, 1e-4) is not None
 
 
 def test_it_is_used_where_the_linear_bound_leaves_a_gap() -> None:
@@ -113,10 +111,10 @@ def test_a_solution_with_crossing_segments_gives_a_tree() -> None:
 def test_no_time_and_a_failing_process_are_no_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     profile = homogeneous_chain(6, link_ratio=0.5)
     model = MixedModel(profile, menus(profile, ACTIONS), everything_kept_bytes(profile) // 2).model
-    assert highs.solve(model, time.monotonic() - 1, 1e-4) is None
+    assert scip.solve(model, time.monotonic() - 1, 1e-4) is None
     for program in ("/bin/false", "/no/such/program", ""):
         monkeypatch.setattr(sys, "executable", program)
-        assert highs.solve(model, time.monotonic() + 5, 1e-4) is None
+        assert scip.solve(model, time.monotonic() + 5, 1e-4) is None
 
 
 @pytest.mark.usefixtures("python_handles_interrupts")
@@ -133,5 +131,5 @@ def test_an_interrupt_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     model = MixedModel(profile, menus(profile, ACTIONS), everything_kept_bytes(profile) // 2).model
     threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
-        highs.solve(model, time.monotonic() + 50, 1e-4)
+        scip.solve(model, time.monotonic() + 50, 1e-4)
     assert begun[0].wait(timeout=10) != 0

@@ -15,7 +15,7 @@ makes the optimum lower.
 | L[k]      | bytes that a link has carried when step k starts; backward is a lane in reversed time (cost.py)    |
 
 Bytes are in units of the budget, seconds in units of the baseline. The model takes its time in a process of its own
-(`highs.py`), which Ctrl-C ends.
+(`scip.py`), which Ctrl-C ends.
 
 Never above the truth. In forward a storage is there from its birth on if any stage holds it, in backward from its
 first holder on: an OR of holders, exact. In a sweep, what a stage keeps is a copy unless the stage held the storage all
