@@ -70,18 +70,15 @@ def groups_of(sizes: Sequence[float]) -> list[tuple[float, float]]:
     """The sums of all parts of `sizes`, as intervals: none, all, and at most `GROUPS` in between."""
     if not sizes:
         return [(0.0, 0.0)]
-    sums = [0.0]
-    for size in sizes if len(sizes) <= MOST_SUMMED else ():
-        sums = sorted({*sums, *(total + size for total in sums)})
-    whole = sum(sizes) if len(sizes) > MOST_SUMMED else sums[-1]
-    inside = sums[1:-1]
     if len(sizes) > MOST_SUMMED:
-        least = min(sizes)
-        edges = np.linspace(least, whole - least, GROUPS + 1).tolist()
-        between = list(pairwise(edges))
-    else:
-        each = -(-len(inside) // GROUPS) or 1
-        between = [(inside[at], inside[min(at + each, len(inside)) - 1]) for at in range(0, len(inside), each)]
+        whole, least = sum(sizes), min(sizes)
+        return [(0.0, 0.0), *pairwise(np.linspace(least, whole - least, GROUPS + 1).tolist()), (whole, whole)]
+    sums = [0.0]
+    for size in sizes:
+        sums = sorted({*sums, *(total + size for total in sums)})
+    inside, whole = sums[1:-1], sums[-1]
+    each = -(-len(inside) // GROUPS) or 1
+    between = [(inside[at], inside[min(at + each, len(inside)) - 1]) for at in range(0, len(inside), each)]
     return [(0.0, 0.0), *between, (whole, whole)]
 
 
