@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ckptplan.core.estimate import Estimate
     from ckptplan.core.frontier import Frontier
     from ckptplan.core.fsdp import FSDP
-    from ckptplan.core.plan import Decision, Plan
+    from ckptplan.core.plan import Decision, Plan, Transfer
     from ckptplan.core.profile import Profile
     from ckptplan.core.trace import Trace
     from ckptplan.fitting.batch import BatchFit, max_batch_size
@@ -63,6 +63,7 @@ __all__ = [
     "RankError",
     "SwapError",
     "Trace",
+    "Transfer",
     "UnsupportedModelError",
     "apply",
     "estimate",
@@ -91,7 +92,7 @@ _NAMES = {
     "core.errors": "CheckError CkptPlanError InfeasibleBudgetError InvalidInputError OutOfMemoryError "
     "PlanMismatchError RankError SwapError UnsupportedModelError",
     "core.estimate": "Estimate",
-    "core.plan": "Decision Plan",
+    "core.plan": "Decision Plan Transfer",
     "core.profile": "Profile",
     "core.trace": "Trace",
     "fitting.batch": "BatchFit max_batch_size",

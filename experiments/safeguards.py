@@ -1330,7 +1330,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         23,
         "compute waits at a stage's release point until the copy out is done",
         "Controller._run_stage",
-        "            for stage in self._release_after.get(index, ()):\n                current.session.release(stage)\n",
+        "            for place in self._release_after.get(index, ()):\n                current.session.release(*place)\n",
         "",
         (
             "tests/runtime/test_runtime.py::test_slow_copies_cost_time_not_memory_or_correctness",
@@ -1342,7 +1342,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         23,
         "bytes come back at the prefetch point, not before",
         "Controller._watch_backward.begin",
-        "            for stage in self._prefetch_at.get(index, ()):\n                current.session.prefetch(stage)\n",
+        "            for place in self._prefetch_at.get(index, ()):\n                current.session.prefetch(*place)\n",
         "",
         ("tests/runtime/test_runtime.py::test_release_and_prefetch_points_are_met",),
     ),

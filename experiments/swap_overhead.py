@@ -36,6 +36,7 @@ import documents
 import torch
 from overhead import spread
 
+from ckptplan.core.plan import Transfer
 from ckptplan.runtime.observe.counters import Counters
 from ckptplan.runtime.swap.session import SwapSession
 from ckptplan.runtime.swap.stores import NULL_STORES, DiskStore, Store
@@ -110,7 +111,7 @@ class Work:
     def planned(self, moves: tuple[int, ...], store: Store) -> None:
         sizes = [[ELEMENTS * 4] * self.count]
         session = SwapSession({"host": store}, CPU, lambda storage: False, Counters(), sizes)
-        with session.stage(0, moves):
+        with session.stage(0, (Transfer(moves, 0, 0),) if moves else ()):
             y = self._forward()
         loss = y.sum()
         del y

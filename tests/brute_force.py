@@ -4,8 +4,9 @@ The plan space, written out once more: a sequence of single stages, each with an
 whose stages recompute; in the sweep of a segment each stage is kept or in an inner segment. Segments begin and end at
 module stages, since one with glue at its ends is the same as one without. What may move is worked out here from NOTE
 [Residency]; bytes and seconds are the referee's. For given options and segments every part of what may move is
-tried, with every release and every prefetch point: the two apart, since a lane has no part in the other's half of the
-step. `fastest_of_all_points` has no idea of that: there the referee prices all of them together, up to three stages.
+tried, in every division into transfers, with every release and every prefetch point: the two apart, since a lane has no
+part in the other's half of the step. `fastest_of_all_points` has no idea of that: there the referee prices all of them
+together, up to three stages.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 from ckptplan.core.option import ACTIONS, Option
-from ckptplan.core.plan import Decision
+from ckptplan.core.plan import Decision, Transfer
 from ckptplan.core.profile import Profile
 from ckptplan.core.segment import Segment
 from ckptplan.referee import simulate
@@ -128,13 +129,9 @@ def combinations(profile: Profile, *, actions: Sequence[str] = ACTIONS, segments
     return sorted(_Space(profile, actions, segments=segments).suffixes(), key=itemgetter(0))
 
 
-def decision(
-    option: Option, moves: tuple[int, ...] = (), release: int | None = None, prefetch: int | None = None
-) -> Decision:
+def decision(option: Option, moves: tuple[int, ...] = (), release: int = 0, prefetch: int = 0) -> Decision:
     """A decision for `option`; without moves it has no points."""
-    if not moves:
-        return Decision(option.action, option=option.name, ops=option.ops)
-    return Decision(option.action, moves, release, prefetch, option.name, option.ops)
+    return Decision.moving(option.action, moves, release, prefetch, option.name, ops=option.ops)
 
 
 class Moves(NamedTuple):
@@ -224,12 +221,13 @@ def smallest_peak(
     best = math.inf
     for found in combinations(profile, actions=actions, segments=segments) if within is None else within:
         moves = moves_of(profile, found)
-        for parts in parts_of(profile, found, moves):
+        for parts in parts_of(profile, found, moves, together=False):
             choices = [
-                decision(option, positions, i, moves.back_by[i])
-                for i, (option, (_, positions)) in enumerate(zip(found.options, parts, strict=True))
+                decision(option, tuple(p for group in groups for p in group.positions), i, moves.back_by[i])
+                for i, (option, groups) in enumerate(zip(found.options, parts, strict=True))
             ]
-            if any(True for _ in divisions(choices, [size for size, _ in parts], host_bytes, disk_bytes)):
+            sizes = [sum(group.nbytes for group in groups) for groups in parts]
+            if any(True for _ in divisions(choices, sizes, host_bytes, disk_bytes)):
                 best = min(best, simulate(profile, choices, found.segments).peak_bytes)
                 if host_bytes is None:
                     break  # with all of it away
@@ -270,34 +268,61 @@ def _steps_of(profile: Profile, found: Combination, moves: Moves) -> _Steps:
     return _Steps(forward, backward, [end - begin for begin, end in zip(begins, ends, strict=True)][::-1])
 
 
-def parts_of(profile: Profile, found: Combination, moves: Moves) -> Iterator[tuple[tuple[int, tuple[int, ...]], ...]]:
-    """Every choice of what moves, by stage: bytes and positions; of those with equal bytes at each stage one.
+class Group(NamedTuple):
+    """What a stage moves in one transfer."""
 
-    The first is all of it.
+    stage: int
+    positions: tuple[int, ...]
+    nbytes: int
+
+
+def parts_of(
+    profile: Profile, found: Combination, moves: Moves, *, together: bool
+) -> Iterator[tuple[tuple[Group, ...], ...]]:
+    """Every choice of transfers, by stage; of those with equal sizes at each stage one. The first moves all of it.
+
+    Parameters
+    ----------
+    together : bool
+        Whether several storages may be one transfer, which takes less time where copies have a latency.
     """
+
+    def groupings(positions: Sequence[int]) -> Iterator[list[list[int]]]:
+        """Every way to leave some out and to divide the rest."""
+        if not positions:
+            yield []
+            return
+        for rest in groupings(positions[1:]):
+            yield [[positions[0]], *rest]
+            if together:
+                for at in range(len(rest)):
+                    yield [*rest[:at], [positions[0], *rest[at]], *rest[at + 1 :]]
+            yield rest
+
     stages = []
-    for option, positions in zip(found.options, moves.positions, strict=True):
-        sums: dict[int, tuple[int, ...]] = {}
-        for count in reversed(range(len(positions) + 1)):
-            for chosen in itertools.combinations(positions, count):
-                sums.setdefault(sum(profile.storages[option.saved[p]].nbytes for p in chosen), chosen)
-        stages.append(sorted(sums.items(), reverse=True))
+    for i, (option, positions) in enumerate(zip(found.options, moves.positions, strict=True)):
+        size = {p: profile.storages[option.saved[p]].nbytes for p in positions}
+        alike: dict[tuple[tuple[int, ...], ...], tuple[Group, ...]] = {}
+        for way in groupings(positions):
+            key = tuple(sorted(tuple(sorted(size[p] for p in group)) for group in way))
+            alike.setdefault(key, tuple(Group(i, tuple(sorted(g)), sum(size[p] for p in g)) for g in way))
+        stages.append(sorted(alike.values(), key=lambda groups: -sum(group.nbytes for group in groups)))
     yield from itertools.product(*stages)
 
 
 def _out_s(queue: Sequence[tuple[int, int, float]], compute_s: Sequence[float]) -> float:
-    """End of a forward whose copies (stage, release point, seconds), in the order of stages, compute waits for."""
+    """End of a forward whose copies (stage, release point, seconds), in the queue's order, compute waits for."""
     now = free = 0.0
-    done: dict[int, float] = {}
+    done: list[float] = []
     for k, seconds in enumerate(compute_s):
         now += seconds
         for i, _, copy_s in queue:
             if i == k:
                 free = max(free, now) + copy_s
-                done[i] = free
-        for i, release, _ in queue:
+                done.append(free)
+        for (_, release, _), end in zip(queue, done, strict=False):
             if release == k:
-                now = max(now, done[i])
+                now = max(now, end)
     return now
 
 
@@ -306,29 +331,37 @@ def _back_s(queue: Sequence[tuple[int, int, int, float]], compute_s: Sequence[fl
     now = free = 0.0
     done: dict[int, float] = {}
     for k in reversed(range(len(compute_s))):
-        for i, prefetch, _, copy_s in reversed(queue):
+        for number, (_, prefetch, _, copy_s) in reversed(list(enumerate(queue))):
             if prefetch == k:
                 free = max(free, now) + copy_s
-                done[i] = free
-        for i, _, back_by, _ in queue:
+                done[number] = free
+        for number, (_, _, back_by, _) in enumerate(queue):
             if back_by == k:
-                now = max(now, done[i])
+                now = max(now, done[number])
         now += compute_s[k]
     return now
 
 
 def _points(
-    movers: Sequence[int], spans: Sequence[Sequence[int]], begins: Sequence[int], sizes: Sequence[int],
-    needs: Sequence[int], budget_bytes: int,
+    groups: Sequence[Group], spans: Sequence[Sequence[int]], begins: Sequence[int], needs: Sequence[int],
+    budget_bytes: int,
 ) -> Iterator[tuple[int, ...]]:  # fmt: skip
-    """Every choice of one point per mover that fits: what moves is there from behind `begins` up to its point."""
-    for points in itertools.product(*(spans[i] for i in movers)):
-        if all(
-            need + sum(sizes[i] for i, point in zip(movers, points, strict=True) if begins[i] < k <= point)
-            <= budget_bytes
-            for k, need in enumerate(needs)
-        ):
-            yield points
+    """Every choice of one point per transfer that fits: what moves is there from behind `begins` up to its point."""
+    free = [budget_bytes - need for need in needs]
+
+    def rest(at: int, free: list[int]) -> Iterator[tuple[int, ...]]:
+        if at == len(groups):
+            yield ()
+            return
+        stage, _, nbytes = groups[at]
+        for point in spans[stage]:
+            left = [f - nbytes if begins[stage] < k <= point else f for k, f in enumerate(free)]
+            if min(left) >= 0:
+                for others in rest(at + 1, left):
+                    yield (point, *others)
+
+    if min(free) >= 0:
+        yield from rest(0, free)
 
 
 def fastest_of(
@@ -340,11 +373,9 @@ def fastest_of(
     disk_bytes: int = 0,
     below_s: float = math.inf,
 ) -> list[Decision] | None:
-    """The fastest decisions for one combination: every part that may move, every point and tier; None if none is below.
-
-    Copies out have no part in backward nor copies in in forward, so the points of the two are tried apart.
-    """
-    moves, n = moves_of(profile, found), len(found.options)
+    """The fastest decisions for one combination: all transfers, every point and tier; None if none is below."""
+    n = len(found.options)
+    moves = moves_of(profile, found)
     steps = _steps_of(profile, found, moves)
     modules = [k for k in range(n) if not profile.stages[k].is_glue] or list(range(n))
     releases = [range(i, modules[-1] + 1) for i in range(n)]
@@ -352,48 +383,45 @@ def fastest_of(
     forward_s = [stage.forward_s for stage in profile.stages]
     if max(*steps.forward, *steps.backward) > budget_bytes:
         return None
+    together = any(link is not None and link.latency_s > 0 for link in (profile.link, profile.disk))
     best: list[Decision] | None = None
-    for parts in parts_of(profile, found, moves):
-        sizes = [size for size, _ in parts]
+    for parts in parts_of(profile, found, moves, together=together):
+        groups = [group for stage in parts for group in stage]
+        sizes = [sum(group.nbytes for group in stage) for stage in parts]
         stays = [whole - size for whole, size in zip(moves.sizes, sizes, strict=True)]
         forward = [need + sum(stays[:k]) for k, need in enumerate(steps.forward)]
         backward = [
             need + sum(stay for stay, back_by in zip(stays, moves.back_by, strict=True) if back_by < k)
             for k, need in enumerate(steps.backward)
         ]
-        if max(*forward, *backward) > budget_bytes:
-            continue
-        movers = [i for i in range(n) if sizes[i]]
-        choices = [decision(o, positions, 0, 0) for o, (_, positions) in zip(found.options, parts, strict=True)]
+        choices = [
+            decision(o, tuple(p for group in stage for p in group.positions))
+            for o, stage in zip(found.options, parts, strict=True)
+        ]
         for divided in divisions(choices, sizes, host_bytes, disk_bytes):
             ways = [profile.disk if c.tier == "disk" and profile.disk is not None else profile.link for c in divided]
-            out = min(
-                (
-                    (_out_s([(i, p, ways[i].out_s(sizes[i])) for i, p in zip(movers, at, strict=True)], forward_s), at)
-                    for at in _points(movers, releases, range(n), sizes, forward, budget_bytes)
-                ),
-                default=None,
-            )
-            if out is None or out[0] + sum(steps.backward_s) >= below_s:
+            out, back = (math.inf, ()), (math.inf, ())
+            for at in _points(groups, releases, range(n), forward, budget_bytes):
+                # Of a stage's transfers the one that must be gone first leaves first.
+                queue = sorted(
+                    (g.stage, point, ways[g.stage].out_s(g.nbytes)) for g, point in zip(groups, at, strict=True)
+                )
+                out = min(out, (_out_s(queue, forward_s), at))
+            if out[0] + sum(steps.backward_s) >= below_s:
                 continue
-            back = min(
-                (
-                    (
-                        _back_s(
-                            [(i, p, moves.back_by[i], ways[i].in_s(sizes[i])) for i, p in zip(movers, at, strict=True)],
-                            steps.backward_s,
-                        ),
-                        at,
-                    )
-                    for at in _points(movers, prefetches, moves.back_by, sizes, backward, budget_bytes)
-                ),
-                default=None,
-            )
-            if back is not None and out[0] + back[0] < below_s:
+            for at in _points(groups, prefetches, moves.back_by, backward, budget_bytes):
+                copies = [
+                    (g.stage, point, moves.back_by[g.stage], ways[g.stage].in_s(g.nbytes))
+                    for g, point in zip(groups, at, strict=True)
+                ]
+                back = min(back, (_back_s(copies, steps.backward_s), at))
+            if out[0] + back[0] < below_s:
                 below_s = out[0] + back[0]
                 best = list(divided)
-                for i, release, prefetch in zip(movers, out[1], back[1], strict=True):
-                    best[i] = replace(best[i], release=release, prefetch=prefetch)
+                sent = sorted(zip(groups, out[1], back[1], strict=True), key=itemgetter(1))
+                for i in range(n):
+                    own = tuple(Transfer(g.positions, *points) for g, *points in sent if g.stage == i)
+                    best[i] = replace(best[i], transfers=own)
     return best
 
 
@@ -457,14 +485,24 @@ def fastest_of_all_points(
         if found.compute_s >= best:
             break
         moves = moves_of(profile, found)
-        for parts in parts_of(profile, found, moves):
+        for parts in parts_of(profile, found, moves, together=profile.link.latency_s > 0):
             spans = [
                 [
-                    decision(option, positions, release, prefetch)
-                    for release in (range(i, modules[-1] + 1) if positions else (i,))
-                    for prefetch in ([k for k in modules if k >= moves.back_by[i]] if positions else (i,))
+                    replace(decision(option), transfers=tuple(transfers))
+                    for order in itertools.permutations(groups)
+                    for transfers in itertools.product(
+                        *(
+                            [
+                                Transfer(group.positions, release, prefetch)
+                                for release in range(i, modules[-1] + 1)
+                                for prefetch in modules
+                                if prefetch >= moves.back_by[i]
+                            ]
+                            for group in order
+                        )
+                    )
                 ]
-                for i, (option, (_, positions)) in enumerate(zip(found.options, parts, strict=True))
+                for i, (option, groups) in enumerate(zip(found.options, parts, strict=True))
             ]
             for choices in itertools.product(*spans):
                 timeline = simulate(profile, choices, found.segments)

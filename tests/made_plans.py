@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ckptplan.core.option import Action, Option
-from ckptplan.core.plan import Decision, Plan, saved_bytes
+from ckptplan.core.plan import Decision, Plan, Transfer, saved_bytes
 from ckptplan.core.profile import Profile
 from ckptplan.core.schedule import StepNeed, evaluate, residency, tightest_peak
 from ckptplan.core.segment import Segment
@@ -27,7 +27,7 @@ def plan_of(measured: Profile, actions: Sequence[Action], budget_bytes: int | No
     if budget_bytes is None:
         moves = residency(measured, able).moves
         choices = tuple(
-            Decision(o.action, m, i, i, o.name, o.ops) if m else Decision(o.action)
+            Decision.moving(o.action, m, i, i, o.name, ops=o.ops) if m else Decision(o.action)
             for i, (o, m) in enumerate(zip(able, moves, strict=True))
         )
     else:
@@ -85,3 +85,8 @@ def plan_with(
         segments=segments,
         saved_bytes=saved_bytes(measured, choices),
     )
+
+
+def one_transfer(moves: tuple[int, ...]) -> tuple[Transfer, ...]:
+    """All of `moves` together, with any points."""
+    return (Transfer(moves, 0, 0),) if moves else ()

@@ -18,7 +18,7 @@ from torch import nn
 
 import ckptplan
 from ckptplan.core.option import Option
-from ckptplan.core.plan import Decision, Plan
+from ckptplan.core.plan import Decision, Plan, Transfer
 from ckptplan.core.profile import Profile
 from ckptplan.core.rules import enforceable_points
 from ckptplan.core.schedule import residency
@@ -171,14 +171,18 @@ def random_plan(seed: int, rng: random.Random) -> Plan:
     choices = []
     moves = residency(profile, options, tuple(segments)).moves
     for i, (option, moved) in enumerate(zip(options, moves, strict=True)):
-        if moved:
-            if rng.random() < 0.3:
-                moved = tuple(p for p in moved if rng.random() < 0.5) or moved
+        if moved and rng.random() < 0.3:
+            moved = tuple(p for p in moved if rng.random() < 0.5) or moved
+        groups = [moved]
+        if rng.random() < 0.5:
+            groups = [tuple(p for p in moved if p % 3 == part) for part in rng.sample(range(3), 3)]
+        transfers = []
+        for group in groups:
             release = max(i, releases[min(i + rng.randint(0, 2), n - 1)])
             prefetch = max(ends[i], prefetches[min(ends[i] + rng.randint(0, 2), n - 1)])
-            choices.append(Decision(option.action, moved, release, prefetch, option.name, option.ops))
-        else:
-            choices.append(Decision(option.action, option=option.name, ops=option.ops))
+            if group:
+                transfers.append(Transfer(group, release, prefetch))
+        choices.append(Decision(option.action, tuple(transfers), option.name, option.ops))
     plan = plan_with(profile, tuple(choices), segments=tuple(segments))
     return dataclasses.replace(plan, fingerprint=dataclasses.replace(plan.fingerprint, device="emulated"))
 

@@ -628,7 +628,7 @@ def test_stages_that_checkpoint_inside(what: str) -> None:
     plain = copy.deepcopy(model)
     choice = {
         "keep": [KEEP] * 4,
-        "swap": [Decision("swap", (0, 1), i, i) for i in range(4)],
+        "swap": [Decision.moving("swap", (0, 1), i, i) for i in range(4)],
         "recompute": [Decision("recompute")] * 4,
         "segment": [Decision("recompute")] * 4,
     }[what]

@@ -91,18 +91,15 @@ def waits_s(profile: Profile, found: Evaluation) -> tuple[tuple[float, ...], tup
 
     Backward is taken in the order in which it runs, since a copy back is what the stage that needs it waits for.
     """
-    r, n, link = found.residency, len(found.points), profile.link
-    moving = [(i, points) for i, points in enumerate(found.points) if points is not None]
-    out = [Copy(i + 1, release + 1, link.out_s(r.moved_bytes[i])) for i, (release, _) in moving]
-    back = [
-        Copy(n - 1 - prefetch, n - 1 - r.needed[i], link.in_s(r.moved_bytes[i]))
-        for i, (_, prefetch) in reversed(moving)
-    ]
+    r, n, link = found.residency, len(found.options), profile.link
+    moving = [(i, sent) for i, sendings in enumerate(found.sendings) for sent in sendings]
+    out = [Copy(i + 1, sent.release + 1, link.out_s(sent.nbytes)) for i, sent in moving]
+    back = [Copy(n - 1 - sent.prefetch, n - 1 - r.needed[i], link.in_s(sent.nbytes)) for i, sent in reversed(moving)]
     out_wait_s, in_wait_s = [0.0] * n, [0.0] * n
     for (i, _), seconds in zip(moving, lane(out, [stage.forward_s for stage in profile.stages])[1], strict=True):
-        out_wait_s[i] = seconds
+        out_wait_s[i] += seconds
     for (i, _), seconds in zip(reversed(moving), lane(back, r.backward_s[::-1])[1], strict=True):
-        in_wait_s[i] = seconds
+        in_wait_s[i] += seconds
     return tuple(out_wait_s), tuple(in_wait_s)
 
 

@@ -168,7 +168,7 @@ def snapshot(
 
 
 def _load(path: Path) -> Profile | Plan:
-    schema = read_json(path, Profile.SCHEMA, Plan.SCHEMA)["schema"]
+    schema = read_json(path, Profile.SCHEMA, Plan.SCHEMA, *Plan.OLDER)["schema"]
     return Profile.load(path) if schema == Profile.SCHEMA else Plan.load(path)
 
 

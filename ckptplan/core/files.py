@@ -27,10 +27,13 @@ class Saved:
     ----------
     SCHEMA : str
         Name and version of the format.
+    OLDER : tuple of str
+        Those of older versions that can be read.
     """
 
     __slots__ = ()
     SCHEMA: ClassVar[str]
+    OLDER: ClassVar[tuple[str, ...]] = ()
 
     def save(self, path: str | Path) -> None:
         """Write the fields as JSON (docs/formats.md)."""
@@ -50,7 +53,7 @@ class Saved:
             If the file doesn't have this schema, a field is missing or unknown, or a value is impossible.
         """
         try:
-            return cls._of(read_json(path, cls.SCHEMA))
+            return cls._of(read_json(path, cls.SCHEMA, *cls.OLDER))
         except (AttributeError, TypeError, RecursionError) as error:
             raise InvalidInputError(
                 f"{path} is not a complete {cls.__name__.lower()}: {error}; docs/formats.md lists the fields"
@@ -87,7 +90,7 @@ def read_json(path: str | Path, *schemas: str) -> dict[str, Any]:
         remedy = (
             f"make it again with this version's {_MADE_BY[same[0]]}, or use the version of ckptplan that wrote it"
             if same
-            else f"give a file that {' or '.join(_MADE_BY[schema.rpartition('/')[0]] for schema in schemas)} made"
+            else f"give a file that {' or '.join(dict.fromkeys(_MADE_BY[s.rpartition('/')[0]] for s in schemas))} made"
         )
         raise InvalidInputError(
             f"{path} has schema {found!r}; this version reads {' and '.join(map(repr, schemas))}: {remedy}"
@@ -112,6 +115,9 @@ def decoded(kind: Any, value: Any) -> Any:
         return tuple(decoded(args[0], item) for item in value)
     if dataclasses.is_dataclass(kind):
         types = types_of(kind)  # type: ignore[arg-type]
+        value = dict(value.items())
+        if hasattr(kind, "upgraded"):  # from the form of older versions
+            value = kind.upgraded(value)
         fields = {name: decoded(types.get(name), item) for name, item in value.items()}
         return kind(**fields)  # type: ignore[operator]
     return value

@@ -20,7 +20,8 @@ class Frontier(Saved, Sequence[Plan]):
     plans : tuple of Plan
     """
 
-    SCHEMA = "ckptplan.frontier/1"
+    SCHEMA = "ckptplan.frontier/2"
+    OLDER = ("ckptplan.frontier/1",)
 
     plans: tuple[Plan, ...]
 

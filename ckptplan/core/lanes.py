@@ -4,8 +4,8 @@ NOTE [Lanes]
 1. Compute runs forward steps 0..n-1, then backward steps n-1..0. Each direction of the links is a queue beside it,
    first in, first out: a copy begins when it has joined and the copy in front of it is done, and takes `Link.out_s`
    or `Link.in_s`.
-2. What a stage moves joins the queue outwards when its forward step ends. Forward step `release + 1` waits for it.
-3. It joins the queue inwards when backward step `prefetch` is about to start. Backward step `needed` waits for it.
+2. A stage's transfers join the queue outwards when its forward step ends. Forward step `release + 1` waits for one.
+3. One joins the queue inwards when backward step `prefetch` is about to start. Backward step `needed` waits for it.
 4. A *lane* is one half of the step with its queue. Forward is one with `joins = i + 1` and `due = release + 1`.
    Backward, read from its end to its start, is one with `joins = needed + 1` and `due = prefetch + 1`: a duration is
    a longest path, and reversing every arrow on it leaves its length as it is. So

@@ -21,7 +21,7 @@ TIERS: tuple[Tier, ...] = get_args(Tier)
 class Link:
     """Rates and latencies of the connection to a tier, with one first-in-first-out queue in each direction.
 
-    A transfer consists of all storages that a stage moves in one direction.
+    A transfer consists of storages of one stage that leave the device together, and return together.
 
     Parameters
     ----------

@@ -27,17 +27,41 @@ OPTIMAL_GAP = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
+class Transfer:
+    """Storages of one stage that leave the device and return together: one copy in each direction.
+
+    Parameters
+    ----------
+    moves : tuple of int
+        Positions in the option's `saved`, at least one.
+    release : int
+        Release point: the forward step by whose end the storages have left the device.
+    prefetch : int
+        Prefetch point: the backward step at whose start their return is issued.
+    """
+
+    moves: tuple[int, ...]
+    release: int
+    prefetch: int
+
+    def __post_init__(self) -> None:
+        check_fields("transfer", self)
+        if not self.moves:
+            raise InvalidInputError("a transfer with moves=() moves nothing; leave it out")
+        for point in (self.release, self.prefetch):
+            if not (is_int(point) and point >= 0):
+                raise InvalidInputError(f"release={self.release!r}, prefetch={self.prefetch!r} must be stage indices")
+
+
+@dataclass(frozen=True, slots=True)
 class Decision:
-    """The decision on one stage: its option, and the release and prefetch points of its transfers.
+    """The decision on one stage: its option, and the transfers of what it moves.
 
     Parameters
     ----------
     action : "keep", "swap" or "recompute"
-    moves : tuple of int
-        Positions in the option's `saved` that leave the device.
-    release, prefetch : int or None
-        Release point: the forward step by whose end the moved storages have left the device. Prefetch point: the
-        backward step at whose start their return is issued. Stage indices; None if and only if `moves` is empty.
+    transfers : tuple of Transfer
+        In the order in which they leave; of those with one prefetch point, the last returns first.
     option : str
         Name of the option; default: that of the action.
     ops : tuple of int
@@ -47,33 +71,45 @@ class Decision:
     """
 
     action: Action
-    moves: tuple[int, ...] = ()
-    release: int | None = None
-    prefetch: int | None = None
+    transfers: tuple[Transfer, ...] = ()
     option: str = ""
     ops: tuple[int, ...] = ()
     tier: Tier = "host"
 
     def __post_init__(self) -> None:
         check_fields("decision", self)
-        if self.tier != "host" and not self.moves:
+        if self.tier != "host" and not self.transfers:
             raise InvalidInputError(f"tier={self.tier!r} of a stage that moves nothing must be 'host'")
-        for point in (self.release, self.prefetch):
-            if point is not None and not (is_int(point) and point >= 0):
-                raise InvalidInputError(f"release={self.release!r}, prefetch={self.prefetch!r} must be stage indices")
-        if self.moves and self.action == "keep":
+        if self.transfers and self.action == "keep":
             raise InvalidInputError(f"a stage with action 'keep' can't move storages, but moves={self.moves}")
+        if len(set(self.moves)) != len(self.moves):
+            raise InvalidInputError(f"transfers of {self.moves} move a storage twice; give each position once")
         if self.ops and self.action != "recompute":
             raise InvalidInputError(
                 f"a stage with action {self.action!r} can't save operations' outputs, but ops={self.ops}"
             )
-        if (self.release is None, self.prefetch is None) != (not self.moves, not self.moves):
-            raise InvalidInputError(
-                f"moves={self.moves} with release={self.release} and prefetch={self.prefetch}; "
-                "set both points if something moves, otherwise neither"
-            )
         if not self.option:
             object.__setattr__(self, "option", self.action)
+
+    @classmethod
+    def moving(
+        cls, action: Action, moves: tuple[int, ...], release: int, prefetch: int, option: str = "", **fields: Any
+    ) -> Decision:
+        """The decision that moves all of `moves` in one transfer; nothing if they are none."""
+        return cls(action, (Transfer(moves, release, prefetch),) if moves else (), option, **fields)
+
+    @staticmethod
+    def upgraded(data: dict[str, Any]) -> dict[str, Any]:
+        """The fields in JSON from those of "ckptplan.plan/3", where one transfer's are beside the others."""
+        moves, release, prefetch = (data.pop(name, None) for name in ("moves", "release", "prefetch"))
+        if moves or release is not None or prefetch is not None:
+            data["transfers"] = [{"moves": moves or [], "release": release, "prefetch": prefetch}]
+        return data
+
+    @property
+    def moves(self) -> tuple[int, ...]:
+        """Positions in the option's `saved` that leave the device, transfer by transfer."""
+        return tuple(p for transfer in self.transfers for p in transfer.moves)
 
 
 KEEP = Decision("keep")
@@ -157,7 +193,8 @@ class Plan(Saved):
         Those of the profile: inputs and loss that were guessed, stages that can't be recomputed.
     """
 
-    SCHEMA = "ckptplan.plan/3"
+    SCHEMA = "ckptplan.plan/4"
+    OLDER = ("ckptplan.plan/3",)
 
     stages: tuple[str, ...]
     choices: tuple[Decision, ...]
@@ -320,8 +357,8 @@ class Plan(Saved):
             twice = next(name for name in self.stages if self.stages.count(name) > 1)
             raise InvalidInputError(f"stage name {twice!r} is used twice")
         for name, choice in zip(self.stages, self.choices, strict=True):
-            for point in (choice.release, choice.prefetch):
-                if point is not None and not 0 <= point < len(self.stages):
+            for point in (point for t in choice.transfers for point in (t.release, t.prefetch)):
+                if point >= len(self.stages):
                     raise InvalidInputError(f"stage {name!r}: no stage has index {point}; there are {len(self.stages)}")
         check_segments(self.segments, self.choices, self.stages)
         if not is_int(self.in_flight) or not 1 <= self.in_flight < MOST_BYTES:
@@ -342,14 +379,16 @@ class Plan(Saved):
         start = 0
         for i, choice in enumerate(self.choices):
             after = self.choices[i + 1] if i + 1 < len(self.choices) else None
-            plain = after is not None and not choice.moves and not after.moves
+            plain = after is not None and not choice.transfers and not after.transfers
             if plain and (after.option, around.get(i + 1)) == (choice.option, around.get(i)):  # type: ignore[union-attr]
                 continue
             names = self.stages[start] if start == i else f"{self.stages[start]} .. {self.stages[i]} ({i - start + 1})"
-            release = "" if choice.release is None else self.stages[choice.release]
-            prefetch = "" if choice.prefetch is None else self.stages[choice.prefetch]
             disk = " to disk" if choice.tier == "disk" else ""
-            rows.append((names, choice.option + disk + _together(around.get(i)), release, prefetch))
+            what = choice.option + disk + _together(around.get(i))
+            points = [(self.stages[t.release], self.stages[t.prefetch]) for t in choice.transfers]
+            for release, prefetch in points or [("", "")]:
+                rows.append((names, what, release, prefetch))
+                names = what = ""
             start = i + 1
         counts = {action: sum(choice.action == action for choice in self.choices) for action in ACTIONS}
         head = [

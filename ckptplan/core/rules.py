@@ -16,9 +16,9 @@ NOTE [Residency]
    resident in forward steps `k <= release` and in backward steps `k <= prefetch`, with `o <= release` and
    `last <= prefetch`, where `last` is the last stage of the outermost segment around `o`, or `o` outside of any. Both
    points are met where a module begins or ends, so neither lies in glue after the last module, and prefetch in none.
-   All that a stage moves is one transfer in each direction: every byte of it counts until the last is copied out, which
-   `release` waits for, and all of it is allocated at once at `prefetch`, before the first byte is copied in. It goes to
-   one tier, host or disk; which one changes times alone, never the device's bytes.
+   What has the same two points may be one transfer: every byte of it counts until the last is copied out, which
+   `release` waits for, and all of it is allocated at once at `prefetch`, before the first byte is copied in. All that a
+   stage moves goes to one tier, host or disk; which one changes times alone, never the device's bytes.
 5. Bytes of a step = base(step) + resident storages at its start + what the stage's option adds on top at the worst
    moment, what it makes included.
 6. A segment `a..b` runs forward with its stages' recompute options. Just before backward `b`, its *sweep* runs the

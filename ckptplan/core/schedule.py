@@ -3,10 +3,11 @@
 The solver and the baselines share this, so that a baseline never loses for want of a good schedule. The referee has its
 own reading of the rules. `solving/cost.py` has the same in numpy, for many plans at once.
 
-The lazy schedule moves all that the options move, out and back in the order of the stages. For given moves and that
-order it is the best: copies finish in the order of the queue, so at each forward step the cheapest way to make room is
-to wait for its shortest sufficient prefix, and waiting earlier never lets a later step start sooner. Backward is the
-same in reversed time. `solving/points.py` looks for moves and orders that are faster.
+The lazy schedule moves all that the options move, each stage's in one transfer, out and back in the order of the
+stages. For these transfers and that order it is the best: copies finish in the order of the queue, so at each forward
+step the cheapest way to make room is to wait for its shortest sufficient prefix, and waiting earlier never lets a later
+step start sooner. Backward is the same in reversed time. `solving/points.py` looks for transfers and orders that are
+faster.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import attrgetter
+from typing import NamedTuple
 
 from ckptplan.core import rules
 from ckptplan.core.lanes import Copy, lane
 from ckptplan.core.option import Option
-from ckptplan.core.plan import Decision
+from ckptplan.core.plan import Decision, Transfer
 from ckptplan.core.profile import Profile
 from ckptplan.core.segment import Segment
 from ckptplan.core.stage import Phase, Stage
@@ -171,11 +173,20 @@ def tightest_peak(profile: Profile, r: Residency) -> StepNeed:
     return _worst(profile, r.forward_bytes, r.backward_bytes)
 
 
-Points = tuple[tuple[int, int] | None, ...]
-"""Per stage its release and its prefetch point; None where it moves nothing."""
+class Sending(NamedTuple):
+    """A transfer with its bytes; a `Transfer` whose values are right by construction."""
+
+    moves: tuple[int, ...]
+    release: int
+    prefetch: int
+    nbytes: int
 
 
-def lazy_points(profile: Profile, r: Residency, budget_bytes: int) -> Points:
+Sendings = tuple[tuple[Sending, ...], ...]
+"""Per stage its transfers, as in a decision."""
+
+
+def lazy_sendings(profile: Profile, r: Residency, budget_bytes: int) -> Sendings:
     """The latest release and the earliest prefetch points within a budget of at least the tightest peak.
 
     What never needs to be away doesn't move: queues are first in, first out, so nothing else waits longer for it.
@@ -185,10 +196,24 @@ def lazy_points(profile: Profile, r: Residency, budget_bytes: int) -> Points:
     prefetch = last_resident(r.backward_bytes, r.moved_bytes, r.needed, budget_bytes)
     last_release, last_prefetch = rules.enforceable_points([stage.is_glue for stage in profile.stages])
     return tuple(
-        (last_release[release[i]], last_prefetch[prefetch[i]])
+        (Sending(r.moves[i], last_release[release[i]], last_prefetch[prefetch[i]], r.moved_bytes[i]),)
         if r.moves[i] and (release[i] < n - 1 or prefetch[i] < n - 1)
-        else None
+        else ()
         for i in range(n)
+    )
+
+
+def decided(options: Sequence[Option], sendings: Sendings, on_disk: Collection[int] = ()) -> tuple[Decision, ...]:
+    """The decisions, with the moves of the stages `on_disk` going to the disk tier, all others' to the host."""
+    return tuple(
+        Decision(
+            option.action,
+            tuple(Transfer(sent.moves, sent.release, sent.prefetch) for sent in found),
+            option.name,
+            option.ops,
+            "disk" if found and i in on_disk else "host",
+        )
+        for i, (option, found) in enumerate(zip(options, sendings, strict=True))
     )
 
 
@@ -203,8 +228,8 @@ class Evaluation:
     segments : tuple of Segment
     residency : Residency
         Of these options.
-    points : Points
-        The laziest release and the earliest prefetch points that fit the budget.
+    sendings : Sendings
+        With the laziest release and the earliest prefetch points that fit the budget.
     peak : StepNeed
     makespan_s : float
         With all copies on the host tier's link.
@@ -214,21 +239,14 @@ class Evaluation:
     options: tuple[Option, ...]
     segments: tuple[Segment, ...]
     residency: Residency
-    points: Points
+    sendings: Sendings
     peak: StepNeed
     makespan_s: float
     moved_bytes: int
 
     def decisions(self, on_disk: Collection[int] = ()) -> tuple[Decision, ...]:
         """The decisions, with the moves of the stages `on_disk` going to the disk tier, all others' to the host."""
-        return tuple(
-            Decision(option.action, option=option.name, ops=option.ops)
-            if points is None
-            else Decision(option.action, moves, *points, option.name, option.ops, "disk" if i in on_disk else "host")
-            for i, (option, moves, points) in enumerate(
-                zip(self.options, self.residency.moves, self.points, strict=True)
-            )
-        )
+        return decided(self.options, self.sendings, on_disk)
 
 
 def evaluate(
@@ -249,36 +267,39 @@ def evaluate(
         tightest = tightest_peak(profile, r)
         if tightest.bytes > budget_bytes:
             return tightest
-        points = lazy_points(profile, r, budget_bytes)
-        moved = {options[i].saved[p] for i in range(len(points)) if points[i] is not None for p in r.moves[i]}
+        sendings = lazy_sendings(profile, r, budget_bytes)
+        moved = {options[i].saved[p] for i, found in enumerate(sendings) for sent in found for p in sent.moves}
         settled = tuple(
-            in_place(stage, option, moved) if option.moves and there is None else option
-            for stage, option, there in zip(profile.stages, options, points, strict=True)
+            in_place(stage, option, moved) if option.moves and not found else option
+            for stage, option, found in zip(profile.stages, options, sendings, strict=True)
         )
         if settled == options:
             return Evaluation(
                 options,
                 tuple(segments),
                 r,
-                points,
-                peak(profile, r, points),
-                makespan_s(profile, r, points),
-                sum(nbytes for nbytes, there in zip(r.moved_bytes, points, strict=True) if there is not None),
+                sendings,
+                peak(profile, r, sendings),
+                makespan_s(profile, r, sendings),
+                sum(sent.nbytes for found in sendings for sent in found),
             )
         options = settled  # which may spare bytes, and with them other moves
 
 
-def peak(profile: Profile, r: Residency, points: Points) -> StepNeed:
-    """The worst step with these points."""
-    n = len(points)
+def peak(profile: Profile, r: Residency, sendings: Sendings) -> StepNeed:
+    """The worst step with these transfers."""
+    n = len(sendings)
     staying_forward, staying_backward = [0] * (n + 1), [0] * (n + 1)
-    for i, there in enumerate(points):
+    for i, found in enumerate(sendings):
         # What moves nothing in the end stays from where the residency has it away to the end.
-        for staying, begin, until in zip(
-            (staying_forward, staying_backward), (i, r.needed[i]), there or (n - 1, n - 1), strict=True
+        stays = r.moved_bytes[i] - sum(sent.nbytes for sent in found)
+        for staying, begin, points in (
+            (staying_forward, i, [(sent.release, sent.nbytes) for sent in found]),
+            (staying_backward, r.needed[i], [(sent.prefetch, sent.nbytes) for sent in found]),
         ):
-            staying[begin + 1] += r.moved_bytes[i]
-            staying[until + 1] -= r.moved_bytes[i]
+            for until, nbytes in (*points, (n - 1, stays)):
+                staying[begin + 1] += nbytes
+                staying[until + 1] -= nbytes
     forward, backward = (
         [need + more for need, more in zip(needs, accumulate(staying), strict=False)]
         for needs, staying in ((r.forward_bytes, staying_forward), (r.backward_bytes, staying_backward))
@@ -286,18 +307,18 @@ def peak(profile: Profile, r: Residency, points: Points) -> StepNeed:
     return _worst(profile, forward, backward)
 
 
-def makespan_s(profile: Profile, r: Residency, points: Points, on_disk: Collection[int] = ()) -> float:
-    """Seconds of the step with these points (NOTE [Lanes] in lanes.py); never less than with everything kept.
+def makespan_s(profile: Profile, r: Residency, sendings: Sendings, on_disk: Collection[int] = ()) -> float:
+    """Seconds of the step with these transfers (NOTE [Lanes] in lanes.py); never less than with everything kept.
 
     Copies of the stages `on_disk` go to the disk tier, all others to the host.
     """
     out: list[Copy] = []
     back: list[Copy] = []
-    for i, there in enumerate(points):
-        if there is not None:
-            link = profile.disk if i in on_disk and profile.disk is not None else profile.link
-            out.append(Copy(i + 1, there[0] + 1, link.out_s(r.moved_bytes[i])))
-            back.append(Copy(r.needed[i] + 1, there[1] + 1, link.in_s(r.moved_bytes[i])))
+    for i, found in enumerate(sendings):
+        link = profile.disk if i in on_disk and profile.disk is not None else profile.link
+        for sent in found:
+            out.append(Copy(i + 1, sent.release + 1, link.out_s(sent.nbytes)))
+            back.append(Copy(r.needed[i] + 1, sent.prefetch + 1, link.in_s(sent.nbytes)))
     back.sort(key=attrgetter("due"))  # stable: of those with one point, in the stages' order
     seconds = lane(out, [stage.forward_s for stage in profile.stages])[0] + lane(back, r.backward_s)[0]
     return profile.baseline_step_s if seconds <= profile.baseline_step_s * (1 + EQUAL_S) else seconds

@@ -124,17 +124,17 @@ def _points(profile: Profile, choices: Sequence[Decision], around: dict[int, Seg
     modules = [k for k, stage in enumerate(profile.stages) if not stage.is_glue] or list(range(n))
     meets = set(modules)
     for i, (stage, choice) in enumerate(zip(profile.stages, choices, strict=True)):
-        if choice.release is None or choice.prefetch is None:
-            continue
         back_by = around[i].last if i in around else i
-        if not i <= choice.release < n:
-            yield Violation("points", stage.name, f"release point {choice.release} is not in [{i}, {n})")
-        elif choice.release > modules[-1]:
-            yield Violation("points", stage.name, "release point after the last module's end, where nothing runs")
-        if not back_by <= choice.prefetch < n:
-            yield Violation("points", stage.name, f"prefetch point {choice.prefetch} is not in [{back_by}, {n})")
-        elif choice.prefetch not in meets:
-            yield Violation("points", stage.name, "prefetch point outside of any module's backward")
+        for transfer in choice.transfers:
+            release, prefetch = transfer.release, transfer.prefetch
+            if not i <= release < n:
+                yield Violation("points", stage.name, f"release point {release} is not in [{i}, {n})")
+            elif release > modules[-1]:
+                yield Violation("points", stage.name, "release point after the last module's end, where nothing runs")
+            if not back_by <= prefetch < n:
+                yield Violation("points", stage.name, f"prefetch point {prefetch} is not in [{back_by}, {n})")
+            elif prefetch not in meets:
+                yield Violation("points", stage.name, "prefetch point outside of any module's backward")
 
 
 def _tiers(profile: Profile, choices: Sequence[Decision]) -> Iterator[Violation]:

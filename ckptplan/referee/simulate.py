@@ -4,11 +4,12 @@ An interpreter that adds and drops holders one at a time, and shares no code wit
 detected by the other. It implements the rules of NOTE [Residency] in core/rules.py, and these of time:
 
 1. Compute runs forward 0..L-1, then backward L-1..0; a recomputed stage's backward has its recompute in front.
-2. What a stage moves joins the outward queue, as one transfer, when its forward ends. Compute waits at the end of
-   forward step `release` until that transfer is done.
-3. At the start of backward step k the returns of all stages with `prefetch == k` join the inward queue, the highest
-   stage first. Compute waits at the start of a stage's backward until its return is done; at the start of the backward
-   of an outermost segment's last stage, until the returns of all its stages are.
+2. A stage's transfers join the outward queue, one after the other, when its forward ends. Compute waits at the end of
+   forward step `release` until a transfer is done.
+3. At the start of backward step k the returns of all transfers with `prefetch == k` join the inward queue, those of the
+   highest stage first, and of a stage the last one first. Compute waits at the start of a stage's backward until its
+   returns are done; at the start of the backward of an outermost segment's last stage, until those of all its stages
+   are.
 4. Queues are first in, first out, one transfer at a time, each direction alone; backlog carries over. Both tiers share
    them: a transfer takes its latency and the time of its bytes at the rate of `link`, or of `disk` for that tier.
 5. A segment's sweep runs after these waits and before its last stage's own recompute; each of its runs takes the
@@ -44,13 +45,14 @@ What = Literal["forward", "recompute", "backward", "wait", "out", "in"]
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One busy or waiting interval [start_s, end_s) of a lane."""
+    """One busy or waiting interval [start_s, end_s) of a lane; `nbytes` are those of a transfer."""
 
     lane: Lane
     what: What
     stage: str
     start_s: float
     end_s: float
+    nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +161,8 @@ def replay(profile: Profile, choices: Sequence[Decision], segments: Sequence[Seg
         worst.stage,
         worst.phase,
         step.clock.now,
-        sum(n for n, choice in zip(step.moved_bytes, choices, strict=True) if choice.tier == "host"),
-        sum(n for n, choice in zip(step.moved_bytes, choices, strict=True) if choice.tier == "disk"),
+        sum(sent.nbytes for found in step.sent for sent in found if choices[sent.stage].tier == "host"),
+        sum(sent.nbytes for found in step.sent for sent in found if choices[sent.stage].tier == "disk"),
         between_bytes,
         tuple(step.steps),
         tuple(step.clock.events),
@@ -253,14 +255,24 @@ class _Clock:
     def send(self, stage: str, nbytes: int, way: Link) -> float:
         begin = max(self.now, self._out_free)
         self._out_free = begin + (way.latency_s + nbytes / way.out_bytes_per_s)
-        self.events.append(Event("out", "out", stage, begin, self._out_free))
+        self.events.append(Event("out", "out", stage, begin, self._out_free, nbytes))
         return self._out_free
 
     def fetch(self, stage: str, nbytes: int, way: Link) -> float:
         begin = max(self.now, self._in_free)
         self._in_free = begin + (way.latency_s + nbytes / way.in_bytes_per_s)
-        self.events.append(Event("in", "in", stage, begin, self._in_free))
+        self.events.append(Event("in", "in", stage, begin, self._in_free, nbytes))
         return self._in_free
+
+
+@dataclass(slots=True)
+class _Sent:
+    """A transfer, and when its latest copy, out or in, is complete."""
+
+    stage: int
+    storages: tuple[int, ...]
+    nbytes: int
+    done_s: float = 0.0
 
 
 class _Step:
@@ -287,20 +299,18 @@ class _Step:
         self._find_sweeps(segments)
         self.sweeps = 0
 
-        self.moved_bytes = [0] * n
-        self.moved: list[tuple[int, ...]] = [()] * n
-        self.release_at: list[list[int]] = [[] for _ in range(n)]
-        self.fetch_at: list[list[int]] = [[] for _ in range(n)]
-        self.wait_at: list[list[int]] = [[] for _ in range(n)]
-        self.done: dict[int, float] = {}  # stage -> when its latest transfer is complete
+        self.sent: list[list[_Sent]] = [[] for _ in range(n)]
+        self.release_at: list[list[_Sent]] = [[] for _ in range(n)]
+        self.fetch_at: list[list[_Sent]] = [[] for _ in range(n)]
+        self.wait_at: list[list[_Sent]] = [[] for _ in range(n)]
         for i, choice in enumerate(choices):
-            if choice.release is None or choice.prefetch is None:
-                continue
-            self.moved[i] = tuple(self.option[i].saved[p] for p in choice.moves)
-            self.moved_bytes[i] = sum(self.storages[s].nbytes for s in self.moved[i])
-            self.release_at[choice.release].append(i)
-            self.fetch_at[choice.prefetch].append(i)
-            self.wait_at[outer[i].last if i in outer else i].append(i)
+            for transfer in choice.transfers:
+                moved = tuple(self.option[i].saved[p] for p in transfer.moves)
+                sent = _Sent(i, moved, sum(self.storages[s].nbytes for s in moved))
+                self.sent[i].append(sent)
+                self.release_at[transfer.release].append(sent)
+                self.fetch_at[transfer.prefetch].append(sent)
+                self.wait_at[outer[i].last if i in outer else i].append(sent)
 
         self.made: list[list[int]] = [[] for _ in range(n)]
         self.program_ends: list[list[int]] = [[] for _ in range(n)]
@@ -356,11 +366,11 @@ class _Step:
             self._take(k, s, (s, 0))
         for s in self.program_ends[k]:
             self.device.drop((s, 0), _PROGRAM)
-        if self.moved[k]:
-            self.done[k] = self.clock.send(name, self.moved_bytes[k], self.ways[k])
-        for i in self.release_at[k]:
-            self.clock.wait(self.done[i], name)
-            for s in self.moved[i]:
+        for sent in self.sent[k]:
+            sent.done_s = self.clock.send(name, sent.nbytes, self.ways[k])
+        self.clock.wait(max((sent.done_s for sent in self.release_at[k]), default=0.0), name)
+        for sent in self.release_at[k]:
+            for s in sent.storages:
                 self.device.send_away((s, 0))
 
     def turn(self) -> None:
@@ -370,12 +380,11 @@ class _Step:
 
     def backward(self, k: int) -> None:
         stage, start_s = self.stages[k], self.clock.now
-        for i in reversed(self.fetch_at[k]):
-            self.done[i] = self.clock.fetch(self.stages[i].name, self.moved_bytes[i], self.ways[i])
-            for s in self.moved[i]:
+        for sent in reversed(self.fetch_at[k]):
+            sent.done_s = self.clock.fetch(self.stages[sent.stage].name, sent.nbytes, self.ways[sent.stage])
+            for s in sent.storages:
                 self.device.bring_back((s, 0))
-        for i in reversed(self.wait_at[k]):
-            self.clock.wait(self.done[i], stage.name)
+        self.clock.wait(max((sent.done_s for sent in self.wait_at[k]), default=0.0), stage.name)
         if k in self.sweep_before:
             start_s = self._sweep(self.sweep_before[k], start_s)
         option = self.option[k]

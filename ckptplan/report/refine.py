@@ -35,15 +35,10 @@ def stage_times(profile: Profile, plan: Plan) -> tuple[StageTimes, ...]:
 def drawn(profile: Profile, plan: Plan) -> DrawnStep:
     """Return the referee's replay as spans, and the peak of each step as the bytes from its beginning on."""
     timeline = simulate(profile, plan)
-    moved = {
-        stage.name: sum(profile.storages[stage.option(choice.option).saved[p]].nbytes for p in choice.moves)
-        for stage, choice in zip(profile.stages, plan.choices, strict=True)
-    }
     spans = []
     for event in timeline.events:
         what, lane = _DRAWN.get(event.what, event.what), _LANES.get(event.lane, event.lane)
-        nbytes = 0 if lane == "compute" else moved[event.stage]
-        spans.append(Span(lane, what, event.stage, event.start_s, event.end_s, nbytes))  # type: ignore[arg-type]
+        spans.append(Span(lane, what, event.stage, event.start_s, event.end_s, event.nbytes))  # type: ignore[arg-type]
     # Steps and compute's events have the same order; a backward step may begin with a recompute.
     running = iter([e for e in timeline.events if e.lane == "compute" and e.what != "wait"])
     memory = []

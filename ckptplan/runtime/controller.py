@@ -134,7 +134,7 @@ class Controller:
         self._model = model
         self._stages, self._choices, segments = decisions.stages, decisions.choices, decisions.segments
         # Earlier stages may hold the storages that a stage moves; all must hold them through the same record.
-        self._moves = any(choice.moves for choice in self._choices)
+        self._moves = any(choice.transfers for choice in self._choices)
         asks_what_is_own = self._moves or bool(segments) or any(c.action == "swap" for c in self._choices)
         self._own_names = OwnNames(model) if asks_what_is_own else None
         self._stores = stores
@@ -195,18 +195,18 @@ class Controller:
             self._segments.update((i, (segment, inside)) for i in inside)
         # A point inside glue is moved to the nearest stage boundary that keeps the bytes within the plan. A release
         # moves to the start of the next stage, or to the end of the last one, a prefetch to the next stage's backward.
-        self._release_before: dict[int, list[int]] = {}
-        self._release_after: dict[int, list[int]] = {}
-        self._prefetch_at: dict[int, list[int]] = {}
+        self._release_before: dict[int, list[tuple[int, int]]] = {}  # stage -> (stage, number of the transfer)
+        self._release_after: dict[int, list[tuple[int, int]]] = {}
+        self._prefetch_at: dict[int, list[tuple[int, int]]] = {}
         for index, choice in enumerate(self._choices):
-            if choice.release is None or choice.prefetch is None:
-                continue
-            later = [i for i in real if i > choice.release]
-            if choice.release in real or not later:
-                self._release_after.setdefault(max(i for i in real if i <= choice.release), []).append(index)
-            else:
-                self._release_before.setdefault(later[0], []).append(index)
-            self._prefetch_at.setdefault(max(i for i in real if i <= choice.prefetch), []).insert(0, index)
+            for number, transfer in enumerate(choice.transfers):
+                release, place = transfer.release, (index, number)
+                later = [i for i in real if i > release]
+                if release in real or not later:
+                    self._release_after.setdefault(max(i for i in real if i <= release), []).append(place)
+                else:
+                    self._release_before.setdefault(later[0], []).append(place)
+                self._prefetch_at.setdefault(max(i for i in real if i <= transfer.prefetch), []).insert(0, place)
         self._patches = [PatchedForward(module, functools.partial(self._run_stage, module)) for module in self._indices]
         self._compiled = [patch for patch in self._patches if patch.is_compiled]
         self._sees_model = one_forward and model not in self._indices
@@ -355,14 +355,14 @@ class Controller:
         try:
             self._limits[index].check(self._stages[index], args, kwargs)
             self._release_until(current, index)
-            for stage in self._release_before.get(index, ()):
-                current.session.release(stage)
+            for place in self._release_before.get(index, ()):
+                current.session.release(*place)
             for enter in self._enter:
                 enter(index, args, kwargs)
             output = self._run_choice(current, self._planned[index], original, args, kwargs)
             del args, kwargs
-            for stage in self._release_after.get(index, ()):
-                current.session.release(stage)
+            for place in self._release_after.get(index, ()):
+                current.session.release(*place)
             for leave in self._exit:
                 leave(index, output)
         except BaseException:
@@ -406,15 +406,15 @@ class Controller:
             )
         self.counters.runs[index] += 1
         if choice.action == "swap":
-            with current.session.stage(index, choice.moves, choice.tier):
+            with current.session.stage(index, choice.transfers, choice.tier):
                 return original(*args, **kwargs)
         return original(*args, **kwargs)
 
     def _release_until(self, current: _Pass, index: int) -> None:
         """Make the releases of stages before `index` that this forward leaves out."""
         for skipped in range(current.last + 1, index):
-            for stage in (*self._release_before.get(skipped, ()), *self._release_after.get(skipped, ())):
-                current.session.release(stage)
+            for place in (*self._release_before.get(skipped, ()), *self._release_after.get(skipped, ())):
+                current.session.release(*place)
         current.last = max(current.last, index)
 
     def _next_call(self, current: _Pass, module: nn.Module) -> int | None:
@@ -438,8 +438,8 @@ class Controller:
             self._enter_backward(index)
             for backward in self._backward:
                 backward(index)
-            for stage in self._prefetch_at.get(index, ()):
-                current.session.prefetch(stage)
+            for place in self._prefetch_at.get(index, ()):
+                current.session.prefetch(*place)
 
         # Most outputs are one tensor, and searching a tree for tensors costs as much as all the rest here.
         leaves = [output] if isinstance(output, torch.Tensor) else pytree.tree_leaves(output)

@@ -26,9 +26,10 @@ from ckptplan.core.profile import Profile
 from ckptplan.core.schedule import (
     EQUAL_S,
     StepNeed,
+    decided,
     evaluate,
     in_place,
-    lazy_points,
+    lazy_sendings,
     makespan_s,
     peak,
     residency,
@@ -414,11 +415,11 @@ class Evaluator:
         r = residency(self.profile, self.options(codes), segments)
         if tightest_peak(self.profile, r).bytes > budget_bytes:
             return math.inf
-        points = lazy_points(self.profile, r, budget_bytes)
-        moved = sum(nbytes for nbytes, there in zip(r.moved_bytes, points, strict=True) if there is not None)
+        sendings = lazy_sendings(self.profile, r, budget_bytes)
+        moved = sum(sent.nbytes for found in sendings for sent in found)
         if self.host_bytes is not None and moved > self.host_bytes:
             return math.inf
-        return makespan_s(self.profile, r, points)
+        return makespan_s(self.profile, r, sendings)
 
     def peak(self, codes: Sequence[int], segments: Segments = ()) -> int:
         """The smallest budget one plan fits in: `smallest_peaks` without the cost of its tables."""
@@ -449,24 +450,19 @@ class Evaluator:
     def with_moves(self, codes: Sequence[int], segments: Segments, moves: Moves) -> Schedule:
         """One plan with these moves; a swap that moves nothing is a keep where that costs no byte."""
         before = self.options(codes)
-        moved = {option.saved[p] for option, at in zip(before, moves.positions, strict=True) for p in at}
+        positions = [[p for sent in found for p in sent.moves] for found in moves.sendings]
+        moved = {option.saved[p] for option, at in zip(before, positions, strict=True) for p in at}
         options = [
             option if at or not option.moves else in_place(stage, option, moved)
-            for stage, option, at in zip(self.profile.stages, before, moves.positions, strict=True)
+            for stage, option, at in zip(self.profile.stages, before, positions, strict=True)
         ]
-        r = residency(self.profile, options, segments, moves.positions)
-        choices = tuple(
-            Decision(option.action, option=option.name, ops=option.ops)
-            if there is None
-            else Decision(option.action, at, *there, option.name, option.ops, "disk" if i in moves.on_disk else "host")
-            for i, (option, at, there) in enumerate(zip(options, r.moves, moves.points, strict=True))
-        )
+        r = residency(self.profile, options, segments, positions)
         disk = sum(r.moved_bytes[i] for i in moves.on_disk)
         return Schedule(
             tuple(stage.options.index(option) for stage, option in zip(self.profile.stages, options, strict=True)),
-            choices,
-            makespan_s(self.profile, r, moves.points, moves.on_disk),
-            peak(self.profile, r, moves.points).bytes,
+            decided(options, moves.sendings, moves.on_disk),
+            makespan_s(self.profile, r, moves.sendings, moves.on_disk),
+            peak(self.profile, r, moves.sendings).bytes,
             sum(r.moved_bytes) - disk,
             segments,
             disk,

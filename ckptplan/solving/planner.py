@@ -111,6 +111,7 @@ BOUND_SHARE = 0.5
 FIRST_LOCAL_SHARE = 0.2
 LONG_CHAIN_LOCAL_SHARE = 0.6
 LATER_LOCAL_SHARE = 0.3
+REFINE_SHARE = 0.1
 LAST_LOCAL_SHARE = 0.85
 MIXED_SHARE = 0.6
 SEGMENT_SHARE = 0.2
@@ -197,7 +198,7 @@ def _with_disk(search: _PlanSearch, host_bytes: int) -> tuple[Schedule, float]:
             view, more_s = slower_link(profile, host_bytes, slower)
             part = replace(search, profile=view, deadline=_after(share, deadline), more_s=more_s)
             part.run()
-            search.best, search.bound_s = part.best, part.bound_s
+            search.best, search.lazy, search.bound_s = part.best, part.lazy, part.bound_s
             search.handed_out_s, search.handed_bound_s = part.handed_out_s, part.handed_bound_s
             search.still = part.still
     if not search.closed():
@@ -205,6 +206,7 @@ def _with_disk(search: _PlanSearch, host_bytes: int) -> tuple[Schedule, float]:
         limits, evaluator = replace(search.limits, on_plan=None), Evaluator(profile, host_bytes)
         alone = replace(search, host_bytes=host_bytes, deadline=deadline, evaluator=evaluator, limits=limits)
         alone.best = None if search.best is None or search.best.disk_bytes else search.best
+        alone.lazy = alone.best
         try:
             found, _ = alone.run()
             search.take(found)
@@ -237,8 +239,10 @@ class _PlanSearch:
 
     Candidates and bounds are made with `profile` and `host_bytes`, and plans are judged by `evaluator`. These differ
     where there is a disk tier: `profile` then has one link for both tiers, `host_bytes` is the limit on all that moves,
-    and `more_s` is by how much a plan's step may be longer with that link than it is. `still` is the fastest schedule
-    so far that moves nothing. `seen` is the best plan that a local search at work has come to.
+    and `more_s` is by how much a plan's step may be longer with that link than it is. `lazy` is the fastest lazy
+    schedule so far, from which changes of options and segments start, and `refined` the last one whose transfers have
+    been refined. `still` is the fastest schedule so far that moves nothing. `seen` is the best plan that a local search
+    at work has come to.
     """
 
     profile: Profile
@@ -250,6 +254,8 @@ class _PlanSearch:
     evaluator: Evaluator
     more_s: float = 0.0
     best: Schedule | None = None
+    lazy: Schedule | None = None
+    refined: Schedule | None = None
     bound_s: float = 0.0
     searches: int = 0
     still: Schedule | None = None
@@ -311,17 +317,19 @@ class _PlanSearch:
             self.polish(MOST_PAIRS, FIRST_LOCAL_SHARE)
             if n <= MODEL_STAGES:
                 self.search(ROUNDS_AT_FIRST, FIRST_LOCAL_SHARE)
+            self.refine(REFINE_SHARE)
             self.run_bound()
             self.run_mixed()
         while not self.closed() and width <= MOST_LABELS:
             if self.left_s() < (1.0 if depth < NESTING else 2.0) * taken:
                 break
-            begin, before = time.monotonic(), self.best
+            begin, before = time.monotonic(), self.lazy
             width, depth = width if depth < NESTING else WIDTH_FACTOR * width, NESTING
             complete = self.run_dp(width, steer, depth, self.deadline)
             taken = time.monotonic() - begin
-            if self.best is not before:
+            if self.lazy is not before:
                 self.polish(MOST_PAIRS_LATER, LATER_LOCAL_SHARE)
+                self.refine(REFINE_SHARE)
             if not complete:
                 break
         if not self.closed():
@@ -415,17 +423,21 @@ class _PlanSearch:
         if found is not None:
             self.prove(model.bound_s(found.bound, scip.TOLERANCE))
             if found.ones:
-                self.offer(*model.read(found.ones))
+                codes, segments = model.read(found.ones)
+                self.offer(codes, segments)
+                schedule = self.evaluator.schedule(codes, self.budget_bytes, segments)
+                if schedule is not None:  # its transfers need not be those of a lazy schedule
+                    self.refine(REFINE_SHARE, schedule)
         self.report("mixed-integer program")
 
     def run_model(self) -> None:
         """CP-SAT over the options of all stages, from the best plan, for the time that is left."""
-        assert self.best is not None
+        assert self.lazy is not None
         if self.left_s() < MODEL_LEAST_S + len(self.menu) * MODEL_S_PER_STAGE:
             return
         self.begin("CP-SAT")
         model = FluidModel(self.profile, self.menu, self.budget_bytes, host_bytes=self.host_bytes)
-        model.hint(self.best.codes)
+        model.hint(self.lazy.codes)
 
         def on_solution(codes: tuple[int, ...], bound_s: float) -> bool:
             self.offer(codes)
@@ -448,11 +460,13 @@ class _PlanSearch:
     def offer(self, codes: Sequence[int], segments: Segments = ()) -> None:
         """Take this plan if it fits and is faster, or as fast with more stages kept."""
         moves = any(self.profile.stages[i].options[code].moves for i, code in enumerate(codes))
-        than = self.best if moves else self.still
+        than = self.lazy if moves else self.still
         if than is not None and self.evaluator.step_s(codes, self.budget_bytes, segments) > than.step_s:
             return
         found = self.evaluator.schedule(codes, self.budget_bytes, segments)
         if found is not None:
+            if self.lazy is None or _key(found) < _key(self.lazy):
+                self.lazy = found
             self.take(found)
 
     def take(self, found: Schedule) -> None:
@@ -460,7 +474,7 @@ class _PlanSearch:
         moves = any(choice.moves for choice in found.choices)
         if not moves and (self.still is None or found.step_s < self.still.step_s):
             self.still = found
-        if self.best is None or (found.step_s, -_kept(found)) < (self.best.step_s, -_kept(self.best)):
+        if self.best is None or _key(found) < _key(self.best):
             self.best = found
             self.report_now_and_then(found)
 
@@ -670,24 +684,24 @@ class _PlanSearch:
 
     def polish(self, pairs: int, share: float) -> None:
         """Small changes of the best plan, in at most this share of the time left."""
-        if self.best is None or self.closed():
+        if self.lazy is None or self.closed():
             return
         self.begin("local search")
         search = self.local_search()
         until = time.monotonic() + share * self.left_s()
-        codes, segments, _ = search.improve(self.best.codes, self.best.segments, until, pairs=pairs)
+        codes, segments, _ = search.improve(self.lazy.codes, self.lazy.segments, until, pairs=pairs)
         self.offer(codes, segments)
         self.report("local search")
 
     def search(self, rounds: int, share: float) -> None:
         """Local search from the best plan until `rounds` rounds gave nothing, in at most a share of the time left."""
-        if self.best is None or self.closed():
+        if self.lazy is None or self.closed():
             return
         self.begin("local search")
         self.searches += 1
         search = self.local_search(self.searches)
         until = time.monotonic() + share * self.left_s()
-        for codes, segments, _ in search.search(self.best.codes, self.best.segments, until, rounds=rounds):
+        for codes, segments, _ in search.search(self.lazy.codes, self.lazy.segments, until, rounds=rounds):
             self.offer(codes, segments)
             if self.closed():
                 break
@@ -696,24 +710,30 @@ class _PlanSearch:
     def result(self, part: str) -> tuple[Schedule, float]:
         """The best schedule without swaps that gain nothing, and the bound."""
         assert self.best is not None
-        self.drop_what_gains_nothing()
-        self.choose_moves()
+        if self.lazy is not None:
+            best, self.best = self.best, self.lazy
+            self.drop_what_gains_nothing()
+            self.lazy, self.best = self.best, min(best, self.best, key=_key)
+        self.refine(1.0)
         if self.bound_s <= self.best.step_s * (1 + BOUND_ROUNDING):
             # Above by a rounding only: they are equal. By more it would be a defect, for the referee to name.
             self.bound_s = min(self.bound_s, self.best.step_s)
         self.report(part)
         return self.best, self.bound_s
 
-    def choose_moves(self) -> None:
-        """Move less, or bring copies back in another order, where that makes the step shorter."""
-        assert self.best is not None
-        if self.closed():
+    def refine(self, share: float, lazy: Schedule | None = None) -> None:
+        """Other transfers for the lazy schedule, in at most this share of the time left (see `points.py`)."""
+        if lazy is None:
+            lazy, self.refined, before = self.lazy, self.lazy, self.refined
+            if lazy is before:
+                return
+        if lazy is None or self.closed():
             return
-        self.begin("moves")
-        codes, segments = self.best.codes, self.best.segments
+        self.begin("transfers")
+        codes, segments = lazy.codes, lazy.segments
         search = self.evaluator.search(codes, self.budget_bytes, segments)
-        start = Moves.of(self.best.step_s, self.best.choices)
-        found = search.improved(start, self.deadline)
+        start = Moves.of(lazy.step_s, lazy.choices, self.evaluator.options(codes), self.profile)
+        found = search.improved(start, _after(share, self.deadline))
         if found is not start:
             self.take(self.evaluator.with_moves(codes, segments, found))
 
@@ -822,6 +842,11 @@ class _PlanSearch:
 def _complexity(schedule: Schedule) -> tuple[int, int, float]:
     """Bytes moved, decisions and seconds: what is least of simple schedules."""
     return schedule.host_bytes + schedule.disk_bytes, len(schedule.codes) - _kept(schedule), schedule.step_s
+
+
+def _key(schedule: Schedule) -> tuple[float, int]:
+    """What is least of the best schedule: its seconds, then how many stages it doesn't keep."""
+    return schedule.step_s, -_kept(schedule)
 
 
 def _kept(schedule: Schedule) -> int:

@@ -1,15 +1,16 @@
-"""The best moves and points of given options and segments: what moves, and in which order it comes back.
+"""The best transfers of given options and segments: what moves, together with what, and in which order.
 
-`core/schedule.py` moves all that options move, as far as it has to be away, and brings it back in the stages' order.
-That isn't always the fastest: a stage may move a part of it or nothing, while a later one makes the room, and a copy
-that is fetched earlier is first in the queue. What moves is chosen here, and then
+`core/schedule.py` moves all that options move, each stage's in one transfer, as far as it has to be away, and brings it
+back in the stages' order. That isn't always the fastest: a stage may move a part of it or nothing, while a later one
+makes the room; a part of what it moves may be needed away sooner than the rest; and a copy that is fetched earlier is
+first in the queue. What moves, and in which transfers, is chosen here, and then
 
-- out, copies queue in the order of the stages, so the lazy release points are the best (see core/schedule.py);
-- back, the same holds for a given order of the copies, in reversed time: they are best sorted by when they are needed
-  among those with one prefetch point.
+- out, copies queue in the order of the stages, and of a stage in any order;
+- back, in any order, in reversed time: sorted by when they are needed among those with one prefetch point.
 
-So for a few copies all parts and orders are tried, and the best schedule is found (`fastest`); for more, parts are
-added or taken off and neighbours in the queue exchanged for as long as that makes the step shorter (`improved`).
+For few transfers all choices and orders are tried, and the best schedule is found (`fastest`); for more, parts are
+added, taken off and divided, and neighbours in the queue exchanged, for as long as that makes the step shorter
+(`improved`). The two lanes of a choice have no part in each other (`queues.py`).
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ckptplan.core import rules
-from ckptplan.core.lanes import Copy, lane
 from ckptplan.core.link import Link
 from ckptplan.core.option import Option
 from ckptplan.core.plan import Decision
 from ckptplan.core.profile import Profile
-from ckptplan.core.schedule import EQUAL_S, Points, last_resident, residency
+from ckptplan.core.schedule import EQUAL_S, Sending, Sendings, residency
 from ckptplan.core.segment import Segment
+from ckptplan.solving.queues import Lane, Leaving, Queue
 
 MOST_PARTS = 4096
-"""Choices of what moves up to which all are tried."""
-MOST_IN_ORDER = 5
-"""Copies up to which all orders of coming back are tried: 120."""
+"""Choices of what moves, in which transfers, up to which all are tried."""
+MOST_APART = 8
+"""Storages of a stage that are tried in transfers of their own, the largest ones; the rest stay together."""
 
 
 class Moves(NamedTuple):
@@ -43,27 +44,27 @@ class Moves(NamedTuple):
     ----------
     seconds : float
         Of the step.
-    positions : tuple of tuple of int
-        Per stage, what moves, as positions in its option's `saved`.
-    points : Points
+    sendings : Sendings
     on_disk : frozenset of int
         Stages whose moves go to the disk tier.
     """
 
     seconds: float
-    positions: tuple[tuple[int, ...], ...]
-    points: Points
+    sendings: Sendings
     on_disk: frozenset[int]
 
     @classmethod
-    def of(cls, seconds: float, choices: Sequence[Decision]) -> Moves:
-        """Those of a plan's decisions."""
+    def of(cls, seconds: float, choices: Sequence[Decision], options: Sequence[Option], profile: Profile) -> Moves:
+        """Those of a plan's decisions for these options."""
+
+        def size(option: Option, moves: Sequence[int]) -> int:
+            return sum(profile.storages[option.saved[p]].nbytes for p in moves)
+
         return cls(
             seconds,
-            tuple(choice.moves for choice in choices),
             tuple(
-                None if choice.release is None or choice.prefetch is None else (choice.release, choice.prefetch)
-                for choice in choices
+                tuple(Sending(t.moves, t.release, t.prefetch, size(option, t.moves)) for t in choice.transfers)
+                for option, choice in zip(options, choices, strict=True)
             ),
             frozenset(i for i, choice in enumerate(choices) if choice.tier == "disk"),
         )
@@ -78,8 +79,16 @@ class Room:
     disk_bytes: int = 0
 
 
+class Item(NamedTuple):
+    """Storages of a stage that move together, as positions in its option's `saved`."""
+
+    stage: int
+    positions: tuple[int, ...]
+    nbytes: int
+
+
 class MovesSearch:
-    """Search over what moves, and over the order in which it comes back, for given options and segments.
+    """Search over what moves, in which transfers, and over their order, for given options and segments.
 
     Attributes
     ----------
@@ -98,6 +107,9 @@ class MovesSearch:
         ]
         self.forward_s = [stage.forward_s for stage in profile.stages]
         self.last_release, self.last_prefetch = rules.enforceable_points([stage.is_glue for stage in profile.stages])
+        links = [link for link in (profile.link, profile.disk) if link is not None]
+        self.together = any(link.latency_s > 0 for link in links)
+        """Whether a transfer of two storages may be faster than two transfers."""
 
     @property
     def fits(self) -> bool:
@@ -105,209 +117,225 @@ class MovesSearch:
         r, most = self.residency, self.room.device_bytes
         return max(*r.forward_bytes, *r.backward_bytes, self.profile.update_peak_bytes) <= most
 
-    def parts(self) -> list[dict[int, tuple[int, ...]]] | None:
-        """Per stage, bytes -> positions, all of them first: which of equal parts moves makes no difference.
+    def item(self, stage: int, positions: Sequence[int]) -> Item:
+        """These positions of a stage."""
+        return Item(stage, tuple(positions), sum(self.sizes_of[stage][p] for p in positions))
 
-        None if there are more than `MOST_PARTS` choices.
+    def parts(self) -> list[list[tuple[Item, ...]]] | None:
+        """Per stage, every choice of its transfers, those of all that it may move first.
+
+        Of choices that differ by nothing but which of equal storages moves there is one. None if there are more than
+        `MOST_PARTS` in all.
         """
         found = []
         count = 1
-        for sizes in self.sizes_of:
-            sums: dict[int, tuple[int, ...]] = {0: ()}
-            for p, nbytes in sizes.items():
-                sums |= {total + nbytes: (*chosen, p) for total, chosen in sums.items() if total + nbytes not in sums}
-                if count * len(sums) > MOST_PARTS:
+        for stage, sizes in enumerate(self.sizes_of):
+            choices: dict[tuple[tuple[int, ...], ...], list[list[int]]] = {(): []}
+            for p in sizes:
+                for groups in list(choices.values()):
+                    ways = [[*groups, [p]]]
+                    if self.together:
+                        ways += [[*groups[:at], [*groups[at], p], *groups[at + 1 :]] for at in range(len(groups))]
+                    for way in ways:
+                        key = tuple(sorted(tuple(sorted(sizes[q] for q in group)) for group in way))
+                        choices.setdefault(key, way)
+                if count * len(choices) > MOST_PARTS:
                     self.complete = False
                     return None
-            count *= len(sums)
-            found.append(dict(sorted(sums.items(), reverse=True)))
+            count *= len(choices)
+            items = [tuple(self.item(stage, group) for group in groups) for groups in choices.values()]
+            found.append(sorted(items, key=lambda choice: -sum(item.nbytes for item in choice)))
         return found
 
-    def divided(self, sizes: Sequence[int]) -> Iterator[frozenset[int]]:
+    def divided(self, items: Sequence[Item]) -> Iterator[frozenset[int]]:
         """Every set of stages whose moves may go to the disk, and the others' to the host."""
         room = self.room
-        if room.host_bytes is None or sum(sizes) <= room.host_bytes:
+        total = sum(item.nbytes for item in items)
+        if room.host_bytes is None or total <= room.host_bytes:
             yield frozenset()
             return
-        movers = [i for i, nbytes in enumerate(sizes) if nbytes] if room.disk_bytes else []
+        movers = sorted({item.stage for item in items}) if room.disk_bytes else []
         for count in range(1, len(movers) + 1):
             for on_disk in itertools.combinations(movers, count):
-                disk = sum(sizes[i] for i in on_disk)
-                if disk <= room.disk_bytes and sum(sizes) - disk <= room.host_bytes:
+                disk = sum(item.nbytes for item in items if item.stage in on_disk)
+                if disk <= room.disk_bytes and total - disk <= room.host_bytes:
                     yield frozenset(on_disk)
 
-    def ways(self, on_disk: frozenset[int]) -> list[Link]:
+    def links(self, on_disk: frozenset[int]) -> list[Link]:
         """Each stage's link."""
         link, disk = self.profile.link, self.profile.disk
         return [disk if i in on_disk and disk is not None else link for i in range(self.n)]
 
-    def needs(self, sizes: Sequence[int]) -> tuple[list[int], list[int]] | None:
-        """Bytes of each forward and backward step if this moves and is away; None where that doesn't fit."""
-        r, most = self.residency, self.room.device_bytes
-        forward, backward = [], []
+    def needs(self, items: Sequence[Item]) -> tuple[list[int], list[int]]:
+        """Bytes of each forward and backward step if these move and are away wherever they may be."""
+        r, n = self.residency, self.n
+        stays = list(r.moved_bytes)
+        for item in items:
+            stays[item.stage] -= item.nbytes
+        forward, backward = list(r.forward_bytes), list(r.backward_bytes)
         before = waiting = staying = 0
-        for k in range(self.n):
-            while waiting < self.n and r.needed[waiting] < k:
-                staying += r.moved_bytes[waiting] - sizes[waiting]
+        for k in range(n):
+            while waiting < n and r.needed[waiting] < k:
+                staying += stays[waiting]
                 waiting += 1
-            forward.append(r.forward_bytes[k] + before)
-            backward.append(r.backward_bytes[k] + staying)
-            if forward[k] > most or backward[k] > most:
-                return None
-            before += r.moved_bytes[k] - sizes[k]
+            forward[k] += before
+            backward[k] += staying
+            before += stays[k]
         return forward, backward
 
-    def out(self, sizes: Sequence[int], needs: Sequence[int], ways: Sequence[Link]) -> tuple[float, list[int]]:
-        """Duration of forward and release points."""
-        last = last_resident(needs, sizes, range(self.n), self.room.device_bytes)
-        points = [self.last_release[point] for point in last]
-        copies = [Copy(i + 1, points[i] + 1, ways[i].out_s(sizes[i])) for i in range(self.n) if sizes[i]]
-        return lane(copies, self.forward_s)[0], points
-
-    def back(
-        self, sizes: Sequence[int], needs: Sequence[int], ways: Sequence[Link], order: Sequence[int]
-    ) -> tuple[float, list[int]] | None:
-        """Duration of backward and prefetch points for copies in this order, of reversed time; None: impossible."""
-        needed, most = self.residency.needed, self.room.device_bytes
-        points = [self.n - 1] * self.n
-        front = waiting = staying = 0
-        for k in range(self.n):
-            while needs[k] + staying > most:
-                if front == len(order) or needed[order[front]] >= k:
-                    return None
-                points[order[front]] = k - 1
-                staying -= sizes[order[front]]
-                front += 1
-            while waiting < self.n and needed[waiting] <= k:
-                staying += sizes[waiting]
-                waiting += 1
-        points = [self.last_prefetch[point] for point in points]
-        if any(points[i] < needed[i] for i in order):
+    def lanes(self, items: Sequence[Item], on_disk: frozenset[int]) -> tuple[Lane, Lane] | None:
+        """Forward, and backward in reversed time; None where the device has no room for what doesn't move."""
+        needs, needed, most = self.needs(items), self.residency.needed, self.room.device_bytes
+        if max(*needs[0], *needs[1], self.profile.update_peak_bytes) > most:
             return None
-        queue = sorted(order, key=lambda i: (points[i], i))
-        copies = [Copy(needed[i] + 1, points[i] + 1, ways[i].in_s(sizes[i])) for i in queue]
-        return lane(copies, self.residency.backward_s)[0], points
+        links = self.links(on_disk)
+        out = [Leaving(i, i + 1, i + 1, nbytes, links[i].out_s(nbytes)) for i, _, nbytes in items]
+        back = [Leaving(i, needed[i] + 1, needed[i] + 1, nbytes, links[i].in_s(nbytes)) for i, _, nbytes in items]
+        return (
+            Lane(out, needs[0], most, self.forward_s, self.last_release, ranked=True),
+            Lane(back, needs[1], most, self.residency.backward_s, self.last_prefetch, ranked=False),
+        )
 
     def fastest(self, below_s: float = math.inf, deadline: float = math.inf) -> Moves | None:
         """The fastest of all moves that fit and take less than `below_s`, or of those tried until `deadline`."""
         parts = self.parts()
         if parts is None:
             return None
-        compute_s = sum(self.residency.backward_s)
+        forward_s, compute_s = sum(self.forward_s), sum(self.residency.backward_s)
         best: Moves | None = None
-        for sizes in itertools.product(*parts):
-            needs = self.needs(sizes)
-            if needs is None:
-                continue
+        for chosen in itertools.product(*parts):
             if time.monotonic() > deadline:
                 self.complete = False
                 break
-            movers = [i for i in range(self.n) if sizes[i]]
-            for on_disk in self.divided(sizes):
-                ways = self.ways(on_disk)
-                out_s, release = self.out(sizes, needs[0], ways)
-                for order in self.orders(movers):
-                    if out_s + compute_s >= below_s * (1 - EQUAL_S):
-                        break
-                    back = self.back(sizes, needs[1], ways, order)
-                    if back is None or out_s + back[0] >= below_s * (1 - EQUAL_S):
-                        continue
-                    below_s = out_s + back[0]
-                    positions = [at[size] for at, size in zip(parts, sizes, strict=True)]
-                    best = self.moves(below_s, positions, release, back[1], on_disk)
-                    if back[0] <= compute_s:
-                        break
+            items = [item for part in chosen for item in part]
+            for on_disk in self.divided(items):
+                lanes = self.lanes(items, on_disk)
+                if lanes is None or forward_s + compute_s >= below_s * (1 - EQUAL_S):
+                    break
+                out = lanes[0].quickest(below_s - compute_s)
+                back = None if out is None else lanes[1].quickest(below_s - out.seconds)
+                self.complete = self.complete and lanes[0].complete and lanes[1].complete
+                if out is None or back is None or out.seconds + back.seconds >= below_s * (1 - EQUAL_S):
+                    continue
+                below_s = out.seconds + back.seconds
+                best = self.moves(items, out, back, on_disk)
         return best
 
-    def orders(self, movers: Sequence[int]) -> Iterator[Sequence[int]]:
-        """The stages' order, then all others, if they aren't too many."""
-        if len(movers) <= MOST_IN_ORDER:
-            yield from itertools.permutations(movers)
-        else:
-            self.complete = False
-            yield movers
-
-    def moves(
-        self, seconds: float, positions: Sequence[tuple[int, ...]], release: Sequence[int], prefetch: Sequence[int],
-        on_disk: frozenset[int],
-    ) -> Moves:  # fmt: skip
-        """The result; never less than with everything kept."""
-        baseline_s = self.profile.baseline_step_s
-        points = tuple(
-            (out, back) if moved else None for out, back, moved in zip(release, prefetch, positions, strict=True)
+    def moves(self, items: Sequence[Item], out: Queue, back: Queue, on_disk: frozenset[int]) -> Moves:
+        """The result; never less than with everything kept. What has the same points is one transfer."""
+        baseline_s, seconds = self.profile.baseline_step_s, out.seconds + back.seconds
+        found: list[dict[tuple[int, int], Item]] = [{} for _ in range(self.n)]
+        for number in out.order:
+            item = items[number]
+            points = self.last_release[out.points[number]], self.last_prefetch[back.points[number]]
+            before = found[item.stage].get(points, Item(item.stage, (), 0))
+            found[item.stage][points] = self.item(item.stage, sorted(before.positions + item.positions))
+        return Moves(
+            baseline_s if seconds <= baseline_s * (1 + EQUAL_S) else seconds,
+            tuple(
+                tuple(Sending(item.positions, *points, item.nbytes) for points, item in sent.items()) for sent in found
+            ),
+            on_disk,
         )
-        seconds = baseline_s if seconds <= baseline_s * (1 + EQUAL_S) else seconds
-        return Moves(seconds, tuple(positions), points, on_disk)
+
+    def apart(self, stage: int) -> list[Item]:
+        """All that a stage may move, the largest storages by themselves."""
+        largest = sorted(self.sizes_of[stage], key=lambda p: -self.sizes_of[stage][p])
+        rest = sorted(largest[MOST_APART:])
+        return [self.item(stage, group) for group in (*([p] for p in largest[:MOST_APART]), rest) if group]
 
     def improved(self, start: Moves, deadline: float) -> Moves:
-        """`start` with parts added or taken off and neighbours in the queue exchanged, as long as that is faster.
+        """`start` with parts added, taken off and divided, and neighbours in the queue exchanged, while that is faster.
 
-        Its copies go where they went: to the disk those of the stages whose copies did, and only they.
+        Its copies go where they went: to the disk those of the stages whose copies did, and only they. Dividing all
+        that moves is tried however late it is.
         """
-        room, ways = self.room, self.ways(start.on_disk)
-        chosen = [of.keys() & set(positions) for of, positions in zip(self.sizes_of, start.positions, strict=True)]
-        points = [(0, 0) if there is None else there for there in start.points]
-        # Whatever moves later joins the queue where it would in the stages' order.
-        order = sorted(range(self.n), key=lambda i: (points[i][1] if chosen[i] else self.residency.needed[i], i))
-        best = start
-
-        def tried() -> bool:
-            """Take what is chosen now if that is faster."""
-            nonlocal best
-            sizes = [sum(of[p] for p in at) for of, at in zip(self.sizes_of, chosen, strict=True)]
-            disk = sum(sizes[i] for i in start.on_disk)
-            if disk > room.disk_bytes or (room.host_bytes is not None and sum(sizes) - disk > room.host_bytes):
-                return False
-            needs = self.needs(sizes)
-            if needs is None:
-                return False
-            out_s, release = self.out(sizes, needs[0], ways)
-            if out_s + compute_s >= best.seconds * (1 - EQUAL_S):
-                return False
-            back = self.back(sizes, needs[1], ways, [i for i in order if sizes[i]])
-            if back is None or out_s + back[0] >= best.seconds * (1 - EQUAL_S):
-                return False
-            best = self.moves(out_s + back[0], [tuple(sorted(at)) for at in chosen], release, back[1], start.on_disk)
-            return True
-
+        room, on_disk, needed = self.room, start.on_disk, self.residency.needed
         compute_s = sum(self.residency.backward_s)
         least_s = max(sum(self.forward_s) + compute_s, self.profile.baseline_step_s) * (1 + EQUAL_S)
+        best = start
+        sent = [(i, sending) for i, sendings in enumerate(start.sendings) for sending in sendings]
+        sent.sort(key=lambda pair: (pair[1].prefetch, pair[0]))
+        order = [self.item(i, [p for p in sending.moves if p in self.sizes_of[i]]) for i, sending in sent]
+
+        def tried(items: list[Item]) -> bool:
+            """Take these items, in the order in which they come back, if that is faster."""
+            nonlocal best, order
+            total, disk = (
+                sum(item.nbytes for item in items if of is None or item.stage in of) for of in (None, on_disk)
+            )
+            if disk > room.disk_bytes or (room.host_bytes is not None and total - disk > room.host_bytes):
+                return False
+            lanes = self.lanes(items, on_disk)
+            if lanes is None:
+                return False
+            out = lanes[0].follow(sorted(range(len(items)), key=lambda at: items[at].stage))
+            if out is None or out.seconds + compute_s >= best.seconds * (1 - EQUAL_S):
+                return False
+            back = lanes[1].follow(range(len(items)))
+            if back is None or out.seconds + back.seconds >= best.seconds * (1 - EQUAL_S):
+                return False
+            best, order = self.moves(items, out, back, on_disk), items
+            return True
+
+        def with_stage(stage: int, items: Sequence[Item]) -> list[Item]:
+            """The items of now with others of one stage, where it is its turn."""
+            others = [item for item in order if item.stage != stage]
+            at = next((k for k, item in enumerate(order) if item.stage == stage), None)
+            if at is None:  # where it would join in the stages' order
+                at = sum((needed[item.stage], item.stage) < (needed[stage], stage) for item in others)
+            at = min(at, len(others))
+            return [*others[:at], *items, *others[at:]]
+
+        tried([part for item in order for part in self._divided(item)])
         better = True
         while better:
             better = False
-            for i, p in [(i, p) for i, sizes in enumerate(self.sizes_of) for p in (None, *sizes)]:
+            for stage in range(self.n):
+                for change in self._changes(stage, [item for item in order if item.stage == stage]):
+                    if best.seconds <= least_s or time.monotonic() > deadline:
+                        return best
+                    if tried(with_stage(stage, change)):
+                        better = True
+                        break
+            for at in range(len(order) - 1):
                 if best.seconds <= least_s or time.monotonic() > deadline:
                     return best
-                before = chosen[i]
-                chosen[i] = (set() if before else set(self.sizes_of[i])) if p is None else before ^ {p}
-                if tried():
-                    better = True
-                else:
-                    chosen[i] = before
-            for a, b in itertools.pairwise([k for k, i in enumerate(order) if chosen[i]]):
-                if best.seconds <= least_s or time.monotonic() > deadline:
-                    return best
-                order[a], order[b] = order[b], order[a]
-                if tried():
-                    better = True
-                else:
-                    order[a], order[b] = order[b], order[a]
+                better |= tried([*order[:at], order[at + 1], order[at], *order[at + 2 :]])
         return best
+
+    def _divided(self, item: Item) -> list[Item]:
+        """An item as several, the largest storages by themselves."""
+        return [
+            part
+            for whole in self.apart(item.stage)
+            if (part := self.item(item.stage, [p for p in whole.positions if p in item.positions])).positions
+        ]
+
+    def _changes(self, stage: int, items: list[Item]) -> Iterator[list[Item]]:
+        """Other choices of what a stage moves: nothing or all of it, one storage more or less, one transfer divided."""
+        yield [] if items else self.apart(stage)
+        there = {p for item in items for p in item.positions}
+        for p in self.sizes_of[stage]:
+            if p in there:
+                less = [self.item(stage, [q for q in item.positions if q != p]) for item in items]
+                yield [item for item in less if item.positions]
+            else:
+                yield [*items, self.item(stage, [p])]
+        for at, item in enumerate(items):
+            parts = self._divided(item)
+            if len(parts) > 1:
+                yield [*items[:at], *parts, *items[at + 1 :]]
 
     def least_bytes(self, below_bytes: int) -> int:
         """The smallest budget in which any part fits that the tiers have room for, if it is below `below_bytes`."""
         parts = self.parts()
         if parts is None:
             return below_bytes
-        r, n = self.residency, self.n
-        for sizes in itertools.product(*parts):
-            stays = [whole - size for whole, size in zip(r.moved_bytes, sizes, strict=True)]
-            before = list(itertools.accumulate(stays, initial=0))
-            most = max(
-                self.profile.update_peak_bytes,
-                *(r.forward_bytes[k] + before[k] for k in range(n)),
-                *(r.backward_bytes[k] + before[sum(last < k for last in r.needed)] for k in range(n)),
-            )
-            if most < below_bytes and next(self.divided(sizes), None) is not None:
+        for chosen in itertools.product(*parts):
+            items = [item for part in chosen for item in part]
+            forward, backward = self.needs(items)
+            most = max(*forward, *backward, self.profile.update_peak_bytes)
+            if most < below_bytes and next(self.divided(items), None) is not None:
                 below_bytes = most
         return below_bytes

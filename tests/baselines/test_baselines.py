@@ -104,7 +104,7 @@ def test_swap_all_waits_for_both_queues() -> None:
     # back 16, backward 18.
     plan = BASELINES["swap_all"](chain(), 70)
     assert (plan.peak_bytes, plan.step_s, plan.host_bytes) == (70, 18.0, 50)
-    assert [(c.release, c.prefetch) for c in plan.choices[:2]] == [(1, 0), (1, 1)]
+    assert [(t.release, t.prefetch) for c in plan.choices[:2] for t in c.transfers] == [(1, 0), (1, 1)]
     with pytest.raises(InfeasibleBudgetError):
         BASELINES["swap_all"](chain(), 69)
     assert BASELINES["swap_all"](chain(), 120).step_s == 9.0

@@ -64,6 +64,8 @@ def completed(data: dict[str, Any], kind: str) -> dict[str, Any]:
     """The object of an old file with the fields that were added later."""
     full = {**ADDED[kind], **data, "fingerprint": {**ADDED["fingerprint"], **data["fingerprint"]}}
     if kind == "plan":
+        full["schema"] = Plan.SCHEMA
+        full["choices"] = [with_transfers(choice) for choice in data["choices"]]
         return full
     full["link"] = {**ADDED["link"], **data["link"]}
     full["storages"] = [{**ADDED["storage"], **storage} for storage in data["storages"]]
@@ -72,6 +74,13 @@ def completed(data: dict[str, Any], kind: str) -> dict[str, Any]:
         for stage in data["stages"]
     ]
     return full
+
+
+def with_transfers(choice: dict[str, Any]) -> dict[str, Any]:
+    """A decision of "ckptplan.plan/3" in today's form."""
+    points = {name: choice[name] for name in ("moves", "release", "prefetch")}
+    rest = {name: value for name, value in choice.items() if name not in points}
+    return {**rest, "transfers": [points] if points["moves"] else []}
 
 
 @pytest.mark.parametrize("kind", ["profile", "plan"])
@@ -106,10 +115,11 @@ def test_the_saved_plans_have_every_action_and_segments(tmp_path: Path) -> None:
 def test_another_schema_is_named_with_the_remedy(kind: str, call: str, tmp_path: Path) -> None:
     path = unpacked(f"schema_2_{kind}", tmp_path)
     newer = tmp_path / "newer.json"
-    newer.write_text(path.read_text().replace(f"ckptplan.{kind}/2", f"ckptplan.{kind}/4"))
-    for file, version in ((path, 2), (newer, 4)):
+    newer.write_text(path.read_text().replace(f"ckptplan.{kind}/2", f"ckptplan.{kind}/5"))
+    read = {"profile": "'ckptplan.profile/3'", "plan": "'ckptplan.plan/4' and 'ckptplan.plan/3'"}[kind]
+    for file, version in ((path, 2), (newer, 5)):
         text = (
-            f"{file} has schema 'ckptplan.{kind}/{version}'; this version reads 'ckptplan.{kind}/3': make it again "
+            f"{file} has schema 'ckptplan.{kind}/{version}'; this version reads {read}: make it again "
             f"with this version's {call}, or use the version of ckptplan that wrote it"
         )
         with pytest.raises(InvalidInputError, match=f"^{re.escape(text)}$"):

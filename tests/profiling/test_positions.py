@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from made_plans import scheduled
+from made_plans import one_transfer, scheduled
 from small_models import build, measured
 from torch import nn
 
@@ -93,7 +93,7 @@ def test_seeds_shift_no_position_wherever_they_lie(seeds_at: torch.device) -> No
         now = session()
         packing, packed = pack(now, [x, *seeds, rows])
         assert all(p.tensor() is s for p, s in zip(packed[1:], seeds, strict=False))
-        now.leave(0, packing.saved, (0, 1))
+        now.leave(0, packing.saved, one_transfer((0, 1)))
         assert [p.record and p.record.nbytes for p in packed] == [64 * 64 * 4, *(None for _ in seeds), 8 * 4]
 
 
@@ -102,13 +102,13 @@ def test_what_lies_elsewhere_has_a_position_and_stays_there() -> None:
     elsewhere, large = torch.arange(1000), torch.empty(64, 64, device=HERE)
     now = session()
     packing, (first, second) = pack(now, [elsewhere, large])
-    now.leave(0, packing.saved, (1,))
+    now.leave(0, packing.saved, one_transfer((1,)))
     assert first.tensor() is elsewhere
     assert second.record is not None
     assert second.record.state is State.LEAVING
     packing, _ = pack(now, [elsewhere, large])
     with pytest.raises(PlanMismatchError, match=r"storage number 1 of the stage.* which is not on meta"):
-        now.leave(0, packing.saved, (0,))
+        now.leave(0, packing.saved, one_transfer((0,)))
 
 
 def test_the_profile_counts_what_lies_elsewhere_and_no_bytes_of_it() -> None:

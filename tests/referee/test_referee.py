@@ -13,7 +13,7 @@ from random_chains import homogeneous_chain, random_chain, random_options, rando
 from ckptplan.core.errors import InvalidInputError, PlanMismatchError
 from ckptplan.core.link import Link
 from ckptplan.core.option import Option
-from ckptplan.core.plan import KEEP, Decision, Plan
+from ckptplan.core.plan import KEEP, Decision, Plan, Transfer
 from ckptplan.core.profile import Profile
 from ckptplan.core.schedule import Residency, StepNeed, evaluate, residency, tightest_peak
 from ckptplan.core.segment import Segment
@@ -76,7 +76,7 @@ def test_recompute_all() -> None:
 
 def test_swap_hides_behind_compute() -> None:
     # 10 bytes at 10 bytes/s: out during forward 1; issued at the start of backward 1 (8 s), back at 9 s.
-    timeline = simulate(four_stages(), (Decision("swap", (0,), 1, 1), KEEP, KEEP, KEEP))
+    timeline = simulate(four_stages(), (Decision.moving("swap", (0,), 1, 1), KEEP, KEEP, KEEP))
     assert timeline.makespan_s == 12
     assert [(e.start_s, e.end_s) for e in timeline.events if e.lane == "out"] == [(1, 2)]
     assert [(e.start_s, e.end_s) for e in timeline.events if e.lane == "in"] == [(8, 9)]
@@ -88,20 +88,20 @@ def test_swap_hides_behind_compute() -> None:
 def test_stalls() -> None:
     # Out at 4 bytes/s takes 2.5 s, [1, 3.5): forward 1 waits from 1 s on, since stage 0 must have left by its own end.
     # In at 5 bytes/s takes 2 s: issued when backward 0 starts, all of it is a wait.
-    timeline = simulate(four_stages(4, 5), (Decision("swap", (0,), 0, 0), KEEP, KEEP, KEEP))
+    timeline = simulate(four_stages(4, 5), (Decision.moving("swap", (0,), 0, 0), KEEP, KEEP, KEEP))
     assert [(e.start_s, e.end_s) for e in timeline.events if e.what == "wait"] == [(1, 3.5), (12.5, 14.5)]
     assert (timeline.makespan_s, timeline.stall_s) == (16.5, 4.5)
 
 
 def test_latency_counts_per_transfer() -> None:
-    timeline = simulate(four_stages(10, 10, 0.25), (Decision("swap", (0,), 0, 0), KEEP, KEEP, KEEP))
+    timeline = simulate(four_stages(10, 10, 0.25), (Decision.moving("swap", (0,), 0, 0), KEEP, KEEP, KEEP))
     assert timeline.makespan_s == 12 + 2 * 1.25
 
 
 def test_queues_are_first_in_first_out() -> None:
     # Each copy takes 2.5 s: s0 in [1, 3.5), s1 in [3.5, 6), s2 in [6, 8.5); compute waits at the turn.
     # Returns issued together at the start of backward 3 (8.5 s): s2, s1, s0, 2.5 s each.
-    swap = tuple(Decision("swap", (0,), 3, 3) for _ in range(3))
+    swap = tuple(Decision.moving("swap", (0,), 3, 3) for _ in range(3))
     timeline = simulate(four_stages(4, 4), (*swap, KEEP))
     lanes = {lane: [(e.stage, e.start_s, e.end_s) for e in timeline.events if e.lane == lane] for lane in ("out", "in")}
     assert lanes["out"] == [("s0", 1, 3.5), ("s1", 3.5, 6), ("s2", 6, 8.5)]
@@ -112,7 +112,7 @@ def test_queues_are_first_in_first_out() -> None:
 
 def test_recompute_comes_after_the_return_of_the_stage_before() -> None:
     # Issued at the start of backward 1 (7 s with its recompute in front): back at 8, hidden.
-    timeline = simulate(four_stages(), (Decision("swap", (0,), 1, 1), RECOMPUTE, KEEP, KEEP))
+    timeline = simulate(four_stages(), (Decision.moving("swap", (0,), 1, 1), RECOMPUTE, KEEP, KEEP))
     assert timeline.makespan_s == 13
     assert timeline.stall_s == 0
 
@@ -305,7 +305,7 @@ def test_glue_inside_a_segment_is_not_run_again() -> None:
 
 
 def test_a_segment_s_input_is_swapped() -> None:
-    moving = Decision("recompute", (0,), 1, 3, "recompute+swap")
+    moving = Decision.moving("recompute", (0,), 1, 3, "recompute+swap")
     timeline = simulate(five_linked(), (KEEP, moving, *MIDDLE[2:]), (Segment(1, 3),))
     # out0 is away in forward 2 to 4 and backward 4, and back for the sweep in front of backward 3.
     plain = peaks(simulate(five_linked(), MIDDLE, (Segment(1, 3),)))
@@ -317,7 +317,9 @@ def test_a_segment_s_input_is_swapped() -> None:
     assert again == [("s1", 11), ("s2", 12), ("s3", 13)]
     assert (timeline.makespan_s, timeline.host_bytes) == (22.5, 4)
     # Issued with backward 4, the return is hidden by it.
-    early = simulate(five_linked(), (KEEP, replace(moving, prefetch=4), *MIDDLE[2:]), (Segment(1, 3),))
+    early = simulate(
+        five_linked(), (KEEP, Decision.moving("recompute", (0,), 1, 4, "recompute+swap"), *MIDDLE[2:]), (Segment(1, 3),)
+    )
     assert early.makespan_s == 20.5
 
 
@@ -334,7 +336,7 @@ def test_selective_option() -> None:
     assert peaks(timeline) == [108, 118, 128, 138, 150, 137, 124, 100 + 6 + 9, 90]
     assert timeline.makespan_s == 12.25
     assert timeline.runs == (2, 1, 1, 1)
-    away = Decision("recompute", (0,), 0, 0, "selective-1+swap", (2,))
+    away = Decision.moving("recompute", (0,), 0, 0, "selective-1+swap", ops=(2,))
     timeline = simulate(profile, (away, KEEP, KEEP, KEEP))
     assert peaks(timeline) == [108, 112, 122, 132, 144, 131, 118, 115, 90]
     # 6 bytes at 10 bytes/s, both ways in plain sight.
@@ -347,13 +349,15 @@ def sound() -> tuple[Profile, Plan]:
     shared = Storage("shared", 4, 0, 1)
     stages = tuple(saving_also(s, 4) if i < 2 else s for i, s in enumerate(profile.stages))
     profile = replace(profile, stages=stages, storages=(*profile.storages, shared))
-    return profile, plan_of(profile, (Decision("swap", (0,), 1, 1), Decision("swap", (0, 1), 2, 2), KEEP, KEEP))
+    return profile, plan_of(
+        profile, (Decision.moving("swap", (0,), 1, 1), Decision.moving("swap", (0, 1), 2, 2), KEEP, KEEP)
+    )
 
 
 def sound_segment() -> tuple[Profile, Plan]:
     """Five linked stages, the middle three together, their input swapped, the last two of them in an inner segment."""
     profile = five_linked()
-    moving = Decision("recompute", (0,), 1, 3, "recompute+swap")
+    moving = Decision.moving("recompute", (0,), 1, 3, "recompute+swap")
     return profile, plan_of(profile, (KEEP, moving, *MIDDLE[2:]), (Segment(1, 3, (Segment(1, 2),)),))
 
 
@@ -388,11 +392,11 @@ BROKEN: dict[str, tuple[str, Callable[[Plan], Plan]]] = {
     "unknown option": ("option", lambda p: with_choice(p, 3, Decision("keep", option="selective-1"))),
     "another action": ("option", lambda p: with_choice(p, 3, Decision("swap", option="keep"))),
     "other operations": ("option", lambda p: with_choice(p, 3, Decision("recompute", ops=(1,)))),
-    "no such position": ("moves", lambda p: with_choice(p, 0, Decision("swap", (5,), 1, 1))),
-    "not moved by the option": ("moves", lambda p: with_choice(p, 0, Decision("recompute", (0,), 1, 1))),
-    "moved by two": ("moves", lambda p: with_choice(p, 0, Decision("swap", (0, 1), 1, 1))),
-    "release too early": ("points", lambda p: with_choice(p, 1, Decision("swap", (0, 1), 0, 2))),
-    "prefetch too late": ("points", lambda p: with_choice(p, 1, Decision("swap", (0, 1), 2, 0))),
+    "no such position": ("moves", lambda p: with_choice(p, 0, Decision.moving("swap", (5,), 1, 1))),
+    "not moved by the option": ("moves", lambda p: with_choice(p, 0, Decision.moving("recompute", (0,), 1, 1))),
+    "moved by two": ("moves", lambda p: with_choice(p, 0, Decision.moving("swap", (0, 1), 1, 1))),
+    "release too early": ("points", lambda p: with_choice(p, 1, Decision.moving("swap", (0, 1), 0, 2))),
+    "prefetch too late": ("points", lambda p: with_choice(p, 1, Decision.moving("swap", (0, 1), 2, 0))),
     "held by a kept stage": ("held", lambda p: with_choice(p, 0, KEEP)),
     "peak": ("prediction", lambda p: replace(p, peak_bytes=p.peak_bytes - 1)),
     "host": ("prediction", lambda p: replace(p, host_bytes=p.host_bytes - 1)),
@@ -402,11 +406,11 @@ BROKEN: dict[str, tuple[str, Callable[[Plan], Plan]]] = {
 BROKEN_SEGMENTS: dict[str, tuple[str, Callable[[Plan], Plan]]] = {
     "moves what the sweep makes": (
         "moves",
-        lambda p: with_choice(p, 2, Decision("recompute", (0,), 2, 3, "recompute+swap")),
+        lambda p: with_choice(p, 2, Decision.moving("recompute", (0,), 2, 3, "recompute+swap")),
     ),
     "back only for its own backward": (
         "points",
-        lambda p: with_choice(p, 1, Decision("recompute", (0,), 1, 2, "recompute+swap")),
+        lambda p: with_choice(p, 1, Decision.moving("recompute", (0,), 1, 2, "recompute+swap")),
     ),
     "other runs": ("prediction", lambda p: replace(p, segments=(Segment(1, 3),))),
 }
@@ -455,11 +459,11 @@ def test_a_segment_doesn_t_end_in_glue() -> None:
 
 def test_points_lie_where_modules_begin_and_end() -> None:
     profile = five_linked(glue=4)
-    moving = Decision("recompute", (0,), 1, 3, "recompute+swap")
+    moving = Decision.moving("recompute", (0,), 1, 3, "recompute+swap")
     choices = (KEEP, moving, *MIDDLE[2:])
     assert simulate(profile, choices, (Segment(1, 3),)).host_bytes == 4
     for points, message in (((4, 3), "release point after the last module"), ((1, 4), "prefetch point outside")):
-        late = replace(moving, release=points[0], prefetch=points[1])
+        late = Decision.moving("recompute", (0,), *points, "recompute+swap")
         with pytest.raises(InvalidInputError, match=message):
             simulate(profile, (KEEP, late, *MIDDLE[2:]), (Segment(1, 3),))
 
@@ -467,7 +471,7 @@ def test_points_lie_where_modules_begin_and_end() -> None:
 def test_a_point_that_is_no_stage_is_refused_when_the_plan_is_made() -> None:
     _, plan = sound()
     with pytest.raises(InvalidInputError, match="no stage has index 4"):
-        with_choice(plan, 1, Decision("swap", (0, 1), 4, 2))
+        with_choice(plan, 1, Decision.moving("swap", (0, 1), 4, 2))
 
 
 def test_a_storage_that_is_to_stay() -> None:
@@ -531,25 +535,25 @@ def worst_bytes(timeline: Timeline) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def makespan(profile: Profile, choices: Sequence[Decision], r: Residency) -> float:
     """The step as a longest path, from the seconds of each step and the transfers alone."""
     n, link, stages = len(choices), profile.link, profile.stages
-    nbytes = [
-        sum(profile.storages[stages[i].option(choice.option).saved[p]].nbytes for p in choice.moves)
+    sent = [
+        (i, t, sum(profile.storages[stages[i].option(choice.option).saved[p]].nbytes for p in t.moves))
         for i, choice in enumerate(choices)
+        for t in choice.transfers
     ]
-    movers = [i for i in range(n) if choices[i].moves]
     now = free = 0.0
-    gone: dict[int, float] = {}
+    done: dict[tuple[int, Transfer], float] = {}
     for k in range(n):
         now += stages[k].forward_s
-        if k in movers:
-            free = gone[k] = max(now, free) + link.out_s(nbytes[k])
-        now = max([now, *(gone[i] for i in movers if choices[i].release == k)])
+        for i, t, nbytes in sent:
+            if i == k:
+                free = done[i, t] = max(now, free) + link.out_s(nbytes)
+        now = max([now, *(done[i, t] for i, t, _ in sent if t.release == k)])
     free = 0.0
-    back: dict[int, float] = {}
     for k in reversed(range(n)):
-        for i in reversed(movers):
-            if choices[i].prefetch == k:
-                free = back[i] = max(now, free) + link.in_s(nbytes[i])
-        now = max([now, *(back[i] for i in movers if r.needed[i] == k)]) + r.backward_s[k]
+        for i, t, nbytes in reversed(sent):
+            if t.prefetch == k:
+                free = done[i, t] = max(now, free) + link.in_s(nbytes)
+        now = max([now, *(done[i, t] for i, t, _ in sent if r.needed[i] == k)]) + r.backward_s[k]
     return now
 
 

@@ -467,7 +467,7 @@ def test_of_the_command_line(run: Run, tmp_path: Path) -> None:
     for arguments, message in (
         ((*files, "-o", page, "--format", "md"), "--format md doesn't go with the name"),
         ((*files, "-o", tmp_path / "plan.pdf"), "its name must end in .html, .md, .png, .svg"),
-        ((files[1], files[0]), "has schema 'ckptplan.plan/3'"),
+        ((files[1], files[0]), "has schema 'ckptplan.plan/4'"),
         ((files[0],), "profile.json has no plan; give it too"),
         ((*files, "--frontier", files[1]), "give a file that ckptplan frontier made"),
         ((*files, "--trace", tmp_path / "broken.json"), "is not a trace that `ckptplan trace` wrote"),

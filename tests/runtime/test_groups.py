@@ -18,6 +18,7 @@ import pytest
 import torch
 from counting import bytecodes_in
 from fake_cuda import FakeStream
+from made_plans import one_transfer
 from test_streams import KINDS, SIZES, made, on_device
 
 from ckptplan.core.errors import SwapError
@@ -40,7 +41,7 @@ def packed(run: SwapSession, index: int, tensors: list[torch.Tensor]) -> list[An
     """What a stage saves, all of which leaves."""
     packing = run.packing()
     out = [packing.pack(t) for t in tensors]
-    run.leave(index, packing.saved, tuple(range(len(tensors))))
+    run.leave(index, packing.saved, one_transfer(tuple(range(len(tensors)))))
     return out
 
 

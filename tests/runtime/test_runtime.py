@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from made_plans import one_transfer
 from small_models import BUILDERS, Transformer, build, gradients, measured, plan_of, plan_with, uniform
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -201,7 +202,7 @@ def test_release_and_prefetch_points_are_met(monkeypatch: pytest.MonkeyPatch) ->
     assert moving == [0, 1, 2, 3]
     points = {0: (1, 2), 1: (2, 1), 2: (2, 3), 3: (3, 3)}
     choices = [
-        dataclasses.replace(c, release=points[i][0], prefetch=points[i][1]) if i in points else c
+        Decision.moving(c.action, c.moves, *points[i], c.option) if i in points else c
         for i, c in enumerate(plan.choices)
     ]
     plan = dataclasses.replace(plan, choices=tuple(choices))
@@ -1090,7 +1091,7 @@ def test_what_is_saved_goes_with_its_own_node_and_not_with_its_stages_last(moves
     with packing.hooks():
         first, second = x.exp(), x.sigmoid()
     held = [weakref.ref(each) for each in packing.saved]
-    session.leave(0, packing.saved, moves)
+    session.leave(0, packing.saved, one_transfer(moves))
     assert alive() == [2, len(moves)]
     del first
     assert alive() == [1, int(1 in moves)]
@@ -1175,7 +1176,9 @@ def test_a_skipped_stage_delays_no_release() -> None:
     choices = []
     for i, stage in enumerate(chain.stages):
         moves = residency(chain, [s.find("swap") or s.keep for s in chain.stages]).moves[i]
-        choices.append(Decision("swap", moves, min(i + 1, 4), i) if moves and not stage.is_glue else Decision("keep"))
+        choices.append(
+            Decision.moving("swap", moves, min(i + 1, 4), i) if moves and not stage.is_glue else Decision("keep")
+        )
     plan = plan_with(chain, tuple(choices))
 
     def peak(skip: int) -> int:

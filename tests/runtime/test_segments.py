@@ -1045,7 +1045,7 @@ def test_segments_that_cannot_be() -> None:
 
 
 def moving(positions: tuple[int, ...], release: int, prefetch: int, **more: Any) -> Decision:
-    return Decision("recompute", positions, release, prefetch, **{"option": "recompute+swap", **more})
+    return Decision.moving("recompute", positions, release, prefetch, **{"option": "recompute+swap", **more})
 
 
 @pytest.mark.parametrize("name", ["loop", "conv", "unet", "gpt2"])
@@ -1091,7 +1091,7 @@ def test_positions_count_linked_inputs() -> None:
 def test_segments_beside_swapped_and_selective_stages() -> None:
     model, x, stages = make("loop")
     choices = [
-        Decision("swap", (0, 1), 0, 1),
+        Decision.moving("swap", (0, 1), 0, 1),
         moving((0, 1), 1, 2, option="selective-1+swap", ops=(0,)),
         moving((0,), 2, 4),
         AGAIN,

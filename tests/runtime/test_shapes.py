@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from counting import calls_in
+from made_plans import one_transfer
 from small_models import build, measured, plan_of, scheduled
 from torch import nn
 from torch.utils import _pytree as pytree
@@ -236,7 +237,7 @@ def test_what_moves_when_other_storages_are_saved(given: list[int], moved: list[
     packing = now.packing()
     tensors = [torch.zeros(n, dtype=torch.uint8) for n in given]
     packed = [packing.pack(t) for t in tensors]
-    now.leave(0, packing.saved, (0,))
+    now.leave(0, packing.saved, one_transfer((0,)))
     assert [i for i, x in enumerate(packed) if x.record is not None and x.record.state is State.LEAVING] == moved
 
 
@@ -245,7 +246,7 @@ def test_what_has_left_and_is_still_there_is_saved_by_the_same_record() -> None:
     packing, tensor = now.packing(), torch.zeros(64)
     first = packing.pack(tensor)
     now._planned = ()
-    now.leave(0, packing.saved, (0,))
+    now.leave(0, packing.saved, one_transfer((0,)))
     now.release(0)
     packing = now.packing()
     again = packing.pack(tensor)
@@ -627,7 +628,7 @@ def test_a_storage_at_a_freed_ones_address_is_another_one() -> None:
     packing = session.packing()
     x = torch.randn(2048)
     away = packing.pack(x)
-    session.leave(0, packing.saved, (0,))
+    session.leave(0, packing.saved, one_transfer((0,)))
     session.release(0)
     del x
     assert away.record is not None

@@ -20,6 +20,7 @@ import stream_programs
 import torch
 from fake_cuda import FakeCuda
 from fake_kernels import Device
+from made_plans import one_transfer
 
 import ckptplan
 from ckptplan.core.errors import InvalidInputError, SwapError
@@ -389,8 +390,8 @@ def test_what_leaves_goes_to_the_tier_of_its_decision(tier: Any, tmp_path: Path)
         session = SwapSession(stores, fake_cuda.DEVICE, lambda storage: False, Counters())  # type: ignore[arg-type]
         tensor = made(gpu, 6)
         held = Held(tensor), Held(tensor)
-        session.leave(0, [held[0]], (0,), tier)
-        session.leave(1, [held[1]], (0,), "host" if tier == "disk" else "disk")  # it has gone already
+        session.leave(0, [held[0]], one_transfer((0,)), tier)
+        session.leave(1, [held[1]], one_transfer((0,)), "host" if tier == "disk" else "disk")  # it has gone already
         del tensor
         assert {name for name, store in stores.items() if store.used_bytes} == {tier}
         session.release(0)

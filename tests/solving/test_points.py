@@ -13,7 +13,7 @@ from random_chains import odd_chain, random_chain, random_options, random_segmen
 
 from ckptplan.core.link import Link
 from ckptplan.core.option import Option
-from ckptplan.core.plan import Decision
+from ckptplan.core.plan import Decision, Transfer
 from ckptplan.core.profile import Profile
 from ckptplan.core.stage import Stage
 from ckptplan.core.storage import Storage
@@ -132,7 +132,7 @@ def test_changes_never_make_a_step_longer_and_their_costs_are_the_referees() -> 
         budget = evaluator.peak(codes, segments) + rng.randint(0, 30)
         lazy = evaluator.schedule(codes, budget, segments)
         assert lazy is not None
-        start = Moves.of(lazy.step_s, lazy.choices)
+        start = Moves.of(lazy.step_s, lazy.choices, evaluator.options(lazy.codes), profile)
         found = evaluator.search(lazy.codes, budget, segments).improved(start, deadline=float("inf"))
         least_s = float(evaluator.least_s(np.array([lazy.codes], np.int8), budget, segments)[0])
         assert least_s <= found.seconds * ROUNDING
@@ -169,7 +169,7 @@ def test_a_part_of_many_small_storages() -> None:
     profile = of_parts(sizes, budget - sum(sizes) + sizes[0], Link(1e5, 1e5))
     plan = solve_profile(profile, budget)
     assert validate(profile, plan, budget) == ()
-    moved = Decision("swap", (0,), 0, 0, "swap"), Decision("keep", option="keep")
+    moved = Decision.moving("swap", (0,), 0, 0, "swap"), Decision("keep", option="keep")
     timeline = simulate(profile, moved)
     assert timeline.peak_bytes == budget
     assert plan.lower_bound_s <= timeline.makespan_s * ROUNDING
@@ -182,3 +182,34 @@ def test_a_part_that_the_host_has_room_for_is_found_without_time() -> None:
         plan = solve_profile(profile, 32, Limits(host_bytes=13, time_limit_s=time_limit_s))
         assert validate(profile, plan, 32, host_bytes=13) == ()
         assert (plan.step_s, plan.host_bytes) == (24.0, 10)
+
+
+def test_a_part_that_must_go_first_goes_by_itself() -> None:
+    """40 bytes must be gone when s1 runs, 60 more when s2 does, at 20 bytes/s.
+
+    In one transfer all are gone 6 s after the start, which s1 waits for: 8 s of forward. In two, s1 runs from 3 to 4 s
+    beside the second one, which s2 waits for until 6 s: 7 s. Backward is its mirror image.
+    """
+    storages = Storage("a", 40, 0, 0), Storage("b", 60, 0, 0)
+    keep, swap = Option("keep", (0, 1), (), 0, 0), Option("swap", (0, 1), (), 0, 0, moves=(0, 1))
+    stages = (
+        Stage(name="s0", kind="0", options=(keep, swap), forward_s=1.0, backward_s=1.0),
+        Stage(name="s1", kind="1", options=(Option("keep", (), (), 40, 40),), forward_s=1.0, backward_s=1.0),
+        Stage(name="s2", kind="2", options=(Option("keep", (), (), 100, 100),), forward_s=1.0, backward_s=1.0),
+    )
+    profile = Profile(
+        stages=stages, storages=storages, base_forward_bytes=(0, 0, 0), base_backward_bytes=(0, 0, 0),
+        update_peak_bytes=0, link=Link(20.0, 20.0),
+    )  # fmt: skip
+    together = Decision.moving("swap", (0, 1), 0, 0), *[Decision("keep")] * 2
+    assert simulate(profile, together).makespan_s == 16.0
+    plan = solve_profile(profile, 100)
+    assert (plan.step_s, plan.peak_bytes, plan.status) == (14.0, 100, "optimal")
+    assert plan.choices[0].transfers == (Transfer((0,), 0, 0), Transfer((1,), 1, 1))
+    assert validate(profile, plan, 100) == ()
+    timeline = simulate(profile, plan)
+    lanes = [(e.lane, e.start_s, e.end_s, e.nbytes) for e in timeline.events if e.lane != "compute"]
+    assert lanes == [("out", 1, 3, 40), ("out", 3, 6, 60), ("in", 8, 11, 60), ("in", 11, 13, 40)]
+    assert [(e.stage, e.start_s, e.end_s) for e in timeline.events if e.what == "wait"] == [
+        ("s0", 1, 3), ("s1", 4, 6), ("s0", 9, 13)
+    ]  # fmt: skip

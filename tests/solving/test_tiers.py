@@ -213,11 +213,11 @@ def test_times_of_the_tiers_by_hand(tier, out_s, in_s) -> None:  # type: ignore[
     profile, at = three_stages()
     keep = Decision("keep")
     # Out by the end of forward 1, back from the start of backward 1 on: compute waits for all of both.
-    timeline = simulate(profile, [keep, Decision("swap", (at,), 1, 1, tier=tier), keep])
+    timeline = simulate(profile, [keep, Decision.moving("swap", (at,), 1, 1, tier=tier), keep])
     assert (timeline.makespan_s, timeline.stall_s) == (6.0 + out_s + in_s, out_s + in_s)
     assert (timeline.host_bytes, timeline.disk_bytes) == ((10, 0) if tier == "host" else (0, 10))
     # A step later each, a second of both is hidden.
-    late = simulate(profile, [keep, Decision("swap", (at,), 2, 2, tier=tier), keep])
+    late = simulate(profile, [keep, Decision.moving("swap", (at,), 2, 2, tier=tier), keep])
     assert late.makespan_s == 4.0 + out_s + in_s
     assert late.peak_bytes >= timeline.peak_bytes
 
@@ -229,8 +229,8 @@ def test_both_tiers_share_the_queues() -> None:
     own = [p for p, s in enumerate(swap.saved) if profile.storages[s].name == "s0.inner"]
     _, at = three_stages()
     choices = [
-        Decision("swap", tuple(own), 2, 1, tier="disk"),
-        Decision("swap", (at,), 2, 1, tier="host"),
+        Decision.moving("swap", tuple(own), 2, 1, tier="disk"),
+        Decision.moving("swap", (at,), 2, 1, tier="host"),
         Decision("keep"),
     ]
     timeline = simulate(profile, choices)

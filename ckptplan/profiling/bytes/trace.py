@@ -1024,8 +1024,8 @@ class _Tracing:
             if self.segments[k] % 2:
                 moves = tuple(p for p in option.moves if moved.get(option.saved[p]) == k)
                 action: Action = "recompute" if option.recomputes else "swap" if option.moves else "keep"
-                point = len(decisions) if moves else None  # the controller counts module stages alone
-                decisions.append(Decision(action, moves, point, point, names[k], option.ops))
+                point = len(decisions)  # the controller counts module stages alone
+                decisions.append(Decision.moving(action, moves, point, point, names[k], ops=option.ops))
         return tuple(decisions)
 
     # --- bytes ---

@@ -152,10 +152,10 @@ class Folding:
         """The decisions for the shortened model's stages."""
         found: dict[int, Decision] = {}
         for stage, (source, choice) in enumerate(zip(self.positions, choices, strict=False)):
-            if not {choice.release, choice.prefetch} <= {None, stage}:
+            if any((transfer.release, transfer.prefetch) != (stage, stage) for transfer in choice.transfers):
                 raise UnlikeLayersError
-            point = None if choice.release is None else source
-            here = dataclasses.replace(choice, release=point, prefetch=point)
+            transfers = tuple(dataclasses.replace(t, release=source, prefetch=source) for t in choice.transfers)
+            here = dataclasses.replace(choice, transfers=transfers)
             if found.setdefault(source, here) != here:
                 raise UnlikeLayersError
         return tuple(found[source] for source in range(len(self.stages)))

@@ -139,7 +139,8 @@ class _Steps(contextlib.AbstractContextManager["_Steps"]):
         self._controller = None
         if action is not None:
             last = _STAGES - 1
-            decision = Decision("swap", tuple(range(count)), last, last) if action == "swap" else Decision(action)
+            moves = tuple(range(count)) if action == "swap" else ()
+            decision = Decision.moving(action, moves, last, last)
             decisions = Decisions(tuple(map(str, range(_STAGES))), (decision,) * _STAGES, segments)
             self._controller = Controller(self._model, decisions, stores, device, counters=Counters())
             self._controller.install()

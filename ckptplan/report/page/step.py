@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ckptplan.core.plan import Decision, Plan
 from ckptplan.core.profile import Profile
+from ckptplan.core.storage import Storage
 from ckptplan.core.trace import Trace
 from ckptplan.core.units import format_bytes, format_seconds
 from ckptplan.referee import Timeline
@@ -97,8 +98,7 @@ def _stages(profile: Profile, plan: Plan, explanation: Explanation | None) -> li
             f"forward {format_seconds(stage.forward_s)}, backward {format_seconds(stage.backward_s)}",
             f"holds {format_bytes(held)} on the device until its backward",
         ]
-        if choice.moves:
-            facts.append(_moves(choice, sum(moved), names))
+        facts += _moves(choice, option.saved, profile.storages, names)
         if option.recomputes:
             facts.append(f"its backward runs its forward again: {format_seconds(option.recompute_s)}")
         out.append({"name": stage.name, "option": option.name, "facts": facts})
@@ -110,14 +110,15 @@ def _stages(profile: Profile, plan: Plan, explanation: Explanation | None) -> li
     return out
 
 
-def _moves(choice: Decision, nbytes: int, names: Sequence[str]) -> str:
-    assert choice.release is not None
-    assert choice.prefetch is not None
+def _moves(choice: Decision, saved: Sequence[int], storages: Sequence[Storage], names: Sequence[str]) -> Iterator[str]:
+    """One sentence per transfer."""
     where = "disk" if choice.tier == "disk" else "host"
-    return (
-        f"moves {format_bytes(nbytes)} to the {where}: gone after the forward of {names[choice.release]}, back before "
-        f"the backward of {names[choice.prefetch]}"
-    )
+    for transfer in choice.transfers:
+        nbytes = sum(storages[saved[p]].nbytes for p in transfer.moves)
+        yield (
+            f"moves {format_bytes(nbytes)} to the {where}: gone after the forward of {names[transfer.release]}, back "
+            f"before the backward of {names[transfer.prefetch]}"
+        )
 
 
 def _add_reasons(stages: list[dict[str, Any]], explanation: Explanation) -> None:

@@ -352,5 +352,5 @@ def run_recomputed(
         saved = [*outputs.saved, *inputs.saved]
         outputs.saved.clear()
         inputs.saved.clear()
-        session.leave(stage.index, saved, choice.moves, choice.tier)
+        session.leave(stage.index, saved, choice.transfers, choice.tier)
     return result

@@ -337,7 +337,7 @@ class OpenSegment:
                 if storage._cdata not in given and (known is None or known[0] != version_of(leaf)):
                     self._made[storage] = (version_of(leaf), (index, place))
         if packing is not None:
-            self._session.leave(index, packing.saved, stage.choice.moves, stage.choice.tier)
+            self._session.leave(index, packing.saved, stage.choice.transfers, stage.choice.tier)
         return output
 
     def _pack(

@@ -16,7 +16,7 @@ NOTE [States of a swapped storage]
    number of times.
 5. Modifying a storage after it was saved is an error, as in PyTorch, unless the copy out had finished before: then the
    copy holds the value that was saved, and that value is used.
-6. The storages that a stage moves leave as one *group*: one wait for compute, one batch of copies, one event. All of
+6. The storages of one transfer leave as one *group*: one wait for compute, one batch of copies, one event. All of
    the group's device bytes count until its last copy is done, and are freed together. The group returns as one batch
    too, without the records that were needed (and copied back) earlier and those that were freed. Its host bytes are
    freed with its last record.
@@ -35,7 +35,7 @@ that uses the storage.
 
 1. A record has a *home*: the stream that first saved the storage, and after a return the stream that allocated the new
    memory. The copy out waits for the home, because the home made the last write or runs after it. At the release point
-   the home waits for the copy out. So the storages that a stage moves form one group per home.
+   the home waits for the copy out. So the storages of a transfer form one group per home.
 2. Every stream that uses a returned storage waits for its copy in, once for all storages of the same batch. The home
    waits at the latest when the record is freed, since the memory goes back to the home then.
 3. PyTorch's allocator returns memory to the stream that allocated it, which may be a stream unknown here, and orders no

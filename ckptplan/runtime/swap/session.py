@@ -6,13 +6,14 @@ import collections
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ckptplan.core.errors import PlanMismatchError
 from ckptplan.core.link import Tier
+from ckptplan.core.plan import Transfer
 from ckptplan.runtime.accelerator import current_stream
 from ckptplan.runtime.guard.check import Checks
 from ckptplan.runtime.observe.counters import Counters
@@ -70,23 +71,25 @@ class SwapSession:
         # Weak references: autograd owns the `Held`, and these own their record. Entries of freed storages are stale.
         self._holders: collections.defaultdict[_Key, list[weakref.ref[Held]]] = collections.defaultdict(list)
         self._records: dict[_Key, weakref.ref[Record]] = {}
-        self._moved: dict[int, list[weakref.ref[Record]]] = {}
+        # By (stage, number of the transfer), what leaves by its release point and returns at its prefetch point.
+        self._leaving: dict[tuple[int, int], list[weakref.ref[Record]]] = {}
+        self._returning: dict[tuple[int, int], list[weakref.ref[Record]]] = {}
 
     @contextlib.contextmanager
-    def stage(self, index: int, moves: tuple[int, ...], tier: Tier = "host") -> Iterator[None]:
-        """Collect what autograd saves inside; at an exit without error, start the copies out of `moves`.
+    def stage(self, index: int, transfers: Sequence[Transfer], tier: Tier = "host") -> Iterator[None]:
+        """Collect what autograd saves inside; at an exit without error, start the copies out of `transfers`.
 
         Parameters
         ----------
-        moves : tuple of int
-            Positions of the storages that leave, counted in the order of first saving (NOTE [Positions]).
+        transfers : sequence of Transfer
+            With the positions of the storages that leave, counted in the order of first saving (NOTE [Positions]).
         tier : "host" or "disk"
             The tier that they are copied to.
         """
         packing = self.packing()
         with packing.hooks(None if self._checks is None else functools.partial(self._checks.saves, index)):
             yield
-        self.leave(index, packing.saved, moves, tier)
+        self.leave(index, packing.saved, transfers, tier)
 
     def takes(self, inputs: Any) -> None:
         """Note the inputs of the pass: one that is a part of a larger batch counts with the bytes that it reaches over.
@@ -114,8 +117,8 @@ class SwapSession:
         """Whether the storage of `tensor` is the model's own."""
         return self._never(tensor.untyped_storage())
 
-    def leave(self, index: int, saved: list[Held], moves: tuple[int, ...], tier: Tier = "host") -> None:
-        """Start the copies out to `tier` of the storages in `saved` at the positions `moves`, for stage `index`.
+    def leave(self, index: int, saved: list[Held], transfers: Sequence[Transfer], tier: Tier = "host") -> None:
+        """Start the copies out to `tier` of the storages in `saved` at the positions in `transfers`, for stage `index`.
 
         Empties `saved`, since autograd keeps the pack hook, and with it the list, as long as one of the saved tensors.
 
@@ -125,6 +128,8 @@ class SwapSession:
             If a position doesn't exist, or names a storage that the stage doesn't hold on the device.
         """
         sizes = self._counted(saved)
+        groups = {number: transfer.moves for number, transfer in enumerate(transfers)}
+        moves = planned = tuple(p for group in groups.values() for p in group)
         if moves and self._planned:
             moves = self._as_planned(sizes, moves, self._planned[index])
         if moves and max(moves) >= len(sizes):
@@ -135,8 +140,12 @@ class SwapSession:
         for key in self._records.keys() & sizes.keys():
             if self._found(key) is not None:  # from another stage
                 self._record(key)
-        leaving = []
+        back = groups
+        if moves != planned:  # in one transfer, which is away for as long as any was to be
+            groups = {min(groups, key=lambda number: transfers[number].release): moves}
+            back = {min(back, key=lambda number: transfers[number].prefetch): moves}
         keys = tuple(sizes)
+        records: dict[int, Record] = {}
         for position in moves:
             key = keys[position]
             if sizes[key] == 0:
@@ -146,13 +155,17 @@ class SwapSession:
                 )
             record = self._record(key)
             if record is not None:
-                leaving.append(record)
+                records[position] = record
         if self._checks is not None:
-            for record in leaving:
+            for record in records.values():
                 self._checks.leaves(record, index)
-        if leaving:
-            start_leaving(leaving, self._stores[tier], index)
-        self._moved[index] = [weakref.ref(record) for record in leaving]
+        for number, group in groups.items():
+            leaving = [records[p] for p in group if p in records]
+            if leaving:
+                start_leaving(leaving, self._stores[tier], (index, number))
+        for events, parts in ((self._leaving, groups), (self._returning, back)):
+            for number, group in parts.items():
+                events[index, number] = [weakref.ref(records[p]) for p in group if p in records]
 
     def _counted(self, saved: list[Held]) -> dict[_Key, int]:
         """Return the bytes of each storage in `saved`, in order, 0 if no tensor of it is held; empties `saved`."""
@@ -233,21 +246,22 @@ class SwapSession:
             f"{sum(planned)}: its forward took another path than the one profiled; solve again with such inputs"
         )
 
-    def release(self, index: int) -> None:
-        """Wait for the copies out of stage `index` and free its device bytes: its release point."""
-        finish_leaving(self._alive(index))
+    def release(self, index: int, transfer: int = 0) -> None:
+        """Wait for the copies out of a transfer of stage `index` and free its device bytes: its release point."""
+        finish_leaving(_alive(self._leaving.get((index, transfer), ())))
 
-    def prefetch(self, index: int) -> None:
-        """Start the copies in of stage `index`: its prefetch point."""
-        start_returning(self._alive(index))
+    def prefetch(self, index: int, transfer: int = 0) -> None:
+        """Start the copies in of a transfer of stage `index`: its prefetch point."""
+        start_returning(_alive(self._returning.get((index, transfer), ())))
 
     def states(self) -> dict[State, list[int]]:
         """Return, by state, the bytes of each record that a stage has sent away and that is still alive."""
-        found: dict[int, Record] = {id(r): r for index in self._moved for r in self._alive(index)}
+        found: dict[int, Record] = {id(r): r for refs in self._leaving.values() for r in _alive(refs)}
         out: dict[State, list[int]] = {}
         for record in found.values():
             out.setdefault(record.state, []).append(record.nbytes)
         return out
 
-    def _alive(self, index: int) -> list[Record]:
-        return [record for ref in self._moved.get(index, ()) if (record := ref()) is not None]
+
+def _alive(refs: Iterable[weakref.ref[Record]]) -> list[Record]:
+    return [record for ref in refs if (record := ref()) is not None]

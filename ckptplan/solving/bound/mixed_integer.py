@@ -1,7 +1,7 @@
 """A mixed-integer program over options, segments and whole transfers: a bound, and a plan to look at.
 
 What `linear_program.py` relaxes is whole here: options, segments and the segments in their sweeps, which of the larger
-storages move, and whether a stage's transfer is done. Links stay fluids, and so does what is small. Everything left out
+storages move, and whether their transfers are done. Links stay fluids, and so does what is small. Everything left out
 makes the optimum lower.
 
 | symbol    | meaning                                                                                            |
@@ -11,7 +11,8 @@ makes the optimum lower.
 | w[a,b]    | a segment a..b within another one, at any depth                                                    |
 | e[j,k]    | in backward step k, stage j's storages have been dropped: an inner segment with it ends before k    |
 | M[o]      | bytes that stage o moves                                                                           |
-| z[o,k]    | stage o's transfer is done when step k starts; one for each lane                                   |
+| z[s,k]    | the transfer of storage s, a large one, is done when step k starts; one for each lane              |
+| f[o,k]    | so are those of all large storages that stage o moves; forward alone                               |
 | L[k]      | bytes that a link has carried when step k starts; backward is a lane in reversed time (cost.py)    |
 
 Bytes are in units of the budget, seconds in units of the baseline. The model takes its time in a process of its own
@@ -29,7 +30,6 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 from ckptplan.core import rules
@@ -42,7 +42,9 @@ from ckptplan.solving.enumerate import PlanSpace
 MOST_BASELINES = 1e4
 """Steps with everything kept, above which a bound isn't believed."""
 WHOLE = 0.005
-"""Share of the budget from which on a storage moves whole or not at all, and a stage's transfer is whole."""
+"""Share of the budget from which on a storage moves whole or not at all."""
+DONE = 0.03
+"""Share of the budget from which on the transfer of a storage is whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +246,8 @@ class MixedModel:
     def add_moves(self, host_bytes: int | None) -> None:
         """A storage moves with its last holder, if all that hold it would move it (rule 4)."""
         n = self.n
-        parts: list[list[tuple[float, Any]]] = [[] for _ in range(n)]
+        # Per stage, what it may move: bytes, whether they are one storage, and the variable.
+        self.parts: list[list[tuple[float, bool, Any]]] = [[] for _ in range(n)]
         for group in self.groups:
             for at, holder in enumerate(group.holders):
                 ways = [self.x[holder.stage][c] for c in sorted(holder.moving)]
@@ -252,7 +255,8 @@ class MixedModel:
                 if not ways or holder.stage not in rules.movers(self.profile.storages[group.storage], n):
                     continue
                 # Of several small ones, any part may move.
-                var = self.variable(whole=self.profile.storages[group.storage].nbytes / self.unit >= WHOLE)
+                one = self.profile.storages[group.storage].nbytes / self.unit >= WHOLE
+                var = self.variable(whole=one)
                 self.require(var <= self.sum(ways))
                 for j, other in enumerate(group.holders):
                     against = group.holds[j]
@@ -261,13 +265,13 @@ class MixedModel:
                         against = self.sum(fixing + ([] if other.moves_in_segment else self._in(group, other)))
                     if j != at:
                         self.require(var + against <= 1)
-                parts[holder.stage].append((group.size, var))
-        self.most_moved = [sum(size for size, _ in items) for items in parts]
+                self.parts[holder.stage].append((group.size, one, var))
+        self.most_moved = [sum(size for size, _, _ in items) for items in self.parts]
         self.moved = {}
-        for o, items in enumerate(parts):
+        for o, items in enumerate(self.parts):
             if items:
                 self.moved[o] = self.variable(self.most_moved[o])
-                self.require(self.moved[o] == self.sum([size * var for size, var in items]))
+                self.require(self.moved[o] == self.sum([size * var for size, _, var in items]))
         if host_bytes is not None:
             self.require(self.sum(list(self.moved.values())) <= host_bytes / self.unit)
 
@@ -276,27 +280,38 @@ class MixedModel:
         n, link = self.n, self.profile.link
         compute_s = (self.forward_s, self.backward_s)[lane]
         away: list[list[Any]] = [[] for _ in range(n)]
-        done: dict[int, Any] = {}
+        done: dict[tuple[int, int], Any] = {}
         for k in range(n):
+            ahead: Any = None  # whether all of the stages before is done
             for o in [o for o in self.moved if o < k]:
-                most = self.most_moved[o]
-                var = self.variable(most)
-                self.require(var <= self.moved[o])
-                if most >= WHOLE:
+                needed = self.sum([self.y[c] for c in self.around[o] if c[1] >= k] if lane == 1 else [])
+                all_done = self.variable()
+                small = []
+                for number, (size, one, moves) in enumerate(self.parts[o]):
+                    if size < DONE or not one:
+                        small.append((size, moves))
+                        continue
                     z = self.variable(whole=True)
-                    self.require(var <= most * z)
-                    self.require(self.moved[o] - var <= most * (1 - z))
-                    if o in done:
-                        self.require(z >= done[o])
-                    done[o] = z
-                if lane == 1:
-                    needed = [self.y[c] for c in self.around[o] if c[1] >= k]
-                    self.require(var <= most * (1 - self.sum(needed)))
-                away[k].append(var)
-            if lane == 0:
-                queue = [done[o] for o in sorted(done) if o < k]
-                for first, second in pairwise(queue):
-                    self.require(first >= second)  # first in, first out
+                    self.require(z <= moves)
+                    self.require(z + needed <= 1)
+                    if (o, number) in done:
+                        self.require(z >= done[o, number])
+                    if lane == 0:  # first in, first out
+                        self.require(all_done + moves - z <= 1)
+                        if ahead is not None:
+                            self.require(z <= ahead)
+                    done[o, number] = z
+                    away[k].append(size * z)
+                if small:
+                    most = sum(size for size, _ in small)
+                    var = self.variable(most)
+                    self.require(var <= self.sum([size * moves for size, moves in small]))
+                    self.require(var <= most * (1 - needed))
+                    away[k].append(var)
+                if lane == 0:
+                    if ahead is not None:
+                        self.require(all_done <= ahead)
+                    ahead = all_done
         self.away.append([self.sum(terms) for terms in away])
         largest = int(max(self.most_moved, default=0.0) * self.unit) + 1
         seconds = (link.out_s if lane == 0 else link.in_s)(largest) / self.second

@@ -1,0 +1,218 @@
+"""One lane of a plan whose copies are given, and what order of them is the fastest.
+
+Copies leave in the order of a queue, and a step whose bytes don't fit waits for the shortest sufficient prefix of it;
+waiting earlier never lets a later step start sooner (`core/schedule.py`). So an order is all that there is to decide:
+`follow` takes one, `quickest` finds the best. It branches only where a step doesn't fit, over the copy that leaves
+next, since what no step has waited for yet could still leave in any order; a copy begins when it has joined and the one
+in front of it is done, however late that is decided.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ckptplan.core.schedule import EQUAL_S
+
+MOST_NODES = 20_000
+"""Orders begun in one search, after which it gives up."""
+
+
+class Leaving(NamedTuple):
+    """A copy in its lane (NOTE [Lanes]).
+
+    Attributes
+    ----------
+    rank : int
+        Where copies keep an order, one of a higher rank doesn't leave before one of a lower.
+    joins : int
+        The step before whose start it joins the queue.
+    gone : int
+        The first step in which its bytes may be gone, `joins` or a later one.
+    nbytes : int
+    seconds : float
+    """
+
+    rank: int
+    joins: int
+    gone: int
+    nbytes: int
+    seconds: float
+
+
+class Queue(NamedTuple):
+    """What an order of the copies comes to.
+
+    Attributes
+    ----------
+    seconds : float
+        Of the lane.
+    order : tuple of int
+        Copies, as numbers, in the order in which they leave.
+    points : dict
+        Copy -> the last step in which its bytes are there.
+    """
+
+    seconds: float
+    order: tuple[int, ...]
+    points: dict[int, int]
+
+
+@dataclass(slots=True)
+class Lane:
+    """A lane and its copies.
+
+    Parameters
+    ----------
+    copies : sequence of Leaving
+    needs : sequence of int
+        Bytes of each step, at most `room_bytes`, with the copies' bytes gone wherever they may be.
+    room_bytes : int
+    compute_s : sequence of float
+        Of each step.
+    enforced : sequence of int
+        Per step, the last point at or before it that the runtime can meet.
+    ranked : bool
+        Whether copies leave in the order of their ranks.
+
+    Attributes
+    ----------
+    complete : bool
+        Whether `quickest` has looked at every order so far.
+    """
+
+    copies: Sequence[Leaving]
+    needs: Sequence[int]
+    room_bytes: int
+    compute_s: Sequence[float]
+    enforced: Sequence[int]
+    ranked: bool
+    complete: bool = True
+    checks: list[list[int]] = field(init=False)
+    free: list[int] = field(init=False)
+    end: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        n = len(self.needs)
+        self.checks = [[] for _ in range(n + 1)]  # step -> those for which there must be room by its start
+        for k in range(1, n):
+            self.checks[self.enforced[k - 1] + 1].append(k)
+        self.end = self.enforced[-1] + 1  # the step that waits for all that is left
+        free = [self.room_bytes - need for need in self.needs]
+        for copy in self.copies:
+            for k in range(copy.gone, n):
+                free[k] -= copy.nbytes
+        self.free = free
+
+    def short(self, step: int, queued: Sequence[int]) -> bool:
+        """Whether more copies must be done when `step` starts than those `queued`."""
+        for k in self.checks[step]:
+            if self.free[k] < 0:
+                gone = sum(self.copies[i].nbytes for i in queued if self.copies[i].gone <= k)
+                if self.free[k] + gone < 0:
+                    return True
+        return False
+
+    def follow(self, order: Sequence[int]) -> Queue | None:
+        """What this order comes to; None where a step needs a copy that hasn't joined yet."""
+        copies, n = self.copies, len(self.needs)
+        joined_s = [0.0] * (n + 1)
+        points: dict[int, int] = {}
+        now = free_s = 0.0
+        at = 0
+        gone = [0] * n  # bytes of the copies that are done, by the step from which on they don't count
+        for step in range(n + 1):
+            joined_s[step] = now
+            while at < len(order) and (step == self.end or self._short(step, gone)):
+                copy = copies[order[at]]
+                if copy.joins > step:
+                    return None
+                free_s = max(joined_s[copy.joins], free_s) + copy.seconds
+                now = max(now, free_s)
+                points[order[at]] = step - 1
+                if copy.gone < n:
+                    gone[copy.gone] += copy.nbytes
+                at += 1
+            if step < n:
+                if self._short(step, gone):
+                    return None
+                now += self.compute_s[step]
+        return Queue(now, tuple(order), points) if at == len(order) else None
+
+    def _short(self, step: int, gone: Sequence[int]) -> bool:
+        return any(self.free[k] < 0 and self.free[k] + sum(gone[: k + 1]) < 0 for k in self.checks[step])
+
+    def quickest(self, below_s: float = math.inf) -> Queue | None:
+        """The fastest order that takes less than `below_s`."""
+        n, copies = len(self.needs), self.copies
+        rest_s = [0.0] * (n + 1)
+        for k in reversed(range(n)):
+            rest_s[k] = rest_s[k + 1] + self.compute_s[k]
+        joined_s = [0.0] * (n + 1)
+        queued: list[int] = []
+        points: dict[int, int] = {}
+        left = set(range(len(copies)))
+        best: Queue | None = None
+        nodes = 0
+
+        def go(step: int, now: float, free_s: float) -> None:
+            """Decide on from the start of `step`, whose waits so far end at `now`."""
+            nonlocal best, below_s, nodes
+            nodes += 1
+            limit_s = below_s * (1 - EQUAL_S)
+            while True:
+                if now + rest_s[step] >= limit_s:
+                    return
+                if step == self.end:
+                    now, done = self._rest(left, joined_s, now, free_s)
+                    if not done or now + rest_s[step] >= limit_s:
+                        return
+                    below_s = now + rest_s[step]
+                    order = (*queued, *sorted(left, key=lambda i: (copies[i].joins, copies[i].rank)))
+                    best = Queue(below_s, order, points | dict.fromkeys(left, step - 1))
+                    return
+                if self.short(step, queued):
+                    break
+                now += self.compute_s[step]
+                step += 1
+                joined_s[step] = now
+            if nodes > MOST_NODES:
+                self.complete = False
+                return
+            for i in self._next(step, left):
+                copy = copies[i]
+                done_s = max(joined_s[copy.joins], free_s) + copy.seconds
+                left.remove(i)
+                queued.append(i)
+                points[i] = step - 1
+                go(step, max(now, done_s), done_s)
+                del points[i]
+                queued.pop()
+                left.add(i)
+
+        go(0, 0.0, 0.0)
+        return best
+
+    def _next(self, step: int, left: set[int]) -> Iterator[int]:
+        """The copies that may leave next, those that do the same to the lane once."""
+        seen = set()
+        first = min((self.copies[i].rank for i in left), default=0)
+        for i in sorted(left):
+            copy = self.copies[i]
+            if copy.joins > step or (self.ranked and copy.rank > first):
+                continue
+            same = (copy.joins, copy.gone, copy.nbytes, copy.seconds, copy.rank if self.ranked else 0)
+            if same not in seen:
+                seen.add(same)
+                yield i
+
+    def _rest(self, left: set[int], joined_s: Sequence[float], now: float, free_s: float) -> tuple[float, bool]:
+        """When the copies that are left are done, and whether all have joined by the step that waits for them."""
+        for i in sorted(left, key=lambda i: (self.copies[i].joins, self.copies[i].rank)):
+            if self.copies[i].joins > self.end:
+                return now, False
+            free_s = max(joined_s[self.copies[i].joins], free_s) + self.copies[i].seconds
+            now = max(now, free_s)
+        return now, True
