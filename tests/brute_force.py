@@ -167,7 +167,6 @@ def moves_of(profile: Profile, found: Combination) -> Moves:
                 and storage.nbytes
                 and not storage.stays
                 and not storage.to_end
-                and storage.program_until <= i
                 and all(s not in holds[j] or (j < i and s in moving[j]) for j in others)
             ):
                 chosen.append(p)
@@ -274,6 +273,18 @@ class Group(NamedTuple):
     stage: int
     positions: tuple[int, ...]
     nbytes: int
+    there: dict[int, int]
+    """The last forward step in which the program holds some of the bytes -> how many."""
+
+
+def there_until(profile: Profile, i: int, option: Option, positions: Iterable[int]) -> dict[int, int]:
+    """The last forward step in which some bytes are there if they are copied at once -> how many."""
+    found: dict[int, int] = {}
+    for p in positions:
+        storage = profile.storages[option.saved[p]]
+        until = min(max(i, storage.program_until), len(profile.stages) - 1)
+        found[until] = found.get(until, 0) + storage.nbytes
+    return found
 
 
 def parts_of(
@@ -302,10 +313,15 @@ def parts_of(
     stages = []
     for i, (option, positions) in enumerate(zip(found.options, moves.positions, strict=True)):
         size = {p: profile.storages[option.saved[p]].nbytes for p in positions}
-        alike: dict[tuple[tuple[int, ...], ...], tuple[Group, ...]] = {}
+        alike: dict[Any, tuple[Group, ...]] = {}
         for way in groupings(positions):
-            key = tuple(sorted(tuple(sorted(size[p] for p in group)) for group in way))
-            alike.setdefault(key, tuple(Group(i, tuple(sorted(g)), sum(size[p] for p in g)) for g in way))
+            there = [there_until(profile, i, option, group) for group in way]
+            each = [sorted((size[p], *there_until(profile, i, option, [p])) for p in group) for group in way]
+            groups = [
+                Group(i, tuple(sorted(group)), sum(size[p] for p in group), until)
+                for group, until in zip(way, there, strict=True)
+            ]
+            alike.setdefault(str(sorted(each)), tuple(groups))
         stages.append(sorted(alike.values(), key=lambda groups: -sum(group.nbytes for group in groups)))
     yield from itertools.product(*stages)
 
@@ -343,19 +359,21 @@ def _back_s(queue: Sequence[tuple[int, int, int, float]], compute_s: Sequence[fl
 
 
 def _points(
-    groups: Sequence[Group], spans: Sequence[Sequence[int]], begins: Sequence[int], needs: Sequence[int],
+    groups: Sequence[Group], spans: Sequence[Sequence[int]], begins: Sequence[dict[int, int]], needs: Sequence[int],
     budget_bytes: int,
 ) -> Iterator[tuple[int, ...]]:  # fmt: skip
-    """Every choice of one point per transfer that fits: what moves is there from behind `begins` up to its point."""
+    """Every choice of one point per transfer that fits: its bytes are there from behind `begins` up to its point."""
     free = [budget_bytes - need for need in needs]
 
     def rest(at: int, free: list[int]) -> Iterator[tuple[int, ...]]:
         if at == len(groups):
             yield ()
             return
-        stage, _, nbytes = groups[at]
-        for point in spans[stage]:
-            left = [f - nbytes if begins[stage] < k <= point else f for k, f in enumerate(free)]
+        for point in spans[groups[at].stage]:
+            left = [
+                f - sum(nbytes for begin, nbytes in begins[at].items() if begin < k <= point)
+                for k, f in enumerate(free)
+            ]
             if min(left) >= 0:
                 for others in rest(at + 1, left):
                     yield (point, *others)
@@ -389,7 +407,14 @@ def fastest_of(
         groups = [group for stage in parts for group in stage]
         sizes = [sum(group.nbytes for group in stage) for stage in parts]
         stays = [whole - size for whole, size in zip(moves.sizes, sizes, strict=True)]
-        forward = [need + sum(stays[:k]) for k, need in enumerate(steps.forward)]
+        staying = [
+            there_until(profile, i, option, set(all_of).difference(*(group.positions for group in stage)))
+            for i, (option, all_of, stage) in enumerate(zip(found.options, moves.positions, parts, strict=True))
+        ]
+        forward = [
+            need + sum(nbytes for stage in staying for until, nbytes in stage.items() if until < k)
+            for k, need in enumerate(steps.forward)
+        ]
         backward = [
             need + sum(stay for stay, back_by in zip(stays, moves.back_by, strict=True) if back_by < k)
             for k, need in enumerate(steps.backward)
@@ -401,7 +426,7 @@ def fastest_of(
         for divided in divisions(choices, sizes, host_bytes, disk_bytes):
             ways = [profile.disk if c.tier == "disk" and profile.disk is not None else profile.link for c in divided]
             out, back = (math.inf, ()), (math.inf, ())
-            for at in _points(groups, releases, range(n), forward, budget_bytes):
+            for at in _points(groups, releases, [g.there for g in groups], forward, budget_bytes):
                 # Of a stage's transfers the one that must be gone first leaves first.
                 queue = sorted(
                     (g.stage, point, ways[g.stage].out_s(g.nbytes)) for g, point in zip(groups, at, strict=True)
@@ -409,7 +434,8 @@ def fastest_of(
                 out = min(out, (_out_s(queue, forward_s), at))
             if out[0] + sum(steps.backward_s) >= below_s:
                 continue
-            for at in _points(groups, prefetches, moves.back_by, backward, budget_bytes):
+            back_by = [{moves.back_by[g.stage]: g.nbytes} for g in groups]
+            for at in _points(groups, prefetches, back_by, backward, budget_bytes):
                 copies = [
                     (g.stage, point, moves.back_by[g.stage], ways[g.stage].in_s(g.nbytes))
                     for g, point in zip(groups, at, strict=True)

@@ -12,9 +12,10 @@ NOTE [Residency]
    hold those of its `linked` storages that a stage of `a..b` made: the sweep makes them again.
 3. In backward step `k` a storage is resident while a stage `i <= k` holds it, or the caller keeps it.
 4. A stage `o` may move what its option `moves`, unless it `stays`. Such a storage has no other holder than stages
-   before `o` whose options move it too, and it is away after forward step `release` and until backward step `prefetch`:
-   resident in forward steps `k <= release` and in backward steps `k <= prefetch`, with `o <= release` and
-   `last <= prefetch`, where `last` is the last stage of the outermost segment around `o`, or `o` outside of any. Both
+   before `o` whose options move it too, and it is away after forward step `release` and until backward step `prefetch`,
+   but for the program, which holds it as long as rule 1 says: resident in forward steps `k <= release` and
+   `k <= program_until`, and in backward steps `k <= prefetch`, with `o <= release` and `last <= prefetch`, where `last`
+   is the last stage of the outermost segment around `o`, or `o` outside of any. Both
    points are met where a module begins or ends, so neither lies in glue after the last module, and prefetch in none.
    What has the same two points may be one transfer: every byte of it counts until the last is copied out, which
    `release` waits for, and all of it is allocated at once at `prefetch`, before the first byte is copied in. All that a
@@ -43,7 +44,7 @@ stage 1 reads y and makes z, which the caller keeps:
 Both kept: x is there in forward steps 0, 1 and in backward step 0; a in forward step 1 and backward 0; y in forward
 step 1 and backward 1, 0; z in both backward steps. So backward 1 starts with 10 + 40 + 20 + 5 bytes, and backward 0
 does, too, since stage 0 holds y as well. Stage 0 may move x and a (rule 4): stage 1 comes later, and neither of them
-is held by it or by the program. It may not move y: the program holds it until forward step 1, and so does stage 1.
+is held by it. It may not move y, which stage 1 holds as well.
 In a segment 0..1, stage 0 holds x alone and stage 1 nothing (rule 2: y was made in the segment). Backward 1 starts
 with 10 + 5 bytes; its sweep runs stage 0 again (rule 6), and copies of a and y are there from then on.
 """
@@ -83,7 +84,7 @@ def forward_stop(program_stop: int, n: int, is_held: bool, mover: int | None) ->
         The stage that moves it.
     """
     if mover is not None:
-        return mover + 1
+        return max(mover + 1, program_stop)
     return n if is_held else program_stop
 
 
@@ -110,7 +111,12 @@ def can_move(storage: Storage) -> bool:
 
 def movers(storage: Storage, n: int) -> range:
     """The stages of `n` that may move it if no other stage forbids it (rule 4)."""
-    return range(max(storage.program_until, 0), n - 1) if can_move(storage) else _NONE
+    return range(max(storage.born, 0), n - 1) if can_move(storage) else _NONE
+
+
+def there_until(storage: Storage, mover: int, n: int) -> int:
+    """The last forward step of `n` in which it is there however early it leaves (rule 4)."""
+    return min(max(storage.program_until, mover), n - 1)
 
 
 def latest_first(storage: Storage) -> int:

@@ -50,6 +50,8 @@ class Residency:
         Per stage, the positions in its option's `saved` that leave the device.
     moved_bytes : tuple of int
         Their bytes per stage.
+    lingering : tuple of (int, int, int)
+        Stage, last forward step and bytes of each move that the program holds beyond its stage.
     needed : tuple of int
         Per stage, the backward step by whose start what it moved must be back.
     forward_bytes, backward_bytes : tuple of int
@@ -60,6 +62,7 @@ class Residency:
 
     moves: tuple[tuple[int, ...], ...]
     moved_bytes: tuple[int, ...]
+    lingering: tuple[tuple[int, int, int], ...]
     needed: tuple[int, ...]
     forward_bytes: tuple[int, ...]
     backward_bytes: tuple[int, ...]
@@ -165,7 +168,13 @@ def residency(
         sum(profile.storages[option.saved[p]].nbytes for p in positions)
         for option, positions in zip(options, moves, strict=True)
     )
-    return Residency(moves, sizes, needed, tuple(forward_bytes), tuple(backward_bytes), tuple(backward_s))
+    lingering = tuple(
+        (i, until, storage.nbytes)
+        for i, (option, positions) in enumerate(zip(options, moves, strict=True))
+        for storage in (profile.storages[option.saved[p]] for p in positions)
+        if (until := rules.there_until(storage, i, n)) > i
+    )
+    return Residency(moves, sizes, lingering, needed, tuple(forward_bytes), tuple(backward_bytes), tuple(backward_s))
 
 
 def tightest_peak(profile: Profile, r: Residency) -> StepNeed:
@@ -192,7 +201,7 @@ def lazy_sendings(profile: Profile, r: Residency, budget_bytes: int) -> Sendings
     What never needs to be away doesn't move: queues are first in, first out, so nothing else waits longer for it.
     """
     n = len(r.needed)
-    release = last_resident(r.forward_bytes, r.moved_bytes, range(n), budget_bytes)
+    release = last_resident(r.forward_bytes, r.moved_bytes, range(n), budget_bytes, r.lingering)
     prefetch = last_resident(r.backward_bytes, r.moved_bytes, r.needed, budget_bytes)
     last_release, last_prefetch = rules.enforceable_points([stage.is_glue for stage in profile.stages])
     return tuple(
@@ -279,27 +288,34 @@ def evaluate(
                 tuple(segments),
                 r,
                 sendings,
-                peak(profile, r, sendings),
+                peak(profile, options, r, sendings),
                 makespan_s(profile, r, sendings),
                 sum(sent.nbytes for found in sendings for sent in found),
             )
         options = settled  # which may spare bytes, and with them other moves
 
 
-def peak(profile: Profile, r: Residency, sendings: Sendings) -> StepNeed:
+def peak(profile: Profile, options: Sequence[Option], r: Residency, sendings: Sendings) -> StepNeed:
     """The worst step with these transfers."""
     n = len(sendings)
     staying_forward, staying_backward = [0] * (n + 1), [0] * (n + 1)
+
+    def stays(i: int, positions: Collection[int], release: int, prefetch: int) -> None:
+        """From where the residency has them away up to these points."""
+        for p in positions:
+            storage = profile.storages[options[i].saved[p]]
+            for staying, begin, until in (
+                (staying_forward, rules.there_until(storage, i, n), release),
+                (staying_backward, r.needed[i], prefetch),
+            ):
+                if begin < until:
+                    staying[begin + 1] += storage.nbytes
+                    staying[until + 1] -= storage.nbytes
+
     for i, found in enumerate(sendings):
-        # What moves nothing in the end stays from where the residency has it away to the end.
-        stays = r.moved_bytes[i] - sum(sent.nbytes for sent in found)
-        for staying, begin, points in (
-            (staying_forward, i, [(sent.release, sent.nbytes) for sent in found]),
-            (staying_backward, r.needed[i], [(sent.prefetch, sent.nbytes) for sent in found]),
-        ):
-            for until, nbytes in (*points, (n - 1, stays)):
-                staying[begin + 1] += nbytes
-                staying[until + 1] -= nbytes
+        for sent in found:
+            stays(i, sent.moves, sent.release, sent.prefetch)
+        stays(i, set(r.moves[i]).difference(*(sent.moves for sent in found)), n - 1, n - 1)
     forward, backward = (
         [need + more for need, more in zip(needs, accumulate(staying), strict=False)]
         for needs, staying in ((r.forward_bytes, staying_forward), (r.backward_bytes, staying_backward))
@@ -349,8 +365,16 @@ def in_place(stage: Stage, option: Option, moved: set[int]) -> Option:
     return option
 
 
+Lingering = Sequence[tuple[int, int, int]]
+"""Stage, last step and bytes of what the program holds until then, though it might be away."""
+
+
 def last_resident(
-    needs: Sequence[int], moved_bytes: Sequence[int], needed: Sequence[int], budget_bytes: int
+    needs: Sequence[int],
+    moved_bytes: Sequence[int],
+    needed: Sequence[int],
+    budget_bytes: int,
+    lingering: Lingering = (),
 ) -> list[int]:
     """Per stage, the last step up to which its moved bytes can stay, oldest out first.
 
@@ -361,19 +385,28 @@ def last_resident(
     needs : sequence of int
         Bytes per step with everything away wherever it can be.
     needed : sequence of int
-        Per stage, non-decreasing, the step up to which `needs` has its moved bytes as resident.
+        Per stage, non-decreasing, the step up to which `needs` has its moved bytes as resident; for those in
+        `lingering`, the step given there.
     """
     n = len(needs)
     last = [n - 1] * n
     waiting = 0  # stages up to here have joined the queue
     front = 0
     staying = 0
+    sizes = list(moved_bytes)  # those of them that a stage that stays adds to what is needed
+    ending: dict[int, list[tuple[int, int]]] = {}
+    for i, until, nbytes in lingering:
+        sizes[i] -= nbytes
+        ending.setdefault(until, []).append((i, nbytes))
     for k in range(n):
         while front < waiting and needs[k] + staying > budget_bytes:
             last[front] = k - 1
-            staying -= moved_bytes[front]
+            staying -= sizes[front]
             front += 1
         while waiting < n and needed[waiting] <= k:
-            staying += moved_bytes[waiting]
+            staying += sizes[waiting]
             waiting += 1
+        for i, nbytes in ending.get(k, ()):
+            sizes[i] += nbytes
+            staying += nbytes if front <= i else 0
     return last

@@ -158,5 +158,5 @@ def _holders(profile: Profile, choices: Sequence[Decision], held: Sequence[tuple
                 yield Violation("held", stage.name, f"holds storage {s}, which {profile.stages[o].name!r} moves")
     for s, o in mover.items():
         storage = profile.storages[s]
-        if storage.to_end or storage.program_until > o:
-            yield Violation("held", profile.stages[o].name, f"moves storage {s}, which the program still holds")
+        if storage.to_end:
+            yield Violation("held", profile.stages[o].name, f"moves storage {s}, which the caller holds")

@@ -205,34 +205,47 @@ class _Device:
         for block in list(self._since):
             self._leaves(block)
 
+    def _is_here(self, block: Block) -> bool:
+        """Whether a holder has the block on the device: of what is away, none but the program has."""
+        holders = self._holders.get(block, ())
+        return _PROGRAM in holders if block in self._away else bool(holders)
+
+    def _changed(self, block: Block, was_here: bool) -> None:
+        """Count what arrives or leaves by a change of holders."""
+        if self._is_here(block) != was_here:
+            if was_here:
+                self._leaves(block)
+            else:
+                self._arrives(block)
+
     def hold(self, block: Block, holder: int) -> None:
-        holders = self._holders.get(block)
-        if holders is None:
-            holders = self._holders[block] = set()
-            self._arrives(block)
-        holders.add(holder)
+        was_here = self._is_here(block)
+        self._holders.setdefault(block, set()).add(holder)
+        self._changed(block, was_here)
 
     def drop(self, block: Block, holder: int) -> None:
         holders = self._holders.get(block)
         if holders is None or holder not in holders:
             return
+        was_here = self._is_here(block)
         holders.remove(holder)
+        self._changed(block, was_here)
         if not holders:
             del self._holders[block]
-            if block in self._away:
-                self._away.remove(block)
-            else:
-                self._leaves(block)
+            self._away.discard(block)
 
     def send_away(self, block: Block) -> None:
-        if block in self._holders and block not in self._away:
+        """The stages that hold it let go of its bytes; the program, if it holds it, doesn't."""
+        if block in self._holders:
+            was_here = self._is_here(block)
             self._away.add(block)
-            self._leaves(block)
+            self._changed(block, was_here)
 
     def bring_back(self, block: Block) -> None:
         if block in self._away:
+            was_here = self._is_here(block)
             self._away.remove(block)
-            self._arrives(block)
+            self._changed(block, was_here)
 
 
 class _Clock:

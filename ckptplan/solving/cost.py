@@ -84,12 +84,21 @@ class Needs:
     """Bytes of decision vectors before any transfer is scheduled; shapes (vectors, stages).
 
     `forward` and `backward` are the bytes of each step if everything that moves were away wherever it can be; `moved`
-    is what each stage moves.
+    is what each stage moves. `lingering` are those of it that the program holds beyond their stage: the stage, the last
+    step, and the bytes of each vector.
     """
 
     forward: NDArray[np.int64]
     backward: NDArray[np.int64]
     moved: NDArray[np.int64]
+    lingering: list[tuple[int, int, NDArray[np.int64]]]
+
+    def put(self) -> NDArray[np.int64]:
+        """Bytes that the stages before each have put in the queue; shape (vectors, stages + 1)."""
+        rows, n = self.moved.shape
+        out = np.zeros((rows, n + 1), np.int64)
+        np.cumsum(self.moved, axis=1, out=out[:, 1:])
+        return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,15 +150,20 @@ class Queued:
 
 @dataclass(frozen=True, slots=True)
 class _Shared:
-    """Storages with the same number of possible holders, two or more; shapes (storages, holders[, codes])."""
+    """Storages with the same number of possible holders, two or more; shapes (storages, holders[, codes]).
+
+    `lingering` are (storage, stage, step): the stage may move it, and the program holds it until that later step.
+    """
 
     nbytes: NDArray[np.int64]
     program_stop: NDArray[np.int64]
+    moved_stop: NDArray[np.int64]
     first_mover: NDArray[np.int64]
     movers_stop: NDArray[np.int64]
     stages: NDArray[np.int64]
     holds: NDArray[np.bool_]
     fixes: NDArray[np.bool_]
+    lingering: tuple[tuple[int, int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +174,7 @@ class _Tables:
     constant_backward: NDArray[np.int64]
     private_held: NDArray[np.int64]
     private_moved: NDArray[np.int64]
+    lingering: tuple[tuple[int, int, NDArray[np.int64]], ...]
     gone_next: NDArray[np.int64]
     gone_later: tuple[tuple[int, int, NDArray[np.int64]], ...]
     shared: tuple[_Shared, ...]
@@ -191,7 +206,6 @@ class Evaluator:
         self._forward_s = np.array([stage.forward_s for stage in profile.stages])
         self._width = max(len(stage.options) for stage in profile.stages)
         n = len(profile.stages)
-        self._moved_stop = np.array([rules.forward_stop(n, n, True, i) for i in range(n)])
         self._held_stop = rules.forward_stop(n, n, True, None)
         self._forests: dict[Segments, _Tables] = {}
         self.private: list[list[int]] = [[] for _ in profile.stages]
@@ -233,6 +247,7 @@ class Evaluator:
             forward[:, position] -= nbytes[codes[:, i]]
         backward[:, :n] += t.private_held[every, codes]
         moved = t.private_moved[every, codes]
+        lingering = [(i, until, nbytes[codes[:, i]]) for i, until, nbytes in t.lingering]
         if t.back_in_order:
             backward[:, 1:] -= moved
         else:
@@ -252,18 +267,22 @@ class Evaluator:
                 np.copyto(last, np.broadcast_to(stages, last.shape), where=holds)
             moves = ~fixed & (last >= group.first_mover) & (last < group.movers_stop)
             nbytes = np.broadcast_to(group.nbytes, first.shape)
-            end = np.where(moves, self._moved_stop[last], np.where(first < n, self._held_stop, group.program_stop))
+            moved_stop = group.moved_stop[storages, last]
+            end = np.where(moves, moved_stop, np.where(first < n, self._held_stop, group.program_stop))
             np.subtract.at(forward.reshape(-1), (at + end).ravel(), nbytes.ravel())
             np.add.at(backward.reshape(-1), (at + first).ravel(), nbytes.ravel())
             row, which = np.nonzero(moves)
             mover = last[row, which]
             np.subtract.at(backward, (row, t.back_stop[mover]), nbytes[row, which])
             np.add.at(moved, (row, mover), nbytes[row, which])
+            for s, i, until in group.lingering:
+                lingering.append((i, until, np.where(moves[:, s] & (last[:, s] == i), group.nbytes[s], 0)))
         starts = np.cumsum(backward, axis=1)[:, :n]
         backward = starts + t.own_backward[every, codes]
         for k, extra in t.in_sweep:
             np.maximum(backward[:, k], starts[:, k] + extra, out=backward[:, k])
-        return Needs(np.cumsum(forward, axis=1)[:, :n] + t.own_forward[every, codes], backward, moved)
+        lingering = [(i, until, nbytes) for i, until, nbytes in lingering if nbytes.any()]
+        return Needs(np.cumsum(forward, axis=1)[:, :n] + t.own_forward[every, codes], backward, moved, lingering)
 
     def makespans(self, codes: Codes, budget_bytes: int, segments: Segments = ()) -> NDArray[np.float64]:
         """Makespan of each row's lazy schedule, infinite where the row doesn't fit."""
@@ -284,23 +303,25 @@ class Evaluator:
     def _least_s(self, codes: Codes, budget_bytes: int, segments: Segments) -> NDArray[np.float64]:
         t, needs = self._tables(segments), self.needs(codes, segments)
         rows, n = codes.shape
-        put = np.zeros((rows, n + 1), np.int64)
-        np.cumsum(needs.moved, axis=1, out=put[:, 1:])
+        put = needs.put()
         largest = needs.moved.max(axis=1)
+        there = put[:, :n].copy()  # of it, what isn't needed in any case
+        for i, until, nbytes in needs.lingering:
+            there[:, i + 1 : until + 1] -= nbytes[:, None]
         total = np.zeros(rows)
         every = np.arange(n)
         lanes_of = (
-            (needs.forward, put[:, :n], np.broadcast_to(self._forward_s, (rows, n)), 0),
-            (needs.backward, put[:, t.joined[:n]], t.backward_s[every, codes], 1),
+            (needs.forward + there, put[:, :n], np.broadcast_to(self._forward_s, (rows, n)), 0),
+            (needs.backward + put[:, t.joined[:n]], put[:, t.joined[:n]], t.backward_s[every, codes], 1),
         )
         links = [link for link in (self.profile.link, self.profile.disk) if link is not None]
-        for need, queued, compute_s, way in lanes_of:
+        for whole, queued, compute_s, way in lanes_of:
             copy_s = np.min([copies_s(largest[:, None], link)[way][:, 0] for link in links], axis=0)
             rate = np.where(largest > 0, largest / np.where(copy_s > 0, copy_s, 1.0), 1.0)
             rate[(largest > 0) & (copy_s == 0)] = np.inf
             gone = np.zeros(rows)
             for k in range(n):
-                must = need[:, k] + queued[:, k] - budget_bytes
+                must = whole[:, k] - budget_bytes
                 total += np.maximum(must - gone, 0.0) / rate
                 gone = np.maximum(gone, must)
                 gone = np.maximum(gone, np.minimum(queued[:, k], gone + rate * compute_s[:, k]))
@@ -333,9 +354,8 @@ class Evaluator:
         """Whether each row fits, and its lazy schedule."""
         t, needs = self._tables(segments), self.needs(codes, segments)
         rows, n = codes.shape
-        put = np.zeros((rows, n + 1), np.int64)
-        np.cumsum(needs.moved, axis=1, out=put[:, 1:])
-        front_forward = _fronts(needs.forward, put, np.arange(n + 1), budget_bytes)
+        put = needs.put()
+        front_forward = _fronts(needs.forward, put, np.arange(n + 1), budget_bytes, needs.lingering)
         front_backward = _fronts(needs.backward, put, t.joined, budget_bytes)
         cutoff = np.maximum(front_forward[:, -1], front_backward[:, -1])
         self._enforce(front_forward, front_backward, t.joined, cutoff)
@@ -400,10 +420,12 @@ class Evaluator:
         if self.host_bytes is None:
             return needs.forward, needs.backward
         stays = np.where(self.too_much(needs.moved), needs.moved, 0)
-        before = np.zeros((len(codes), codes.shape[1] + 1), np.int64)
-        np.cumsum(stays, axis=1, out=before[:, 1:])
+        before = replace(needs, moved=stays).put()
         n = codes.shape[1]
-        return needs.forward + before[:, :n], needs.backward + before[:, self._tables(segments).joined[:n]]
+        forward = needs.forward + before[:, :n]
+        for i, until, nbytes in needs.lingering:
+            forward[:, i + 1 : until + 1] -= np.where(stays[:, i] > 0, nbytes, 0)[:, None]
+        return forward, needs.backward + before[:, self._tables(segments).joined[:n]]
 
     def too_much(self, moved: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Per plan and stage, whether there is no room any more for what it moves behind what those before it moved."""
@@ -462,7 +484,7 @@ class Evaluator:
             tuple(stage.options.index(option) for stage, option in zip(self.profile.stages, options, strict=True)),
             decided(options, moves.sendings, moves.on_disk),
             makespan_s(self.profile, r, moves.sendings, moves.on_disk),
-            peak(self.profile, r, moves.sendings).bytes,
+            peak(self.profile, options, r, moves.sendings).bytes,
             sum(r.moved_bytes) - disk,
             segments,
             disk,
@@ -517,6 +539,7 @@ class _TablesOf:
         self.backward = np.zeros(n + 1, np.int64)
         self.private_held = np.zeros((n, self.width), np.int64)
         self.private_moved, self.gone_next = self.private_held.copy(), self.private_held.copy()
+        self.lingering: list[tuple[int, int, NDArray[np.int64]]] = []
         for s, (storage, holders) in enumerate(zip(self.profile.storages, self.holders, strict=True)):
             program = rules.program_steps(storage, n)
             if storage.nbytes == 0 or program.start > n:
@@ -544,6 +567,7 @@ class _TablesOf:
         self.forward, self.backward = plain.constant_forward, plain.constant_backward.copy()
         self.private_held, self.private_moved = plain.private_held.copy(), plain.private_moved.copy()
         self.gone_next = plain.gone_next.copy()
+        self.lingering = [(i, until, nbytes) for i, until, nbytes in plain.lingering if i not in self.held]
         self.gone_later = {(at, i): nbytes for at, i, nbytes in plain.gone_later if i not in self.held}
         for i in self.held:
             self.private_held[i] = self.private_moved[i] = self.gone_next[i] = 0
@@ -576,6 +600,7 @@ class _TablesOf:
             self.backward,
             self.private_held,
             self.private_moved,
+            tuple(self.lingering),
             self.gone_next,
             tuple((position, i, nbytes) for (position, i), nbytes in self.gone_later.items()),
             shared,
@@ -596,18 +621,22 @@ class _TablesOf:
         moves[list(holder.fixing)] = False
         moves &= i in rules.movers(storage, self.n)
         gone = rules.program_steps(storage, self.n).stop
-        if gone == i + 1:
-            self.gone_next[i] += np.where(moves | ~holds, storage.nbytes, 0)
-        else:
-            self.gone_next[i] += np.where(moves, storage.nbytes, 0)
-            at = self.gone_later.setdefault((gone, i), np.zeros(self.width, np.int64))
-            at += np.where(holds, 0, storage.nbytes)
+        moved_gone = rules.forward_stop(gone, self.n, True, i)
+        for stop, chosen in ((moved_gone, moves), (gone, ~holds)):
+            if stop == i + 1:
+                self.gone_next[i] += np.where(chosen, storage.nbytes, 0)
+            else:
+                at = self.gone_later.setdefault((stop, i), np.zeros(self.width, np.int64))
+                at += np.where(chosen, storage.nbytes, 0)
+        if (until := rules.there_until(storage, i, self.n)) > i:
+            self.lingering.append((i, until, np.where(moves, storage.nbytes, 0)))
         self.private_held[i] += np.where(holds, storage.nbytes, 0)
         self.private_moved[i] += np.where(moves, storage.nbytes, 0)
 
     def shared(self, group: Sequence[int]) -> _Shared:
         """Storages with equally many possible holders."""
         storages = [self.profile.storages[s] for s in group]
+        stops = [rules.program_steps(storage, self.n).stop for storage in storages]
         holds = np.array([[self.holds(s, holder) for holder in self.holders[s]] for s in group])
         fixes = np.zeros_like(holds)
         for row, s in enumerate(group):
@@ -615,12 +644,20 @@ class _TablesOf:
                 fixes[row, column, list(holder.fixing)] = True
         return _Shared(
             np.array([storage.nbytes for storage in storages]),
-            np.array([rules.program_steps(storage, self.n).stop for storage in storages]),
+            np.array(stops),
+            np.array([[rules.forward_stop(stop, self.n, True, i) for i in range(self.n)] for stop in stops]),
             np.array([rules.movers(storage, self.n).start for storage in storages]),
             np.array([rules.movers(storage, self.n).stop for storage in storages]),
             np.array([[holder.stage for holder in self.holders[s]] for s in group]),
             holds,
             fixes & holds,
+            tuple(
+                (at, holder.stage, until)
+                for at, s in enumerate(group)
+                for holder in self.holders[s]
+                if holder.stage in rules.movers(self.profile.storages[s], self.n)
+                and (until := rules.there_until(self.profile.storages[s], holder.stage, self.n)) > holder.stage
+            ),
         )
 
     def add_sweep(
@@ -651,14 +688,25 @@ class _TablesOf:
 
 
 def _fronts(
-    needs: NDArray[np.int64], put: NDArray[np.int64], joined: NDArray[np.int64], budget_bytes: int
+    needs: NDArray[np.int64],
+    put: NDArray[np.int64],
+    joined: NDArray[np.int64],
+    budget_bytes: int,
+    lingering: Sequence[tuple[int, int, NDArray[np.int64]]] = (),
 ) -> NDArray[np.int64]:
     """Per step, the shortest prefix of the queue that must have left for the step to fit."""
+    if lingering:  # what the program holds in a step doesn't leave by being copied
+        put = put.copy()
+        for i, _, nbytes in lingering:
+            put[:, i + 1 :] -= nbytes[:, None]
     rows, n = needs.shape
     index = np.arange(rows)
     front = np.zeros((rows, n), np.int64)
     now = np.zeros(rows, np.int64)
     for k in range(n):
+        for i, until, nbytes in lingering:
+            if until == k - 1:
+                put[:, i + 1 :] += nbytes[:, None]
         least = needs[:, k] + put[:, joined[k]] - budget_bytes
         while True:
             over = (put[index, now] < least) & (now < joined[k])

@@ -105,6 +105,11 @@ class MovesSearch:
             {p: profile.storages[option.saved[p]].nbytes for p in positions}
             for option, positions in zip(options, r.moves, strict=True)
         ]
+        self.until_of = [
+            {p: rules.there_until(profile.storages[option.saved[p]], i, self.n) for p in positions}
+            for i, (option, positions) in enumerate(zip(options, r.moves, strict=True))
+        ]
+        """Per stage and position, the last forward step in which it is there however early it leaves."""
         self.forward_s = [stage.forward_s for stage in profile.stages]
         self.last_release, self.last_prefetch = rules.enforceable_points([stage.is_glue for stage in profile.stages])
         links = [link for link in (profile.link, profile.disk) if link is not None]
@@ -130,14 +135,15 @@ class MovesSearch:
         found = []
         count = 1
         for stage, sizes in enumerate(self.sizes_of):
-            choices: dict[tuple[tuple[int, ...], ...], list[list[int]]] = {(): []}
+            until = self.until_of[stage]
+            choices: dict[tuple[tuple[tuple[int, int], ...], ...], list[list[int]]] = {(): []}
             for p in sizes:
                 for groups in list(choices.values()):
                     ways = [[*groups, [p]]]
                     if self.together:
                         ways += [[*groups[:at], [*groups[at], p], *groups[at + 1 :]] for at in range(len(groups))]
                     for way in ways:
-                        key = tuple(sorted(tuple(sorted(sizes[q] for q in group)) for group in way))
+                        key = tuple(sorted(tuple(sorted((sizes[q], until[q]) for q in group)) for group in way))
                         choices.setdefault(key, way)
                 if count * len(choices) > MOST_PARTS:
                     self.complete = False
@@ -169,19 +175,17 @@ class MovesSearch:
     def needs(self, items: Sequence[Item]) -> tuple[list[int], list[int]]:
         """Bytes of each forward and backward step if these move and are away wherever they may be."""
         r, n = self.residency, self.n
-        stays = list(r.moved_bytes)
-        for item in items:
-            stays[item.stage] -= item.nbytes
-        forward, backward = list(r.forward_bytes), list(r.backward_bytes)
-        before = waiting = staying = 0
-        for k in range(n):
-            while waiting < n and r.needed[waiting] < k:
-                staying += stays[waiting]
-                waiting += 1
-            forward[k] += before
-            backward[k] += staying
-            before += stays[k]
-        return forward, backward
+        there = {(item.stage, p) for item in items for p in item.positions}
+        forward, backward = [0] * (n + 1), [0] * (n + 1)
+        for i, sizes in enumerate(self.sizes_of):
+            for p, nbytes in sizes.items():
+                if (i, p) not in there:
+                    forward[self.until_of[i][p] + 1] += nbytes
+                    backward[r.needed[i] + 1] += nbytes
+        return (
+            [need + stays for need, stays in zip(r.forward_bytes, itertools.accumulate(forward), strict=False)],
+            [need + stays for need, stays in zip(r.backward_bytes, itertools.accumulate(backward), strict=False)],
+        )
 
     def lanes(self, items: Sequence[Item], on_disk: frozenset[int]) -> tuple[Lane, Lane] | None:
         """Forward, and backward in reversed time; None where the device has no room for what doesn't move."""
@@ -189,12 +193,23 @@ class MovesSearch:
         if max(*needs[0], *needs[1], self.profile.update_peak_bytes) > most:
             return None
         links = self.links(on_disk)
-        out = [Leaving(i, i + 1, i + 1, nbytes, links[i].out_s(nbytes)) for i, _, nbytes in items]
-        back = [Leaving(i, needed[i] + 1, needed[i] + 1, nbytes, links[i].in_s(nbytes)) for i, _, nbytes in items]
+        out = [
+            Leaving(item.stage, item.stage + 1, self.frees(item), links[item.stage].out_s(item.nbytes))
+            for item in items
+        ]
+        back = [Leaving(i, needed[i] + 1, ((needed[i] + 1, nbytes),), links[i].in_s(nbytes)) for i, _, nbytes in items]
         return (
             Lane(out, needs[0], most, self.forward_s, self.last_release, ranked=True),
             Lane(back, needs[1], most, self.residency.backward_s, self.last_prefetch, ranked=False),
         )
+
+    def frees(self, item: Item) -> tuple[tuple[int, int], ...]:
+        """The forward steps from which on an item's bytes may be gone, and how many."""
+        found: dict[int, int] = {}
+        for p in item.positions:
+            gone = self.until_of[item.stage][p] + 1
+            found[gone] = found.get(gone, 0) + self.sizes_of[item.stage][p]
+        return tuple(sorted(found.items()))
 
     def fastest(self, below_s: float = math.inf, deadline: float = math.inf) -> Moves | None:
         """The fastest of all moves that fit and take less than `below_s`, or of those tried until `deadline`."""

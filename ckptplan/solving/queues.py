@@ -29,16 +29,14 @@ class Leaving(NamedTuple):
         Where copies keep an order, one of a higher rank doesn't leave before one of a lower.
     joins : int
         The step before whose start it joins the queue.
-    gone : int
-        The first step in which its bytes may be gone, `joins` or a later one.
-    nbytes : int
+    frees : tuple of (int, int)
+        The first step in which some of its bytes may be gone, `joins` or a later one, and how many.
     seconds : float
     """
 
     rank: int
     joins: int
-    gone: int
-    nbytes: int
+    frees: tuple[tuple[int, int], ...]
     seconds: float
 
 
@@ -102,15 +100,16 @@ class Lane:
         self.end = self.enforced[-1] + 1  # the step that waits for all that is left
         free = [self.room_bytes - need for need in self.needs]
         for copy in self.copies:
-            for k in range(copy.gone, n):
-                free[k] -= copy.nbytes
+            for gone, nbytes in copy.frees:
+                for k in range(gone, n):
+                    free[k] -= nbytes
         self.free = free
 
     def short(self, step: int, queued: Sequence[int]) -> bool:
         """Whether more copies must be done when `step` starts than those `queued`."""
         for k in self.checks[step]:
             if self.free[k] < 0:
-                gone = sum(self.copies[i].nbytes for i in queued if self.copies[i].gone <= k)
+                gone = sum(nbytes for i in queued for first, nbytes in self.copies[i].frees if first <= k)
                 if self.free[k] + gone < 0:
                     return True
         return False
@@ -132,8 +131,9 @@ class Lane:
                 free_s = max(joined_s[copy.joins], free_s) + copy.seconds
                 now = max(now, free_s)
                 points[order[at]] = step - 1
-                if copy.gone < n:
-                    gone[copy.gone] += copy.nbytes
+                for first, nbytes in copy.frees:
+                    if first < n:
+                        gone[first] += nbytes
                 at += 1
             if step < n:
                 if self._short(step, gone):
@@ -197,13 +197,13 @@ class Lane:
 
     def _next(self, step: int, left: set[int]) -> Iterator[int]:
         """The copies that may leave next, those that do the same to the lane once."""
-        seen = set()
+        seen: set[Leaving] = set()
         first = min((self.copies[i].rank for i in left), default=0)
         for i in sorted(left):
             copy = self.copies[i]
             if copy.joins > step or (self.ranked and copy.rank > first):
                 continue
-            same = (copy.joins, copy.gone, copy.nbytes, copy.seconds, copy.rank if self.ranked else 0)
+            same = copy if self.ranked else copy._replace(rank=0)
             if same not in seen:
                 seen.add(same)
                 yield i

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from ckptplan.core.schedule import residency, tightest_peak
 from ckptplan.core.segment import Segment
 from ckptplan.core.stage import Stage
 from ckptplan.core.storage import Storage
-from ckptplan.referee import simulate
+from ckptplan.referee import simulate, validate
 from ckptplan.solving.bound.relaxation import Chain
 from ckptplan.solving.cost import Evaluator, menus
 from ckptplan.solving.enumerate import PlanSpace
@@ -95,18 +96,51 @@ CHAINS = range(60)
 
 @pytest.fixture(scope="module")
 def cases() -> list[tuple[Profile, int]]:
-    """Random chains, each with a budget in the middle by the rules as they are."""
+    """Random chains, each with a budget in the middle by the rules as they are, and the chain below."""
     chains = [random_chain(seed, 5) for seed in CHAINS]
-    return [(profile, _middle(profile)) for profile in chains]
+    return [*((profile, _middle(profile)) for profile in chains), (passed_on(), 105), (passed_on(), 115)]
 
 
-def moves_while_the_program_holds_it(patch: pytest.MonkeyPatch) -> None:
-    """Rule 4 without its condition on the program's variables."""
+def passed_on() -> Profile:
+    """The first stage saves 30 bytes and its output of 60, which the second stage, of 50, reads and doesn't save.
 
-    def movers(storage: Storage, n: int) -> range:
-        return range(max(storage.born, 0), n - 1) if rules.can_move(storage) else range(0)
+    So 110 bytes are there in forward step 1, however soon both are copied, and 100 in step 2 if they are away.
+    """
+    storages = (Storage("a", 30, 0, 0), Storage("y", 60, 0, 1))
+    keep = Option("keep", (0, 1), (), 90, 0)
+    options = ((keep, replace(keep, name="swap", moves=(0, 1))), *((Option("keep", (), (), n, n),) for n in (50, 100)))
+    return Profile(
+        stages=tuple(Stage(f"s{i}", f"{i}", menu, 1.0, 1.0) for i, menu in enumerate(options)),
+        storages=storages,
+        base_forward_bytes=(0, 0, 0),
+        base_backward_bytes=(0, 0, 0),
+        update_peak_bytes=0,
+        link=Link(1e3, 1e3),
+    )
 
-    patch.setattr(rules, "movers", movers)
+
+def test_what_the_program_holds_is_there_until_it_lets_go() -> None:
+    profile = passed_on()
+    options = (profile.stages[0].option("swap"), *(stage.keep for stage in profile.stages[1:]))
+    r = residency(profile, options)
+    assert (r.moves, r.lingering) == (((0, 1), (), ()), ((0, 1, 60),))
+    assert (r.forward_bytes, r.backward_bytes) == ((90, 110, 100), (90, 50, 100))
+    plan = solve_profile(profile, 110, Limits(time_limit_s=5))
+    assert (plan.peak_bytes, plan.status) == (110, "optimal")
+    assert validate(profile, plan, 110) == ()
+    assert plan.step_s == pytest.approx(6.06)  # a, 0.03 s each way in front of the second stage
+    y = next(t for t in plan.choices[0].transfers if 1 in t.moves)
+    assert (y.release, y.prefetch) == (1, 1)
+
+
+def the_program_lets_go_of_what_moves(patch: pytest.MonkeyPatch) -> None:
+    """Rule 4 without its words on the program."""
+
+    def forward_stop(program_stop: int, n: int, is_held: bool, mover: int | None) -> int:
+        return (n if is_held else program_stop) if mover is None else mover + 1
+
+    patch.setattr(rules, "forward_stop", forward_stop)
+    patch.setattr(rules, "there_until", lambda storage, mover, n: mover)
 
 
 def the_program_lets_go_at_once(patch: pytest.MonkeyPatch) -> None:
@@ -141,7 +175,7 @@ def copies_run_at_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(lanes, "copied", lambda joined, free, seconds, later: later(joined + seconds, free))
 
 
-RESIDENCY = [moves_while_the_program_holds_it, the_program_lets_go_at_once, segments_hold_nothing_linked]
+RESIDENCY = [the_program_lets_go_of_what_moves, the_program_lets_go_at_once, segments_hold_nothing_linked]
 LINKS = [copies_out_take_a_tenth_longer, copies_in_take_a_tenth_longer, copies_run_at_once]
 CHANGES = [*RESIDENCY, points_lie_in_glue, *LINKS]
 
@@ -240,7 +274,7 @@ def test_the_rules_in_numpy_are_those_in_python(
             )
 
 
-@pytest.mark.parametrize("change", [*RESIDENCY, *LINKS[:2]])
+@pytest.mark.parametrize("change", [*RESIDENCY[1:], *LINKS[:2]])  # the first one, bounds leave out
 def test_bounds_follow_the_rules(change: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     def numbers(profile: Profile) -> list[object]:
         chain = Chain(profile, menus(profile, ("keep", "swap", "recompute")), 100, None, segments=True)

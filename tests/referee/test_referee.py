@@ -498,10 +498,16 @@ def test_an_option_the_stage_lacks() -> None:
 
 
 def test_a_storage_the_program_still_holds() -> None:
+    """It leaves when the program lets it go, though its copy is done before."""
     profile, plan = sound()
-    storages = (replace(profile.storages[0], program_until=1), *profile.storages[1:])
-    found = validate(replace(profile, storages=storages), plan, 10_000)
-    assert [(v.kind, v.stage) for v in found] == [("held", "s0")]
+    moved = profile.storages[0]
+    storages = (replace(moved, program_until=2), *profile.storages[1:])
+    longer = simulate(replace(profile, storages=storages), plan)
+    plain = simulate(profile, plan)
+    more = [a.start_bytes - b.start_bytes for a, b in zip(longer.steps, plain.steps, strict=True)]
+    assert plan.choices[0].transfers[0].release == 1
+    assert more == [0, 0, moved.nbytes, *[0] * (len(more) - 3)]
+    assert longer.makespan_s == plain.makespan_s
 
 
 def test_a_plan_of_another_chain_is_refused() -> None:
