@@ -137,7 +137,7 @@ def plan_of(profile: ckptplan.Profile, options: Sequence[Option]) -> ckptplan.Pl
     """Everything that moves is away in all steps but its own stage's."""
     r = residency(profile, options)
     choices = tuple(
-        ckptplan.Decision(o.action, m, k if m else None, k if m else None, o.name, o.ops)
+        ckptplan.Decision.moving(o.action, m, k, k, o.name, ops=o.ops)
         for k, (o, m) in enumerate(zip(options, r.moves, strict=True))
     )
     peak = max(*r.forward_bytes, *r.backward_bytes, profile.update_peak_bytes)

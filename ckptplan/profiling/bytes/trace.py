@@ -39,7 +39,7 @@ from ckptplan.core.option import Action, Option
 from ckptplan.core.plan import KEEP, Decision, Decisions
 from ckptplan.core.progress import counted
 from ckptplan.core.request import Report, ignore_progress
-from ckptplan.core.rules import moved_by
+from ckptplan.core.rules import moved_by, there_until
 from ckptplan.core.schedule import resident_changes
 from ckptplan.core.segment import Segment
 from ckptplan.core.stage import InputTensor
@@ -1012,8 +1012,14 @@ class _Tracing:
         return [menu[name] for menu, name in zip(self.menus, names, strict=True)]
 
     def _moved(self, options: Sequence[_Held]) -> dict[int, int]:
-        """Storage -> the stage of the chain that moves it."""
-        return moved_by(self.storages, [option.moved for option in options], [option.all for option in options])
+        """Storage -> the stage of the chain that moves it, but for what the program holds beyond that stage.
+
+        It lets go of it in the midst of a later step, which then adds less than where it stays: what is measured for
+        that step would depend on the stage before.
+        """
+        moved = moved_by(self.storages, [option.moved for option in options], [option.all for option in options])
+        n = len(options)
+        return {s: k for s, k in moved.items() if there_until(self.storages[s], k, n) == k}
 
     def _decisions(self, names: Sequence[str]) -> tuple[Decision, ...]:
         """Decisions for the module stages; what moves is away in every step but its stage's own."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -112,7 +113,10 @@ class ModuleTables:
                 "that; script nothing in this stage, or keep or swap it"
             ) from error
         self._flags = _flags(self._parameters)
-        self._arguments = [(p, p.requires_grad) for p in arguments if type(p) is not torch.Tensor and p.is_leaf]
+        # Of tensors of other types than parameters, the bytes may be away meanwhile, and nothing here holds them.
+        self._arguments = [
+            (weakref.ref(p), p.requires_grad) for p in arguments if type(p) is not torch.Tensor and p.is_leaf
+        ]
         self._steps = STEPS.count
 
     def put(self, undo: Steps) -> None:
@@ -127,7 +131,7 @@ class ModuleTables:
         """
         if STEPS.count != self._steps:
             own = [p for parameters in self._parameters for p in parameters.values() if p is not None]
-            STEPS.check([*own, *(p for p, _ in self._arguments)], self._steps, "runs its stage again with it")
+            STEPS.check([*own, *(p for p, _ in self._given())], self._steps, "runs its stage again with it")
         for kind, forward in self._forwards:
             if kind.forward is not forward and kind.forward is kind.forward:  # a property may differ at each read
                 raise PlanMismatchError(
@@ -142,6 +146,10 @@ class ModuleTables:
             for p, flag in self._thawed():
                 undo.append(functools.partial(p.requires_grad_, not flag))
                 p.requires_grad_(flag)
+
+    def _given(self) -> list[tuple[torch.Tensor, bool]]:
+        """The arguments that are still there, and whether they required gradients."""
+        return [(p, flag) for ref, flag in self._arguments if (p := ref()) is not None]
 
     def _replace(self, owns: list[_Own], of_all: list[dict[int, Any]]) -> None:
         present = _owns(self._inside)
@@ -163,4 +171,4 @@ class ModuleTables:
             for name, p in parameters.items()
             if p is not None
         ]
-        return [(p, flag) for p, flag in (*known, *self._arguments) if p is not None and p.requires_grad != flag]
+        return [(p, flag) for p, flag in (*known, *self._given()) if p is not None and p.requires_grad != flag]

@@ -30,7 +30,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptplan.core import rules
 from ckptplan.core.option import Option
@@ -57,6 +57,18 @@ class _Holder:
     linked: bool
     in_segment: bool  # whether it holds it there, if the segment doesn't make it
     moves_in_segment: bool
+
+
+class _Part(NamedTuple):
+    """What a stage may move: a large storage, or several small ones.
+
+    `moves` is the variable that says how much of it moves, and `gone` the first forward step in which it may be away.
+    """
+
+    size: float
+    one: bool
+    moves: Any
+    gone: int
 
 
 @dataclass(slots=True)
@@ -246,16 +258,16 @@ class MixedModel:
     def add_moves(self, host_bytes: int | None) -> None:
         """A storage moves with its last holder, if all that hold it would move it (rule 4)."""
         n = self.n
-        # Per stage, what it may move: bytes, whether they are one storage, and the variable.
-        self.parts: list[list[tuple[float, bool, Any]]] = [[] for _ in range(n)]
+        self.parts: list[list[_Part]] = [[] for _ in range(n)]
         for group in self.groups:
             for at, holder in enumerate(group.holders):
                 ways = [self.x[holder.stage][c] for c in sorted(holder.moving)]
                 ways += self._in(group, holder) if holder.moves_in_segment else []
-                if not ways or holder.stage not in rules.movers(self.profile.storages[group.storage], n):
+                storage = self.profile.storages[group.storage]
+                if not ways or holder.stage not in rules.movers(storage, n):
                     continue
                 # Of several small ones, any part may move.
-                one = self.profile.storages[group.storage].nbytes / self.unit >= WHOLE
+                one = storage.nbytes / self.unit >= WHOLE
                 var = self.variable(whole=one)
                 self.require(var <= self.sum(ways))
                 for j, other in enumerate(group.holders):
@@ -265,13 +277,14 @@ class MixedModel:
                         against = self.sum(fixing + ([] if other.moves_in_segment else self._in(group, other)))
                     if j != at:
                         self.require(var + against <= 1)
-                self.parts[holder.stage].append((group.size, one, var))
-        self.most_moved = [sum(size for size, _, _ in items) for items in self.parts]
+                gone = rules.there_until(storage, holder.stage, n) + 1
+                self.parts[holder.stage].append(_Part(group.size, one, var, gone))
+        self.most_moved = [sum(part.size for part in parts) for parts in self.parts]
         self.moved = {}
-        for o, items in enumerate(self.parts):
-            if items:
+        for o, parts in enumerate(self.parts):
+            if parts:
                 self.moved[o] = self.variable(self.most_moved[o])
-                self.require(self.moved[o] == self.sum([size * var for size, _, var in items]))
+                self.require(self.moved[o] == self.sum([part.size * part.moves for part in parts]))
         if host_bytes is not None:
             self.require(self.sum(list(self.moved.values())) <= host_bytes / self.unit)
 
@@ -285,27 +298,28 @@ class MixedModel:
             ahead: Any = None  # whether all of the stages before is done
             for o in [o for o in self.moved if o < k]:
                 needed = self.sum([self.y[c] for c in self.around[o] if c[1] >= k] if lane == 1 else [])
-                all_done = self.variable()
+                all_done = self.variable() if lane == 0 else 0.0
                 small = []
-                for number, (size, one, moves) in enumerate(self.parts[o]):
-                    if size < DONE or not one:
-                        small.append((size, moves))
+                for number, part in enumerate(self.parts[o]):
+                    gone = lane == 1 or k >= part.gone
+                    if part.size < DONE or not part.one:
+                        small += [part] if gone else []
                         continue
                     z = self.variable(whole=True)
-                    self.require(z <= moves)
+                    self.require(z <= part.moves)
                     self.require(z + needed <= 1)
                     if (o, number) in done:
                         self.require(z >= done[o, number])
                     if lane == 0:  # first in, first out
-                        self.require(all_done + moves - z <= 1)
+                        self.require(all_done + part.moves - z <= 1)
                         if ahead is not None:
                             self.require(z <= ahead)
                     done[o, number] = z
-                    away[k].append(size * z)
+                    away[k] += [part.size * z] if gone else []
                 if small:
-                    most = sum(size for size, _ in small)
+                    most = sum(part.size for part in small)
                     var = self.variable(most)
-                    self.require(var <= self.sum([size * moves for size, moves in small]))
+                    self.require(var <= self.sum([part.size * part.moves for part in small]))
                     self.require(var <= most * (1 - needed))
                     away[k].append(var)
                 if lane == 0:
