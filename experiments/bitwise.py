@@ -3,10 +3,10 @@
     python experiments/bitwise.py --out experiments/results
 
 Every architecture is trained plainly and under six plans: everything swapped, everything recomputed, random options of
-the
-stages' menus (twice), nested segments whose held inputs are swapped, and random options with a part of what moves on
-the disk tier. Losses, gradients and buffers of every step are compared bit for bit. Dropout and autocast are on,
-parameters are updated in between, swap space is used again from step to step, and copies are delayed at random.
+the stages' menus (twice), nested segments whose held inputs are swapped, and random options with a part of what moves
+on the disk tier. A stage's storages move in one transfer or in several, with points at random.
+Losses, gradients and buffers of every step are compared bit for bit. Dropout and autocast are on, parameters are
+updated in between, swap space is used again from step to step, and copies are delayed at random.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import documents
+import made_plans
 import models
 import small_models
 
@@ -137,23 +138,18 @@ def moving(
     segments: tuple[Segment, ...] = (),
     tiers: tuple[Tier, ...] = ("host",),
 ) -> Plan:
-    """A plan in which most of what may move does, with release and prefetch points near their stage, at random."""
+    """A plan in which most of what may move does, in transfers with points near their stage, at random."""
     n = len(options)
-    releases, prefetches = enforceable_points([stage.is_glue for stage in profile.stages])
+    points = enforceable_points([stage.is_glue for stage in profile.stages])
     ends = list(range(n))
     for segment in segments:
         ends[segment.first : segment.last + 1] = [segment.last] * (segment.last + 1 - segment.first)
     moves = residency(profile, options, segments).moves
     choices = []
     for i, (option, moved) in enumerate(zip(options, moves, strict=True)):
-        if not moved:
-            choices.append(Decision(option.action, option=option.name, ops=option.ops))
-            continue
-        if rng.random() < 0.3:
-            moved = tuple(p for p in moved if rng.random() < 0.5) or moved
-        release = max(i, releases[min(i + rng.randint(0, 2), n - 1)])
-        prefetch = max(ends[i], prefetches[min(ends[i] + rng.randint(0, 2), n - 1)])
-        choices.append(Decision(option.action, moved, release, prefetch, option.name, option.ops, rng.choice(tiers)))
+        transfers = made_plans.random_transfers(rng, moved, i, ends[i], points)
+        tier = rng.choice(tiers) if transfers else "host"
+        choices.append(Decision(option.action, transfers, option.name, option.ops, tier))
     far = dataclasses.replace(profile, disk=profile.link)
     return small_models.plan_with(far, tuple(choices), segments=segments)
 

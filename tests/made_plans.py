@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 from ckptplan.core.option import Action, Option
@@ -90,3 +91,34 @@ def plan_with(
 def one_transfer(moves: tuple[int, ...]) -> tuple[Transfer, ...]:
     """All of `moves` together, with any points."""
     return (Transfer(moves, 0, 0),) if moves else ()
+
+
+def random_transfers(
+    rng: random.Random,
+    moved: tuple[int, ...],
+    stage: int,
+    back_by: int,
+    points: tuple[Sequence[int], Sequence[int]],
+) -> tuple[Transfer, ...]:
+    """Most of what may move, in one transfer or in up to three, with points of their own near the stage.
+
+    Parameters
+    ----------
+    back_by : int
+        The backward step by whose start they must be back.
+    points : (sequence of int, sequence of int)
+        What `rules.enforceable_points` returns.
+    """
+    if moved and rng.random() < 0.3:
+        moved = tuple(p for p in moved if rng.random() < 0.5) or moved
+    parts = rng.choice((1, 3))
+    found = []
+    for part in rng.sample(range(parts), parts):
+        group = tuple(p for p in moved if p % parts == part)
+        releases, prefetches = points
+        n = len(releases)
+        release = max(stage, releases[min(stage + rng.randint(0, 2), n - 1)])
+        prefetch = max(back_by, prefetches[min(back_by + rng.randint(0, 2), n - 1)])
+        if group:
+            found.append(Transfer(group, release, prefetch))
+    return tuple(found)

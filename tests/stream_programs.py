@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from fake_cuda import FakeStream
 from fake_kernels import Device
-from made_plans import plan_with
+from made_plans import plan_with, random_transfers
 from torch import nn
 
 import ckptplan
 from ckptplan.core.option import Option
-from ckptplan.core.plan import Decision, Plan, Transfer
+from ckptplan.core.plan import Decision, Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.rules import enforceable_points
 from ckptplan.core.schedule import residency
@@ -167,22 +167,12 @@ def random_plan(seed: int, rng: random.Random) -> Plan:
     ends = list(range(n))
     for segment in segments:
         ends[segment.first : segment.last + 1] = [segment.last] * (segment.last + 1 - segment.first)
-    releases, prefetches = enforceable_points([stage.is_glue for stage in stages])
+    points = enforceable_points([stage.is_glue for stage in stages])
     choices = []
     moves = residency(profile, options, tuple(segments)).moves
     for i, (option, moved) in enumerate(zip(options, moves, strict=True)):
-        if moved and rng.random() < 0.3:
-            moved = tuple(p for p in moved if rng.random() < 0.5) or moved
-        groups = [moved]
-        if rng.random() < 0.5:
-            groups = [tuple(p for p in moved if p % 3 == part) for part in rng.sample(range(3), 3)]
-        transfers = []
-        for group in groups:
-            release = max(i, releases[min(i + rng.randint(0, 2), n - 1)])
-            prefetch = max(ends[i], prefetches[min(ends[i] + rng.randint(0, 2), n - 1)])
-            if group:
-                transfers.append(Transfer(group, release, prefetch))
-        choices.append(Decision(option.action, tuple(transfers), option.name, option.ops))
+        transfers = random_transfers(rng, moved, i, ends[i], points)
+        choices.append(Decision(option.action, transfers, option.name, option.ops))
     plan = plan_with(profile, tuple(choices), segments=tuple(segments))
     return dataclasses.replace(plan, fingerprint=dataclasses.replace(plan.fingerprint, device="emulated"))
 

@@ -225,5 +225,5 @@ class _Search:
 
 
 def _until_the_last(storage: Storage, last: int) -> Storage:
-    """A storage that the program holds up to the last stage at most; no stage moves one that it holds longer."""
-    return storage if storage.program_until <= last else replace(storage, program_until=last, stays=True)
+    """A storage that the program holds up to the last stage at most: it lets go of all when forward ends."""
+    return storage if storage.program_until <= last else replace(storage, program_until=last)
