@@ -76,7 +76,7 @@ class Binding:
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """The same plan with another option for one stage (or one segment), with its best schedule.
+    """The same plan with another option for one stage (or one segment), both under their lazy schedules.
 
     Attributes
     ----------
@@ -342,6 +342,14 @@ def _on_device(profile: Profile, option: Option) -> int:
 def _alternative(
     profile: Profile, plan: Plan, name: str, options: Sequence[Option], segments: tuple[Segment, ...]
 ) -> Alternative:
+    own = [stage.option(choice.option) for stage, choice in zip(profile.stages, plan.choices, strict=True)]
+    before_s, _ = _lazy(profile, plan, own, plan.segments)
+    makespan_s, missing = _lazy(profile, plan, options, segments)
+    return Alternative(name, makespan_s - before_s, missing)
+
+
+def _lazy(profile: Profile, plan: Plan, options: Sequence[Option], segments: tuple[Segment, ...]) -> tuple[float, int]:
+    """Seconds of the lazy schedule, and the bytes missing in the budget for it."""
     missing = 0
     # Stages that move now keep their tier; others would move to the host.
     on_disk = [i for i, choice in enumerate(plan.choices) if choice.tier == "disk"]
@@ -349,5 +357,4 @@ def _alternative(
     while isinstance(found, StepNeed):
         missing = found.bytes - plan.budget_bytes
         found = evaluate(profile, options, found.bytes, segments)
-    makespan_s = simulate(profile, replace(plan, choices=found.decisions(on_disk), segments=segments)).makespan_s
-    return Alternative(name, makespan_s - plan.step_s, missing)
+    return simulate(profile, replace(plan, choices=found.decisions(on_disk), segments=segments)).makespan_s, missing

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
 
 from ckptplan.core.schedule import EQUAL_S
@@ -98,12 +99,12 @@ class Lane:
         for k in range(1, n):
             self.checks[self.enforced[k - 1] + 1].append(k)
         self.end = self.enforced[-1] + 1  # the step that waits for all that is left
-        free = [self.room_bytes - need for need in self.needs]
+        staying = [0] * (n + 1)
         for copy in self.copies:
             for gone, nbytes in copy.frees:
-                for k in range(gone, n):
-                    free[k] -= nbytes
-        self.free = free
+                staying[gone] += nbytes
+        stays = accumulate(staying)
+        self.free = [self.room_bytes - need - more for need, more in zip(self.needs, stays, strict=False)]
 
     def short(self, step: int, queued: Sequence[int]) -> bool:
         """Whether more copies must be done when `step` starts than those `queued`."""
@@ -121,10 +122,12 @@ class Lane:
         points: dict[int, int] = {}
         now = free_s = 0.0
         at = 0
-        gone = [0] * n  # bytes of the copies that are done, by the step from which on they don't count
+        gone = [0] * (n + 1)  # bytes of the copies that are done, by the step from which on they don't count
+        total = 0  # of them, those that don't count in this step
         for step in range(n + 1):
             joined_s[step] = now
-            while at < len(order) and (step == self.end or self._short(step, gone)):
+            total += gone[step]
+            while at < len(order) and (step == self.end or self._short(step, total, gone)):
                 copy = copies[order[at]]
                 if copy.joins > step:
                     return None
@@ -132,17 +135,17 @@ class Lane:
                 now = max(now, free_s)
                 points[order[at]] = step - 1
                 for first, nbytes in copy.frees:
-                    if first < n:
-                        gone[first] += nbytes
+                    gone[first] += nbytes
+                    total += nbytes if first <= step else 0
                 at += 1
             if step < n:
-                if self._short(step, gone):
+                if self._short(step, total, gone):
                     return None
                 now += self.compute_s[step]
         return Queue(now, tuple(order), points) if at == len(order) else None
 
-    def _short(self, step: int, gone: Sequence[int]) -> bool:
-        return any(self.free[k] < 0 and self.free[k] + sum(gone[: k + 1]) < 0 for k in self.checks[step])
+    def _short(self, step: int, total: int, gone: Sequence[int]) -> bool:
+        return any(self.free[k] + total + sum(gone[step + 1 : k + 1]) < 0 for k in self.checks[step])
 
     def quickest(self, below_s: float = math.inf) -> Queue | None:
         """The fastest order that takes less than `below_s`."""

@@ -32,9 +32,7 @@ def fastest(profile: Profile, budget_bytes: int, count: int) -> float | None:
     longer = replace(
         profile,
         stages=(*profile.stages, end),
-        storages=tuple(
-            s if s.program_until < n else replace(s, program_until=n - 1, stays=True) for s in profile.storages
-        ),
+        storages=tuple(s if s.program_until < n else replace(s, program_until=n - 1) for s in profile.storages),
         base_forward_bytes=(*profile.base_forward_bytes, 0),
         base_backward_bytes=(*profile.base_backward_bytes, 0),
     )
