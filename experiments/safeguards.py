@@ -542,8 +542,8 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         12,
         "a pass holds its records weakly: the graph owns them",
         "SwapSession.leave",
-        "        self._moved[index] = [weakref.ref(record) for record in leaving]",
-        '        self._moved[index] = [weakref.ref(record) for record in leaving]\n        self.__dict__.setdefault("_all", []).extend(leaving)',
+        "        for events, parts in (",
+        '        self.__dict__.setdefault("_all", []).extend(records.values())\n        for events, parts in (',
         (
             "tests/runtime/test_runtime.py::test_steps_leave_nothing_behind",
             "tests/runtime/test_runtime.py::test_what_a_failed_backward_leaves_in_the_engine_goes",
@@ -828,7 +828,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         17,
         "and whether those among the arguments do",
         "ModuleTables._thawed",
-        "(*known, *self._arguments)",
+        "(*known, *self._given())",
         "known",
         ("tests/runtime/test_forward_alone.py::test_a_parameter_among_the_arguments_that_is_frozen_since",),
     ),
@@ -1358,7 +1358,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         24,
         "swaps that gain nothing are dropped from the plan",
         "_PlanSearch.result",
-        "        self.drop_what_gains_nothing()\n",
+        "            self.drop_what_gains_nothing()\n",
         "",
         (
             "tests/solving/test_tiers.py::test_no_swap_gains_nothing",
@@ -1368,7 +1368,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         24,
         "the last stage never swaps",
-        "lazy_points",
+        "lazy_sendings",
         "if r.moves[i] and (release[i] < n - 1 or prefetch[i] < n - 1)",
         "if r.moves[i]",
         ("tests/solving/test_tiers.py::test_the_last_stage_never_swaps",),
