@@ -267,6 +267,15 @@ def _steps_of(profile: Profile, found: Combination, moves: Moves) -> _Steps:
     return _Steps(forward, backward, [end - begin for begin, end in zip(begins, ends, strict=True)][::-1])
 
 
+def work(profile: Profile, within: Iterable[Combination]) -> int:
+    """How many choices of transfers and points of a lane `fastest` tries at most, for all combinations together."""
+    n = len(profile.stages)
+    return sum(
+        math.prod((n + 1 - i) ** len(positions) for i, positions in enumerate(moves_of(profile, found).positions))
+        for found in within
+    )
+
+
 class Group(NamedTuple):
     """What a stage moves in one transfer."""
 

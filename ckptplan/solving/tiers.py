@@ -15,7 +15,7 @@ copies to the disk no longer than before. A makespan is a longest path and grows
 
     makespan >= (bound with every copy at rate v) - host_bytes * (1 / v_out - 1 / link_out + 1 / v_in - 1 / link_in),
 
-and the same with latencies, of which there is one per copy and direction (`slower_link`).
+with the link's latency for each copy: nothing is known of their number (`slower_link`).
 """
 
 from __future__ import annotations
@@ -103,11 +103,8 @@ def slower_link(profile: Profile, host_bytes: int, share: float) -> tuple[Profil
             (disk.in_bytes_per_s, link.in_bytes_per_s),
         )
     )
-    latency_s = share * (disk.latency_s - link.latency_s)
-    slower = Link(
-        1 / (1 / link.out_bytes_per_s + out_s), 1 / (1 / link.in_bytes_per_s + in_s), link.latency_s + latency_s
-    )
-    more_s = host_bytes * (out_s + in_s) + 2 * len(profile.stages) * latency_s
+    slower = Link(1 / (1 / link.out_bytes_per_s + out_s), 1 / (1 / link.in_bytes_per_s + in_s), link.latency_s)
+    more_s = host_bytes * (out_s + in_s)
     return replace(profile, link=slower, disk=disk.behind(slower)), more_s * RATE_ROUNDING
 
 
