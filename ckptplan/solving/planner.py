@@ -713,7 +713,7 @@ class _PlanSearch:
         if self.lazy is not None:
             best, self.best = self.best, self.lazy
             self.drop_what_gains_nothing()
-            self.lazy, self.best = self.best, min(best, self.best, key=_key)
+            self.lazy, self.best = self.best, min(self.best, best, key=_key)
         self.refine(1.0)
         if self.bound_s <= self.best.step_s * (1 + BOUND_ROUNDING):
             # Above by a rounding only: they are equal. By more it would be a defect, for the referee to name.
