@@ -465,6 +465,15 @@ class Evaluator:
         """A search over what one plan moves, and when."""
         return MovesSearch(self.profile, self.options(codes), segments, self.room(budget_bytes))
 
+    def improved(self, codes: Sequence[int], budget_bytes: int, segments: Segments, deadline: float) -> Moves | None:
+        """Better moves than those of one plan's lazy schedule; None where that doesn't fit, or none are found."""
+        lazy = self.schedule(codes, budget_bytes, segments)
+        if lazy is None:
+            return None
+        start = Moves.of(lazy.step_s, lazy.choices, self.options(lazy.codes), self.profile)
+        found = self.search(codes, budget_bytes, segments).improved(start, deadline)
+        return None if found is start else found
+
     def room(self, budget_bytes: int) -> Room:
         """The limits of all tiers."""
         return Room(budget_bytes, self.host_bytes)

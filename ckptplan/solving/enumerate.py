@@ -24,6 +24,8 @@ from ckptplan.solving.cost import Codes, Evaluator, Menu, Schedule, Segments
 
 ROWS_AT_ONCE = 1 << 14
 """Decision vectors made at once: bounds memory, and how late the deadline is seen."""
+MOST_REFINED = 200
+"""Plans with too many parts for all to be tried whose transfers are improved in place of that."""
 NO_PLAN_BYTES = 1 << 62
 """More than any peak."""
 
@@ -206,6 +208,7 @@ def fastest_of_all(
     best_s = below_s
     baseline_s = space.profile.baseline_step_s
     complete = True
+    refined = 0
     for forest in space.forests():
         if baseline_s + space.least_extra_s(forest) >= best_s * (1 - EQUAL_S):
             break
@@ -224,7 +227,9 @@ def fastest_of_all(
                 best_s = found.step_s
                 on_found(found)
             # Once some choice has too many parts for all to be tried, there is no proof here.
-            least = evaluator.least_s(block, budget_bytes, forest) if complete else np.full(len(block), np.inf)
+            least = np.full(len(block), np.inf)
+            if complete or refined < MOST_REFINED:
+                least = evaluator.least_s(block, budget_bytes, forest)
             for row in np.argsort(least, kind="stable").tolist():
                 if least[row] >= best_s * (1 - EQUAL_S):
                     break
@@ -236,7 +241,12 @@ def fastest_of_all(
                 search = evaluator.search(codes, budget_bytes, forest)
                 moves = search.fastest(best_s, deadline)
                 complete = complete and search.complete
-                if moves is not None:
+                if moves is None and not search.complete:
+                    refined += 1
+                    if refined > MOST_REFINED:
+                        break
+                    moves = evaluator.improved(codes, budget_bytes, forest, deadline)
+                if moves is not None and moves.seconds < best_s * (1 - EQUAL_S):
                     found = evaluator.with_moves(codes, forest, moves)
                     best_s = found.step_s
                     on_found(found)

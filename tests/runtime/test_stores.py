@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from made_plans import one_transfer
 
 from ckptplan.core.errors import InvalidInputError, SwapError
 from ckptplan.runtime.observe.counters import Counters
@@ -388,7 +389,7 @@ def session(store: DiskStore) -> SwapSession:
 
 def saved_exp(run: SwapSession, moves: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     x = torch.linspace(0, 1, 4096, requires_grad=True)
-    with run.stage(0, moves):
+    with run.stage(0, one_transfer(moves)):
         y = x.exp()  # saves its result
     return x, y
 
@@ -428,7 +429,7 @@ def test_modified_after_it_left(store: DiskStore) -> None:
 def test_small_tensors_kept_under_hooks_are_checked_too(store: DiskStore) -> None:
     x = torch.randn(3, requires_grad=True)
     run = session(store)
-    with run.stage(0, ()):
+    with run.stage(0, one_transfer(())):
         y = x.exp()
     loss = y.sum()
     with torch.no_grad():
@@ -441,10 +442,10 @@ def test_what_a_stage_before_holds_leaves_as_well(store: DiskStore) -> None:
     """A storage that several stages save is moved by the last of them alone, and then no stage keeps it here."""
     x = torch.randn(64, 64, requires_grad=True)
     run = session(store)
-    with run.stage(0, ()):
+    with run.stage(0, one_transfer(())):
         base = x * 1
         loss = (base[:, :10] * 2).exp().sum() + (base.t()[3:] ** 2).sum()
-    with run.stage(1, (0,)):
+    with run.stage(1, one_transfer((0,))):
         loss = loss + base.square().sum()
     want = torch.autograd.grad(loss, x, retain_graph=True)[0]
     watch = torch.multiprocessing.reductions.StorageWeakRef(base.untyped_storage())
@@ -458,7 +459,7 @@ def test_aliases_share_one_copy(store: DiskStore) -> None:
     """One copy of all views, each restored with its shape, strides and offset; the device bytes are freed."""
     x = torch.randn(64, 64, requires_grad=True)
     run = session(store)
-    with run.stage(0, (0, 1)):
+    with run.stage(0, one_transfer((0, 1))):
         base = x * 1
         left, right, flat = base[:, :10], base.t()[3:], base[0].expand(64, 64)
         loss = (
@@ -489,7 +490,7 @@ def test_an_address_used_again_is_another_storage(store: DiskStore) -> None:
     for index in range(500):
         if again and index >= 20:
             break
-        with run.stage(index, (0,)):
+        with run.stage(index, one_transfer((0,))):
             y = (x * (index + 1)).exp()
         again |= y.untyped_storage()._cdata in addresses
         addresses.add(y.untyped_storage()._cdata)
