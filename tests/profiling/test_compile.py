@@ -187,7 +187,6 @@ def test_the_compiler_leaves_hooks_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(convert_frame, "_compile", noting)
     check(model, plan_of(traced(model, x), "swap", "recompute+swap"), x)
     assert not compiled
-    assert not counters["frames"]
 
 
 class _Wide(nn.Module):
