@@ -465,14 +465,11 @@ class Evaluator:
         """A search over what one plan moves, and when."""
         return MovesSearch(self.profile, self.options(codes), segments, self.room(budget_bytes))
 
-    def improved(self, codes: Sequence[int], budget_bytes: int, segments: Segments, deadline: float) -> Moves | None:
-        """Better moves than those of one plan's lazy schedule; None where that doesn't fit, or none are found."""
-        lazy = self.schedule(codes, budget_bytes, segments)
-        if lazy is None:
-            return None
+    def improved(self, lazy: Schedule, budget_bytes: int, deadline: float) -> Schedule | None:
+        """A lazy schedule with transfers that make it faster; None if none are found."""
         start = Moves.of(lazy.step_s, lazy.choices, self.options(lazy.codes), self.profile)
-        found = self.search(codes, budget_bytes, segments).improved(start, deadline)
-        return None if found is start else found
+        found = self.search(lazy.codes, budget_bytes, lazy.segments).improved(start, deadline)
+        return None if found is start else self.with_moves(lazy.codes, lazy.segments, found)
 
     def room(self, budget_bytes: int) -> Room:
         """The limits of all tiers."""

@@ -245,9 +245,11 @@ def fastest_of_all(
                     refined += 1
                     if refined > MOST_REFINED:
                         break
-                    moves = evaluator.improved(codes, budget_bytes, forest, deadline)
-                if moves is not None and moves.seconds < best_s * (1 - EQUAL_S):
-                    found = evaluator.with_moves(codes, forest, moves)
+                    lazy = evaluator.schedule(codes, budget_bytes, forest)
+                    found = None if lazy is None else evaluator.improved(lazy, budget_bytes, deadline)
+                else:
+                    found = None if moves is None else evaluator.with_moves(codes, forest, moves)
+                if found is not None and found.step_s < best_s * (1 - EQUAL_S):
                     best_s = found.step_s
                     on_found(found)
     return complete

@@ -36,7 +36,6 @@ from ckptplan.solving.peak import (
     smallest_peak,
     step_bound,
 )
-from ckptplan.solving.points import Moves
 from ckptplan.solving.segment_dp import REACH, SegmentDp
 from ckptplan.solving.tiers import all_bytes, check_disk, evaluator_of, slower_link
 
@@ -730,12 +729,9 @@ class _PlanSearch:
         if lazy is None or self.closed():
             return
         self.begin("transfers")
-        codes, segments = lazy.codes, lazy.segments
-        search = self.evaluator.search(codes, self.budget_bytes, segments)
-        start = Moves.of(lazy.step_s, lazy.choices, self.evaluator.options(codes), self.profile)
-        found = search.improved(start, _after(share, self.deadline))
-        if found is not start:
-            self.take(self.evaluator.with_moves(codes, segments, found))
+        found = self.evaluator.improved(lazy, self.budget_bytes, _after(share, self.deadline))
+        if found is not None:
+            self.take(found)
 
     def drop_what_gains_nothing(self) -> None:
         """Keep, or move less of, what makes the step no longer.

@@ -116,12 +116,6 @@ class MovesSearch:
         self.together = any(link.latency_s > 0 for link in links)
         """Whether a transfer of two storages may be faster than two transfers."""
 
-    @property
-    def fits(self) -> bool:
-        """Whether the device has room if all that may move is away."""
-        r, most = self.residency, self.room.device_bytes
-        return max(*r.forward_bytes, *r.backward_bytes, self.profile.update_peak_bytes) <= most
-
     def item(self, stage: int, positions: Sequence[int]) -> Item:
         """These positions of a stage."""
         return Item(stage, tuple(positions), sum(self.sizes_of[stage][p] for p in positions))
