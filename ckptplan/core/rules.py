@@ -186,8 +186,8 @@ class Sweep:
     runs : tuple of int
         Stages it runs.
     seconds : float
-    most_bytes : int
-        Most bytes of copies and of a run's own, over all runs.
+    run_bytes : tuple of int
+        Bytes of copies and of its own, of each run.
     held_from : tuple of (int, int)
         Stage and bytes of the copies that are resident from this stage's backward on, up to the sweep's last stage.
     last_run : tuple of (int, Option)
@@ -196,9 +196,14 @@ class Sweep:
 
     runs: tuple[int, ...]
     seconds: float
-    most_bytes: int
+    run_bytes: tuple[int, ...]
     held_from: tuple[tuple[int, int], ...]
     last_run: tuple[tuple[int, Option], ...]
+
+    @property
+    def most_bytes(self) -> int:
+        """The most of `run_bytes`."""
+        return max(self.run_bytes, default=0)
 
 
 def sweep_of(profile: Profile, segment: Segment, ran: Sequence[Option] | None = None) -> Sweep:
@@ -218,7 +223,7 @@ def sweep_of(profile: Profile, segment: Segment, ran: Sequence[Option] | None = 
     in_transit_to: dict[int, int] = {}
     held_by: dict[int, int] = {}  # copy -> the lowest stage that holds it
     last_run: list[tuple[int, Option]] = []
-    most_own: list[tuple[int, int]] = []
+    run_own: list[tuple[int, int]] = []
     for k in (*runs, last):
         stage = stages[k]
         again = stage.option("recompute")
@@ -229,10 +234,10 @@ def sweep_of(profile: Profile, segment: Segment, ran: Sequence[Option] | None = 
         elif k not in inner:
             last_run.append((k, stage.keep))
             after = stage.keep.held
-            most_own.append((k, stage.keep.forward_bytes))
+            run_own.append((k, stage.keep.forward_bytes))
         else:
             after = held(profile, k, again, inner[k])
-            most_own.append((k, again.forward_bytes))
+            run_own.append((k, again.forward_bytes))
         for s in stage.linked:
             if storages[s].born in makers:
                 in_transit_to[s] = k
@@ -261,7 +266,7 @@ def sweep_of(profile: Profile, segment: Segment, ran: Sequence[Option] | None = 
     return Sweep(
         tuple(runs),
         sum(stages[k].rerun_s for k in runs),
-        max((copies[k - begin] + own for k, own in most_own), default=0),
+        tuple(copies[k - begin] + own for k, own in run_own),
         tuple(sorted((k, nbytes) for k, nbytes in held_from.items() if nbytes)),
         tuple(last_run),
     )

@@ -471,6 +471,19 @@ class Evaluator:
         found = self.search(lazy.codes, budget_bytes, lazy.segments).improved(start, deadline)
         return None if found is start else self.with_moves(lazy.codes, lazy.segments, found)
 
+    def transferred(
+        self,
+        codes: Sequence[int],
+        segments: Segments,
+        transfers: Sequence[tuple[int, Sequence[int]]],
+        budget_bytes: int,
+        deadline: float,
+    ) -> Schedule | None:
+        """One plan with these transfers (see `MovesSearch.in_order`) or better ones; None if they don't fit."""
+        search = self.search(codes, budget_bytes, segments)
+        start = search.in_order(transfers)
+        return None if start is None else self.with_moves(codes, segments, search.improved(start, deadline))
+
     def room(self, budget_bytes: int) -> Room:
         """The limits of all tiers."""
         return Room(budget_bytes, self.host_bytes)

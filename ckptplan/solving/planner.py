@@ -421,11 +421,15 @@ class _PlanSearch:
         found = scip.solve(model.model, deadline, self.gap * MIXED_GAP_SHARE)
         if found is not None:
             self.prove(model.bound_s(found.bound, scip.TOLERANCE))
-            if found.ones:
-                codes, segments = model.read(found.ones)
+            if found.values:
+                codes, segments, transfers = model.read(found.values)
                 self.offer(codes, segments)
+                until = _after(REFINE_SHARE, self.deadline)
+                schedule = self.evaluator.transferred(codes, segments, transfers, self.budget_bytes, until)
+                if schedule is not None:
+                    self.take(schedule)
                 schedule = self.evaluator.schedule(codes, self.budget_bytes, segments)
-                if schedule is not None:  # its transfers need not be those of a lazy schedule
+                if schedule is not None:
                     self.refine(REFINE_SHARE, schedule)
         self.report("mixed-integer program")
 

@@ -97,7 +97,7 @@ class MovesSearch:
     """
 
     def __init__(self, profile: Profile, options: Sequence[Option], segments: Sequence[Segment], room: Room) -> None:
-        self.profile, self.room = profile, room
+        self.profile, self.options, self.room = profile, options, room
         self.residency = r = residency(profile, options, segments)
         self.n = len(options)
         self.complete = True
@@ -246,6 +246,21 @@ class MovesSearch:
             ),
             on_disk,
         )
+
+    def in_order(self, transfers: Sequence[tuple[int, Sequence[int]]]) -> Moves | None:
+        """These transfers, as stages and storages in the order in which they come back; None if they don't fit."""
+        items = []
+        for stage, storages in transfers:
+            saved = self.options[stage].saved
+            positions = [p for p in self.sizes_of[stage] if saved[p] in storages]
+            items += [self.item(stage, positions)] if positions else []
+        nbytes = sum(item.nbytes for item in items)
+        lanes = self.lanes(items, frozenset())
+        if lanes is None or (self.room.host_bytes is not None and nbytes > self.room.host_bytes):
+            return None
+        out = lanes[0].follow(sorted(range(len(items)), key=lambda at: items[at].stage))
+        back = lanes[1].follow(range(len(items)))
+        return None if out is None or back is None else self.moves(items, out, back, frozenset())
 
     def apart(self, stage: int) -> list[Item]:
         """All that a stage may move, the largest storages by themselves."""

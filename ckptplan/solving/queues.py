@@ -2,9 +2,9 @@
 
 Copies leave in the order of a queue, and a step whose bytes don't fit waits for the shortest sufficient prefix of it;
 waiting earlier never lets a later step start sooner (`core/schedule.py`). So an order is all that there is to decide:
-`follow` takes one, `quickest` finds the best. It branches only where a step doesn't fit, over the copy that leaves
-next, since what no step has waited for yet could still leave in any order; a copy begins when it has joined and the one
-in front of it is done, however late that is decided.
+`follow` takes one, as far as copies have joined, and `quickest` finds the best. It branches only where a step doesn't
+fit, over the copy that leaves next, since what no step has waited for yet could still leave in any order; a copy begins
+when it has joined and the one in front of it is done, however late that is decided.
 """
 
 from __future__ import annotations
@@ -116,33 +116,35 @@ class Lane:
         return False
 
     def follow(self, order: Sequence[int]) -> Queue | None:
-        """What this order comes to; None where a step needs a copy that hasn't joined yet."""
+        """What this order comes to: of the copies that have joined, the first one leaves; None if that isn't enough."""
         copies, n = self.copies, len(self.needs)
+        left = list(order)
+        taken: list[int] = []
         joined_s = [0.0] * (n + 1)
         points: dict[int, int] = {}
         now = free_s = 0.0
-        at = 0
         gone = [0] * (n + 1)  # bytes of the copies that are done, by the step from which on they don't count
         total = 0  # of them, those that don't count in this step
         for step in range(n + 1):
             joined_s[step] = now
             total += gone[step]
-            while at < len(order) and (step == self.end or self._short(step, total, gone)):
-                copy = copies[order[at]]
-                if copy.joins > step:
+            while left and (step == self.end or self._short(step, total, gone)):
+                at = next((at for at, i in enumerate(left) if copies[i].joins <= step), None)
+                if at is None:
                     return None
-                free_s = max(joined_s[copy.joins], free_s) + copy.seconds
+                i = left.pop(at)
+                free_s = max(joined_s[copies[i].joins], free_s) + copies[i].seconds
                 now = max(now, free_s)
-                points[order[at]] = step - 1
-                for first, nbytes in copy.frees:
+                points[i] = step - 1
+                taken.append(i)
+                for first, nbytes in copies[i].frees:
                     gone[first] += nbytes
                     total += nbytes if first <= step else 0
-                at += 1
             if step < n:
                 if self._short(step, total, gone):
                     return None
                 now += self.compute_s[step]
-        return Queue(now, tuple(order), points) if at == len(order) else None
+        return None if left else Queue(now, tuple(taken), points)
 
     def _short(self, step: int, total: int, gone: Sequence[int]) -> bool:
         return any(self.free[k] + total + sum(gone[step + 1 : k + 1]) < 0 for k in self.checks[step])

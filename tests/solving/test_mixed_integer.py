@@ -72,7 +72,7 @@ def test_bounds_and_plans_of_a_process_of_its_own() -> None:
     model = MixedModel(profile, menus(profile, ACTIONS), budget)
     found = scip.solve(model.model, time.monotonic() + 60, 1e-6)
     assert found is not None
-    codes, segments = model.read(found.ones)
+    codes, segments, _ = model.read(found.values)
     plan = solve_profile(profile, budget, Limits(gap=0.0))
     bound_s = model.bound_s(found.bound, scip.TOLERANCE)
     assert plan.step_s * (1 - 1e-3) <= bound_s <= plan.step_s * ROUNDING

@@ -8,6 +8,7 @@ makes the optimum lower.
 |-----------|----------------------------------------------------------------------------------------------------|
 | x[i,o]    | stage i has option o, in no segment                                                                |
 | y[a,b]    | an outermost segment a..b                                                                          |
+| Y[a,k]    | an outermost segment with all of a..k in it                                                        |
 | w[a,b]    | a segment a..b within another one, at any depth                                                    |
 | e[j,k]    | in backward step k, stage j's storages have been dropped: an inner segment with it ends before k    |
 | M[o]      | bytes that stage o moves                                                                           |
@@ -28,7 +29,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -43,6 +44,8 @@ MOST_BASELINES = 1e4
 """Steps with everything kept, above which a bound isn't believed."""
 WHOLE = 0.005
 """Share of the budget from which on a storage moves whole or not at all."""
+HALF = 0.5
+"""Above it, a whole variable is 1."""
 DONE = 0.03
 """Share of the budget from which on the transfer of a storage is whole."""
 
@@ -65,6 +68,7 @@ class _Part(NamedTuple):
     `moves` is the variable that says how much of it moves, and `gone` the first forward step in which it may be away.
     """
 
+    storages: tuple[int, ...]
     size: float
     one: bool
     moves: Any
@@ -73,17 +77,22 @@ class _Part(NamedTuple):
 
 @dataclass(slots=True)
 class _Group:
-    """Storages of the same kind, one if they are large.
+    """Storages of the same kind, one if they are large, of which `storage` is the first.
 
     `holds` are the holders' variables, `held` the OR of those up to each.
     """
 
-    storage: int
+    storages: list[int]
     size: float
     stop: int
     holders: tuple[_Holder, ...]
     holds: list[Any]
     held: list[Any]
+
+    @property
+    def storage(self) -> int:
+        """The first of them."""
+        return self.storages[0]
 
 
 class MixedModel:
@@ -120,11 +129,13 @@ class MixedModel:
         self.forward_s = [stage.forward_s / self.second for stage in profile.stages]
         self.backward_s = [stage.backward_s / self.second for stage in profile.stages]
         self.added_s: list[list[tuple[float, Any]]] = [[] for _ in profile.stages]
+        self.add_segments()
         self.add_choices()
         self.add_inner_segments()
         self.add_holders()
         self.add_moves(host_bytes)
         self.away: list[list[Any]] = []
+        self.done: list[dict[tuple[int, int], list[Any]]] = []
         stalls = [self.add_lane(lane) for lane in (0, 1)]
         self.add_memory()
         added_s = [seconds * var for terms in self.added_s for seconds, var in terms]
@@ -147,17 +158,46 @@ class MixedModel:
 
         return mathopt.LinearSum(terms) if terms else 0.0
 
+    def add_segments(self) -> None:
+        """y[a,b], and Y[a,k], the sum of y[a',b] over a' <= a and b >= k."""
+        n = len(self.profile.stages)
+        self.y = {(a, b): self.variable(whole=True) for a in range(n) for b in self.space.ends(a, a + 1, n)}
+        self.around = [[c for c in self.y if c[0] <= i <= c[1]] for i in range(n)]
+        self.sums: dict[tuple[int, int], Any] = {}
+        for a in range(n):
+            beginning: Any = None  # those that begin with a
+            for k in reversed(range(a, n)):
+                before, one = self.sums.get((a - 1, k)), self.y.get((a, k))
+                if one is not None:
+                    terms = [one] if beginning is None else [one, beginning]
+                    beginning = self.equal(terms)
+                terms = [term for term in (before, beginning) if term is not None]
+                if terms:
+                    self.sums[a, k] = self.equal(terms)
+
+    def equal(self, terms: Sequence[Any]) -> Any:
+        """A variable for the sum of terms, which is 0 or 1; the term itself where it is one."""
+        if len(terms) == 1:
+            return terms[0]
+        var = self.variable()
+        self.require(var == self.sum(terms))
+        return var
+
+    def whole(self, a: int, k: int, after: int = -1) -> Any:
+        """Whether an outermost segment that begins behind stage `after` has all of `a..k` in it."""
+        terms = [self.sums[a, k]] if (a, k) in self.sums else []
+        after = min(after, a)
+        return self.sum([*terms, *([-self.sums[after, k]] if (after, k) in self.sums else [])])
+
     def add_choices(self) -> None:
         """Each stage has one option, or is in one segment, which takes the time of its sweep."""
         p, n = self.profile, self.n
         self.x = [{code: self.variable(whole=True) for code in self.menu[i]} for i in range(n)]
-        self.y = {(a, b): self.variable(whole=True) for a in range(n) for b in self.space.ends(a, a + 1, n)}
-        self.around = [[c for c in self.y if c[0] <= i <= c[1]] for i in range(n)]
         for i in range(n):
-            self.require(self.sum([*self.x[i].values(), *(self.y[c] for c in self.around[i])]) == 1)
+            self.require(self.sum(list(self.x[i].values())) + self.whole(i, i) == 1)
             for code, var in self.x[i].items():
                 self.added_s[i].append((p.stages[i].options[code].added_s / self.second, var))
-        self.sweeps = {c: rules.sweep_of(p, Segment(*c)) for c in self.y}
+        self.sweeps = {(a, b): rules.sweep_of(p, Segment(a, b)) for a in range(n) for b in self.space.ends(a, a, n)}
         for (a, b), var in self.y.items():
             self.added_s[b].append(((self.sweeps[a, b].seconds + self.again(b).added_s) / self.second, var))
 
@@ -177,10 +217,9 @@ class MixedModel:
         self.w: dict[tuple[int, int], Any] = {}
         for a in range(n):
             for b in self.space.ends(a, a, n):
-                outer = [self.y[c] for c in self.around[a] if c[1] > b]
-                if outer:
+                if any(c[1] > b for c in self.around[a]):
                     var = self.w[a, b] = self.variable(whole=True)
-                    self.require(var <= self.sum(outer))
+                    self.require(var <= self.whole(a, b + 1))
                     seconds = sum(stage.rerun_s for stage in p.stages[a:b]) + self.again(b).added_s
                     self.added_s[b].append((seconds / self.second, var))
         self.ending = [[var for (_, b), var in self.w.items() if b == k] for k in range(n)]
@@ -189,12 +228,12 @@ class MixedModel:
         self.e: dict[tuple[int, int], Any] = {}
         for j in range(n):
             for k in range(j + 1, n):
-                inner = [var for (a, b), var in self.w.items() if a <= j <= b < k]
-                outer = [self.y[c] for c in self.around[j] if c[1] >= k]
-                if inner and outer:
+                inner = [self.w[a, k - 1] for a in range(j + 1) if (a, k - 1) in self.w]
+                inner += [self.e[j, k - 1]] if (j, k - 1) in self.e else []
+                if inner and any(c[1] >= k for c in self.around[j]):
                     var = self.e[j, k] = self.variable()
                     self.require(var <= self.sum(inner))
-                    self.require(var <= self.sum(outer))
+                    self.require(var <= self.whole(j, k))
 
     def add_holders(self) -> None:
         """Who holds which storage from its forward on, by options and segments, and the OR of them."""
@@ -207,9 +246,10 @@ class MixedModel:
             key = (storage.born, storage.program_until, storage.stays, tuple(holders), s if size >= WHOLE else None)
             if key in found:
                 found[key].size += size
+                found[key].storages.append(s)
             else:
                 stop = rules.program_steps(storage, n).stop
-                found[key] = _Group(s, size, max(stop, storage.born + 1), tuple(holders), [], [])
+                found[key] = _Group([s], size, max(stop, storage.born + 1), tuple(holders), [], [])
         for storage in p.storages:
             for k in rules.program_steps(storage, n):
                 self.base[0][k] += storage.nbytes / self.unit
@@ -218,7 +258,7 @@ class MixedModel:
         self.groups = list(found.values())
         for group in self.groups:
             for holder in group.holders:
-                holds = self.sum([*(self.x[holder.stage][c] for c in sorted(holder.holding)), *self._in(group, holder)])
+                holds = self.sum([self.x[holder.stage][c] for c in sorted(holder.holding)]) + self._in(group, holder)
                 held = holds
                 if group.held:
                     held = self.variable()
@@ -248,12 +288,12 @@ class MixedModel:
                     )
         return found
 
-    def _in(self, group: _Group, holder: _Holder) -> list[Any]:
-        """The outermost segments in which `holder` holds the storage from its forward on (rule 2)."""
+    def _in(self, group: _Group, holder: _Holder) -> Any:
+        """Whether `holder` is in a segment in which it holds the storage from its forward on (rule 2)."""
         if not holder.in_segment:
-            return []
+            return 0.0
         born = rules.latest_first(self.profile.storages[group.storage])
-        return [self.y[c] for c in self.around[holder.stage] if not holder.linked or c[0] > born]
+        return self.whole(holder.stage, holder.stage, born if holder.linked else -1)
 
     def add_moves(self, host_bytes: int | None) -> None:
         """A storage moves with its last holder, if all that hold it would move it (rule 4)."""
@@ -261,24 +301,24 @@ class MixedModel:
         self.parts: list[list[_Part]] = [[] for _ in range(n)]
         for group in self.groups:
             for at, holder in enumerate(group.holders):
-                ways = [self.x[holder.stage][c] for c in sorted(holder.moving)]
-                ways += self._in(group, holder) if holder.moves_in_segment else []
                 storage = self.profile.storages[group.storage]
-                if not ways or holder.stage not in rules.movers(storage, n):
+                ways = self.sum([self.x[holder.stage][c] for c in sorted(holder.moving)])
+                ways += self._in(group, holder) if holder.moves_in_segment else 0.0
+                if isinstance(ways, float) or holder.stage not in rules.movers(storage, n):
                     continue
                 # Of several small ones, any part may move.
                 one = storage.nbytes / self.unit >= WHOLE
                 var = self.variable(whole=one)
-                self.require(var <= self.sum(ways))
+                self.require(var <= ways)
                 for j, other in enumerate(group.holders):
                     against = group.holds[j]
                     if j < at:
                         fixing = [self.x[other.stage][c] for c in sorted(other.holding - other.moving)]
-                        against = self.sum(fixing + ([] if other.moves_in_segment else self._in(group, other)))
+                        against = self.sum(fixing) + (0.0 if other.moves_in_segment else self._in(group, other))
                     if j != at:
                         self.require(var + against <= 1)
                 gone = rules.there_until(storage, holder.stage, n) + 1
-                self.parts[holder.stage].append(_Part(group.size, one, var, gone))
+                self.parts[holder.stage].append(_Part(tuple(group.storages), group.size, one, var, gone))
         self.most_moved = [sum(part.size for part in parts) for parts in self.parts]
         self.moved = {}
         for o, parts in enumerate(self.parts):
@@ -293,11 +333,11 @@ class MixedModel:
         n, link = self.n, self.profile.link
         compute_s = (self.forward_s, self.backward_s)[lane]
         away: list[list[Any]] = [[] for _ in range(n)]
-        done: dict[tuple[int, int], Any] = {}
+        done: dict[tuple[int, int], list[Any]] = {}
         for k in range(n):
             ahead: Any = None  # whether all of the stages before is done
             for o in [o for o in self.moved if o < k]:
-                needed = self.sum([self.y[c] for c in self.around[o] if c[1] >= k] if lane == 1 else [])
+                needed = self.whole(o, k) if lane == 1 else 0.0
                 all_done = self.variable() if lane == 0 else 0.0
                 small = []
                 for number, part in enumerate(self.parts[o]):
@@ -309,12 +349,12 @@ class MixedModel:
                     self.require(z <= part.moves)
                     self.require(z + needed <= 1)
                     if (o, number) in done:
-                        self.require(z >= done[o, number])
+                        self.require(z >= done[o, number][-1])
                     if lane == 0:  # first in, first out
                         self.require(all_done + part.moves - z <= 1)
                         if ahead is not None:
                             self.require(z <= ahead)
-                    done[o, number] = z
+                    done.setdefault((o, number), []).append(z)
                     away[k] += [part.size * z] if gone else []
                 if small:
                     most = sum(part.size for part in small)
@@ -327,6 +367,7 @@ class MixedModel:
                         self.require(all_done <= ahead)
                     ahead = all_done
         self.away.append([self.sum(terms) for terms in away])
+        self.done.append(done)
         largest = int(max(self.most_moved, default=0.0) * self.unit) + 1
         seconds = (link.out_s if lane == 0 else link.in_s)(largest) / self.second
         rate = largest / self.unit / seconds * RATE_ROUNDING if seconds else math.inf
@@ -372,19 +413,32 @@ class MixedModel:
             out, back = self.away[0][k], self.away[1][k]
             self.require(self.sum(forward) - out <= 1 - self.base[0][k])
             self.require(self.sum(there + backward) - back <= 1 - self.base[1][k])
-            sweeps = [c for c in self.around[k] if c[1] == k and self.sweeps[c].runs]
-            if sweeps:
-                most = [self.sweeps[c].most_bytes / self.unit * self.y[c] for c in sweeps]
-                less = [-self._dropped(j) * self.e[j, k] for j in range(k) if (j, k) in self.e]
-                self.require(self.sum(there + most + less) - back <= 1 - self.base[1][k])
+            self.add_sweeps(k, self.sum(there) - back)
 
-    def _dropped(self, j: int) -> float:
-        """No fewer bytes than an inner segment around stage `j` spares a sweep."""
+    def add_sweeps(self, k: int, resident: Any) -> None:
+        """The runs of a sweep fit that ends with stage `k`, outer or inner; the copies around an inner one left out."""
+        runs: dict[int, list[Any]] = defaultdict(list)
+        for var, c in [(var, c) for found in (self.y, self.w) for c, var in found.items() if c[1] == k]:
+            for j, nbytes in zip(self.sweeps[c].runs, self.sweeps[c].run_bytes, strict=True):
+                runs[j].append(nbytes / self.unit * var)
+        if not runs:
+            return
+        there = self.variable()
+        self.require(there >= resident)
+        for run, most in runs.items():
+            less = [-self._dropped(j, run) * self.e[j, k] for j in range(run + 1) if (j, k) in self.e]
+            self.require(there + self.sum(most + less) <= 1 - self.base[1][k])
+
+    def _dropped(self, j: int, run: int) -> float:
+        """No fewer bytes than an inner segment around stage `j` spares the run of a stage, `j` or a later one."""
         stage, storages = self.profile.stages[j], self.profile.storages
         if stage.is_glue:
             return 0.0
-        nbytes = sum(storages[s].nbytes for s in stage.keep.held)
-        return (nbytes + max(0, stage.keep.forward_bytes - self.again(j).forward_bytes)) / self.unit
+        again = self.again(j)
+        if j == run:
+            return max(0, stage.keep.forward_bytes - again.forward_bytes) / self.unit
+        held_before = set(again.held).difference(stage.linked)
+        return sum(storages[s].nbytes for s in set(stage.keep.held) - held_before) / self.unit
 
     def _copies(self, k: int) -> list[Any]:
         """Bytes of the copies that sweeps have made and that are there in backward step `k`."""
@@ -402,30 +456,30 @@ class MixedModel:
         """Sums of variables that are 1 or more only if `holder` has a copy in backward step `k` (rules 2 and 6)."""
         j, s = holder.stage, group.storage
         stage = self.profile.stages[j]
-        around = [c for c in self.around[j] if c[1] >= k]
-        if stage.is_glue or not around:
+        if stage.is_glue or (j, k) not in self.sums:
             return []
         born = rules.latest_first(self.profile.storages[s])
         kept, recomputed = s in stage.keep.held, s in self.again(j).held
         if recomputed and not holder.linked:
             return []  # it held the original all the while
         # What its recompute holds too is a copy where a stage of the segment made it.
-        making = [c for c in around if not recomputed or c[0] <= born]
+        first = min(born, j) if recomputed else j
+        made = (first, k) in self.sums
         if j == k:
-            outer = [self.y[c] for c in making if kept and c[1] > k]
-            last = [self.y[c] for c in making if recomputed and c[1] == k]
+            if not made:
+                return []
+            outer = [self.whole(first, k + 1)] if kept else []
+            last = [self.whole(first, k) - self.whole(first, k + 1)] if recomputed else []
             less = [-var for var in self.ending[k]] if kept and not recomputed else []
-            return [self.sum(outer + last + less)] if outer or last else []
+            return [self.sum(outer + last + less)]
         lows = []
-        outer = [self.y[c] for c in making]
         dropped = self.e.get((j, k))
-        if kept and outer:
-            lows.append(self.sum(outer) - (0.0 if dropped is None else dropped))
+        if kept and made:
+            lows.append(self.whole(first, k) - (0.0 if dropped is None else dropped))
         if recomputed and dropped is not None:
             # A dropped stage holds what was made before the inner segment, of which it may be the first stage.
-            without = [self.y[c] for c in around if c[0] > born]
-            without += [var for (a, b), var in self.w.items() if a <= j <= b < k and a <= born]
-            lows.append(dropped - self.sum(without))
+            without = [var for (a, b), var in self.w.items() if a <= j <= b < k and a <= born]
+            lows.append(dropped - self.whole(j, k, born) - self.sum(without))
         return lows
 
     def bound_s(self, value: float, tolerance: float) -> float:
@@ -438,8 +492,20 @@ class MixedModel:
             return self.profile.baseline_step_s
         return max(self.profile.baseline_step_s, (value * (1 - tolerance) - self.span * tolerance) * self.second)
 
-    def read(self, ones: set[int]) -> tuple[list[int], tuple[Segment, ...]]:
-        """Option codes and segments of a solution, by the numbers of the variables that are 1."""
+    def read(self, values: Mapping[int, float]) -> tuple[list[int], tuple[Segment, ...], list[tuple[int, list[int]]]]:
+        """Option codes, segments and transfers of a solution.
+
+        Parameters
+        ----------
+        values : mapping
+            Number of each variable above 0 -> its value.
+
+        Returns
+        -------
+        list of int, tuple of Segment, list of (int, list of int)
+            The transfers are stages and storages, in the order in which they come back.
+        """
+        ones = {number for number, value in values.items() if value > HALF}
         outer = sorted(c for c, var in self.y.items() if var.id in ones)
         inner = sorted((c for c, var in self.w.items() if var.id in ones), key=lambda c: (c[0] - c[1], c))
         codes = []
@@ -447,7 +513,15 @@ class MixedModel:
             single = [code for code, var in self.x[i].items() if var.id in ones]
             # In a segment the option that moves, where there is one.
             codes.append(single[0] if single else max(self.space.inside[i], default=0))
-        return codes, tuple(_tree(c, inner) for c in outer)
+        transfers = []
+        for o, parts in enumerate(self.parts):
+            for number, part in enumerate(parts):
+                if values.get(part.moves.id, 0.0) > (HALF if part.one else 0.0):
+                    steps = self.done[1].get((o, number), ())
+                    awaited = next((o + k for k, z in enumerate(steps, 1) if z.id in ones), self.n)
+                    transfers.append((awaited, o, list(part.storages)))
+        transfers.sort()
+        return codes, tuple(_tree(c, inner) for c in outer), [(o, storages) for _, o, storages in transfers]
 
 
 def _tree(segment: tuple[int, int], inner: Sequence[tuple[int, int]]) -> Segment:
