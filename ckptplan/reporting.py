@@ -92,6 +92,6 @@ def _rivals(profile: Profile, frontier: Sequence[Plan], limit_s: float, tell: Ca
             if at - began + longest_s > limit_s:
                 break
             with contextlib.suppress(InfeasibleBudgetError):
-                found.append(Rival(name, drawn_bytes, BASELINES[planner](profile, budget).expected_step_s))
+                found.append(Rival(name, drawn_bytes, BASELINES[planner](profile, budget).step_s))
             longest_s = max(longest_s, time.monotonic() - at)
     return found

@@ -386,6 +386,20 @@ PROMISES: tuple[Promise, ...] = (
     ),
     Promise(
         "Solving",
+        "A step takes no less than the host takes to launch it, in plans, bounds and proofs of optimality",
+        _in(
+            "test_launching",
+            "test_recompute_is_launched_and_a_swap_is_not",
+            "test_equals_brute_force",
+            "test_the_way_for_long_chains_is_sound_on_short_ones",
+            "test_the_linear_program_bounds_both_sums_together",
+            "test_the_smallest_peak_within_a_slowdown_counts_launching",
+        )
+        + _in("test_saved", "test_a_plan_whose_step_left_out_the_host_is_read_with_it"),
+        ("exactness",),
+    ),
+    Promise(
+        "Solving",
         "Limits of host and disk memory are kept",
         _in("test_solver", "test_host_limit", "test_no_room_on_the_host_tier_means_nothing_moves")
         + _in("test_tiers", "test_staging_buffers_count_against_the_host", "test_limits_that_cannot_be_used"),

@@ -234,11 +234,12 @@ def smallest_peak(
 
 
 class _Steps(NamedTuple):
-    """Bytes and seconds of the steps of a combination with all away that may move, by stage."""
+    """Bytes and seconds of the steps of a combination with all away that may move, by stage; seconds of launching."""
 
     forward: list[int]
     backward: list[int]
     backward_s: list[float]
+    launch_s: float
 
 
 def _steps_of(profile: Profile, found: Combination, moves: Moves) -> _Steps:
@@ -263,8 +264,9 @@ def _steps_of(profile: Profile, found: Combination, moves: Moves) -> _Steps:
             if fresh:
                 begins.append(step.start_s)
             fresh = not step.sweep
-    ends = [*begins[1:], still.makespan_s]
-    return _Steps(forward, backward, [end - begin for begin, end in zip(begins, ends, strict=True)][::-1])
+    ends = [*begins[1:], still.events[-1].end_s]
+    backward_s = [end - begin for begin, end in zip(begins, ends, strict=True)][::-1]
+    return _Steps(forward, backward, backward_s, still.launch_s)
 
 
 def work(profile: Profile, within: Iterable[Combination]) -> int:
@@ -408,7 +410,7 @@ def fastest_of(
     releases = [range(i, modules[-1] + 1) for i in range(n)]
     prefetches = [[k for k in modules if k >= moves.back_by[i]] for i in range(n)]
     forward_s = [stage.forward_s for stage in profile.stages]
-    if max(*steps.forward, *steps.backward) > budget_bytes:
+    if max(*steps.forward, *steps.backward) > budget_bytes or steps.launch_s >= below_s:
         return None
     together = any(link is not None and link.latency_s > 0 for link in (profile.link, profile.disk))
     best: list[Decision] | None = None
@@ -450,8 +452,8 @@ def fastest_of(
                     for g, point in zip(groups, at, strict=True)
                 ]
                 back = min(back, (_back_s(copies, steps.backward_s), at))
-            if out[0] + back[0] < below_s:
-                below_s = out[0] + back[0]
+            if max(out[0] + back[0], steps.launch_s) < below_s:
+                below_s = max(out[0] + back[0], steps.launch_s)
                 best = list(divided)
                 sent = sorted(zip(groups, out[1], back[1], strict=True), key=itemgetter(1))
                 for i in range(n):

@@ -217,10 +217,38 @@ def _menu(
     return menu
 
 
+def launched(rng: random.Random, chain: Profile) -> Profile:
+    """A chain that a host launches, which takes about as long as computing it: longer for some stages and options."""
+    pace = rng.choice((0.5, 1.0, 1.5, 3.0))
+
+    def seconds(about: float) -> float:
+        return round(rng.choice((0.0, 1.0, 2.0)) * pace * about * 8) / 8
+
+    def menu(stage: Stage) -> tuple[Option, ...]:
+        again_s = {o.ops: seconds(o.recompute_s) for o in stage.options}
+        copy_s = rng.choice((0.0, 0.0, 0.5))
+        return tuple(replace(o, launch_s=again_s[o.ops] * o.recomputes + copy_s * len(o.moves)) for o in stage.options)
+
+    return replace(
+        chain,
+        stages=tuple(
+            replace(
+                stage,
+                options=menu(stage),
+                forward_launch_s=seconds(stage.forward_s),
+                backward_launch_s=seconds(stage.backward_s),
+                rerun_overhead_launch_s=seconds(stage.rerun_overhead_s),
+            )
+            for stage in chain.stages
+        ),
+    )
+
+
 def random_chain(seed: int, n: int, *, most_options: int = 7) -> Profile:
-    """One of the two, two rich ones to each textbook one."""
+    """One of the two, two rich ones to each textbook one; two in seven are launched by a host."""
     rng = random.Random(seed)
-    return textbook_chain(rng, n) if seed % 3 == 0 else rich_chain(rng, n, most_options=most_options)
+    chain = textbook_chain(rng, n) if seed % 3 == 0 else rich_chain(rng, n, most_options=most_options)
+    return launched(rng, chain) if seed % 7 < 2 else chain
 
 
 def random_segments(rng: random.Random, profile: Profile, *, share: float = 0.3) -> tuple[Segment, ...]:

@@ -270,7 +270,7 @@ def train_in_turn(model: nn.Module, plans: dict[str, Plan], data: Sequence[Batch
             None if name == plain else plan.budget_bytes,
             plan.peak_bytes,
             peaks[name],
-            plan.expected_step_s,
+            plan.step_s,
             tuple(trainings[name].step_s[1 : len(data)]),
             trainings[name].same(trainings[plain]),
             other_paths.get(name, 0),

@@ -10,7 +10,11 @@ NOTE [Lanes]
    Backward, read from its end to its start, is one with `joins = needed + 1` and `due = prefetch + 1`: a duration is
    a longest path, and reversing every arrow on it leaves its length as it is. So
 
-       makespan = lane(forward steps, copies out) + lane(backward steps in the stages' order, copies in).
+       lanes = lane(forward steps, copies out) + lane(backward steps in the stages' order, copies in).
+
+5. On a GPU the host launches what the device runs, and is a lane that nothing but its own work fills: each stage's
+   forward and backward, what its option adds, and each run again (`rules.launch_s`). The step takes the larger of the
+   two, `makespan = max(lanes, launches)`.
 
 Worked example. Three forward steps of 2 s. Stage 0 moves what takes 3 s to copy and has release point 1; stage 1 moves
 what takes 2 s and has release point 2:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from ckptplan.core import rules
 from ckptplan.core.checks import MOST_BYTES, check_fields, is_int, short_repr
 from ckptplan.core.errors import InvalidInputError, PlanMismatchError
 from ckptplan.core.files import Saved
@@ -155,7 +157,8 @@ class Plan(Saved):
     budget_bytes, peak_bytes, host_bytes : int
         The limit, the predicted peak on the device, and the bytes that go to the host tier.
     step_s, baseline_step_s, lower_bound_s : float
-        Predicted makespan, the same with everything kept, and the proven bound over `space`.
+        Predicted makespan, the same with everything kept, and the proven bound over `space`. The step takes the longer
+        of two sums: of compute and copies, and of launching.
     space : str
         The plans for which the bound is proven.
     planner : str
@@ -175,8 +178,8 @@ class Plan(Saved):
         Per stage, the bytes of each storage that its option saves, in the order of saving; empty: not known. The
         runtime compares them with a forward that takes another path for other inputs.
     launch_s, baseline_launch_s : float
-        Time in which the host launches the step, and that with everything kept; 0 if the host isn't modelled. The
-        solver ignores it; a step takes at least that long (`expected_step_s`).
+        Time in which the host launches the step, and that with everything kept; 0 if the host isn't modelled. Where
+        `launch_s` is `step_s`, the device waits for the host.
     forward_peak_bytes, between_bytes : int or None
         The peak of forward, and the bytes that forward leaves for backward, including the output. The runtime uses them
         to decide whether tensors that a loop holds of the forward before fit too. None: not known.
@@ -226,6 +229,17 @@ class Plan(Saved):
     others_bytes: int = 0
     notes: tuple[str, ...] = ()
 
+    @staticmethod
+    def upgraded(data: dict[str, Any]) -> dict[str, Any]:
+        """The fields in JSON from those of files whose `step_s` was that of compute and copies alone."""
+        kept_s = data.get("baseline_launch_s", 0.0)
+        launched = {"step_s": data.get("launch_s", 0.0), "baseline_step_s": kept_s}
+        if any(0 <= data.get(name, math.inf) < launch_s for name, launch_s in launched.items()):
+            launched["lower_bound_s"] = kept_s
+            data |= {name: max(data.get(name, 0.0), launch_s) for name, launch_s in launched.items()}
+            data["status"] = status_of(data["step_s"], data["lower_bound_s"])
+        return data
+
     @property
     def decided(self) -> Decisions:
         """The decisions, without predictions."""
@@ -255,16 +269,6 @@ class Plan(Saved):
     def tensor_budget_bytes(self) -> int:
         """The budget less what the allocator reserves beyond this plan's tensors; for other plans that may differ."""
         return max(self.budget_bytes - self.fragment_bytes, 1)
-
-    @property
-    def expected_step_s(self) -> float:
-        """Predicted time of the step, including a host that launches more slowly than the device computes."""
-        return max(self.step_s, self.launch_s)
-
-    @property
-    def expected_baseline_step_s(self) -> float:
-        """`expected_step_s` with everything kept."""
-        return max(self.baseline_step_s, self.baseline_launch_s)
 
     @property
     def decisions(self) -> Mapping[str, Decision]:
@@ -403,12 +407,8 @@ class Plan(Saved):
             + ", ".join(f"{n} {action}" for action, n in counts.items())
             + (f"; {len(self.segments)} segments" if self.segments else ""),
         ]
-        if self.launch_s > self.step_s:
-            head.insert(
-                3,
-                f"        the host takes longer to launch it: expect {format_seconds(self.launch_s)}, with everything "
-                f"kept {format_seconds(self.expected_baseline_step_s)}",
-            )
+        if self.launch_s >= self.step_s * (1 - OPTIMAL_GAP) > 0:
+            head.insert(3, "        the time in which the host launches it: compute and copies take less")
         if self.least_peak_bytes is not None and self.most_peak_bytes is not None:
             gain = "" if counts["keep"] < len(self.choices) else "; this plan keeps everything: nothing to gain"
             head.insert(
@@ -480,22 +480,9 @@ def saved_bytes(profile: Profile, choices: Sequence[Decision]) -> tuple[tuple[in
 
 def launch_s(profile: Profile, choices: Sequence[Decision], segments: Sequence[Segment] = ()) -> float:
     """Return `Plan.launch_s` for these decisions."""
-    lasts = set(_lasts(segments))
-    total_s = 0.0
-    for i, (stage, choice) in enumerate(zip(profile.stages, choices, strict=True)):
-        again = sum(segment.depth(i) for segment in segments)
-        total_s += stage.forward_launch_s + stage.rerun_launch_s * (again - (i in lasts)) + stage.backward_launch_s
-        option = stage.find(choice.option)
-        if option is not None and (not again or i in lasts):
-            total_s += option.launch_s
-    return total_s
-
-
-def _lasts(segments: Sequence[Segment]) -> Iterator[int]:
-    """Yield the last stages of segments and of their inner segments."""
-    for segment in segments:
-        yield segment.last
-        yield from _lasts(segment.inner)
+    options = [stage.option(choice.option) for stage, choice in zip(profile.stages, choices, strict=True)]
+    sweeps = rules.sweeps_of(profile, segments)
+    return rules.launch_s(profile, rules.last_runs(options, sweeps), sweeps)
 
 
 def require_plan(plan: object) -> None:

@@ -272,6 +272,32 @@ def sweep_of(profile: Profile, segment: Segment, ran: Sequence[Option] | None = 
     )
 
 
+def last_runs(options: Sequence[Option], sweeps: Sequence[tuple[int, Sweep]]) -> list[Option]:
+    """Per stage, the option of its last run before its backward: its own, or that of the last sweep that runs it."""
+    found = list(options)
+    for _, sweep in sweeps:
+        for k, option in sweep.last_run:
+            found[k] = option
+    return found
+
+
+def launch_s(profile: Profile, last_run: Sequence[Option], sweeps: Sequence[tuple[int, Sweep]]) -> float:
+    """Time in which the host launches a step: each forward and backward, what options add, and each run of a sweep.
+
+    Parameters
+    ----------
+    last_run : sequence of Option
+        Those of `last_runs`.
+    sweeps : sequence of (int, Sweep)
+        Those of `sweeps_of`.
+    """
+    again_s = {last: sum(profile.stages[k].rerun_launch_s for k in sweep.runs) for last, sweep in sweeps}
+    total_s = 0.0
+    for k, (stage, option) in enumerate(zip(profile.stages, last_run, strict=True)):
+        total_s += stage.forward_launch_s + stage.backward_launch_s + option.launch_s + again_s.get(k, 0.0)
+    return total_s
+
+
 def sweeps_of(
     profile: Profile, segments: Sequence[Segment], ran: Sequence[Option] | None = None
 ) -> list[tuple[int, Sweep]]:

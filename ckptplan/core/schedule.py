@@ -58,6 +58,8 @@ class Residency:
         Bytes of each step, sweeps included, at its worst moment if everything that moves were away wherever it can be.
     backward_s : tuple of float
         Compute time of each backward step, recompute and sweeps included.
+    launch_s : float
+        Time in which the host launches the step.
     """
 
     moves: tuple[tuple[int, ...], ...]
@@ -67,6 +69,7 @@ class Residency:
     forward_bytes: tuple[int, ...]
     backward_bytes: tuple[int, ...]
     backward_s: tuple[float, ...]
+    launch_s: float
 
 
 def resident_changes(
@@ -138,12 +141,10 @@ def residency(
         base + resident + option.forward_bytes
         for base, resident, option in zip(profile.base_forward_bytes, accumulate(forward), options, strict=False)
     ]
-    last_run = list(options)  # how each stage is run for the last time before its backward
     sweep_s = [0.0] * n
     sweeps = rules.sweeps_of(profile, segments, options)
+    last_run = rules.last_runs(options, sweeps)
     for last, sweep in sweeps:
-        for k, option in sweep.last_run:
-            last_run[k] = option
         for k, nbytes in sweep.held_from:
             backward[k] += nbytes
             backward[last + 1] -= nbytes
@@ -174,7 +175,16 @@ def residency(
         for storage in (profile.storages[option.saved[p]] for p in positions)
         if (until := rules.there_until(storage, i, n)) > i
     )
-    return Residency(moves, sizes, lingering, needed, tuple(forward_bytes), tuple(backward_bytes), tuple(backward_s))
+    return Residency(
+        moves,
+        sizes,
+        lingering,
+        needed,
+        tuple(forward_bytes),
+        tuple(backward_bytes),
+        tuple(backward_s),
+        rules.launch_s(profile, last_run, sweeps),
+    )
 
 
 def tightest_peak(profile: Profile, r: Residency) -> StepNeed:
@@ -336,8 +346,9 @@ def makespan_s(profile: Profile, r: Residency, sendings: Sendings, on_disk: Coll
             out.append(Copy(i + 1, sent.release + 1, link.out_s(sent.nbytes)))
             back.append(Copy(r.needed[i] + 1, sent.prefetch + 1, link.in_s(sent.nbytes)))
     back.sort(key=attrgetter("due"))  # stable: of those with one point, in the stages' order
-    seconds = lane(out, [stage.forward_s for stage in profile.stages])[0] + lane(back, r.backward_s)[0]
-    return profile.baseline_step_s if seconds <= profile.baseline_step_s * (1 + EQUAL_S) else seconds
+    lanes_s = lane(out, [stage.forward_s for stage in profile.stages])[0] + lane(back, r.backward_s)[0]
+    seconds, baseline_s = max(lanes_s, r.launch_s), profile.baseline_step_s
+    return baseline_s if seconds <= baseline_s * (1 + EQUAL_S) else seconds
 
 
 def _worst(profile: Profile, forward: Sequence[int], backward: Sequence[int]) -> StepNeed:

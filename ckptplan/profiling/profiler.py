@@ -593,7 +593,7 @@ def _beaten(option: Option, menu: list[Option], storages: tuple[Storage, ...]) -
 
     def costs(o: Option) -> tuple[float, ...]:
         held, moved = (sum(storages[s].nbytes for s in some) for some in (o.held, o.moved))
-        return held - moved, moved, o.forward_bytes, o.backward_bytes, o.added_s
+        return held - moved, moved, o.forward_bytes, o.backward_bytes, o.added_s, o.launch_s
 
     mine = costs(option)
     return any(

@@ -1,4 +1,4 @@
-"""Independent of core's rules and of every planner on purpose: a replay of a plan, bytes at each step and three lanes.
+"""Independent of core's rules and of every planner on purpose: a replay of a plan, bytes at each step and all lanes.
 
 An interpreter that adds and drops holders one at a time, and shares no code with the solver, so that an error in one is
 detected by the other. It implements the rules of NOTE [Residency] in core/rules.py, and these of time:
@@ -16,6 +16,9 @@ detected by the other. It implements the rules of NOTE [Residency] in core/rules
    stage's `forward_s` and `rerun_overhead_s`. The sweep of an inner segment runs at the start of its own last stage's
    backward. In its backward step, a stage that a sweep kept takes only `backward_s`, the last stage of a segment also
    the `recompute_s` and `overhead_s` of its recompute, any other stage those of its option.
+6. The host launches each of these runs: a forward in `forward_launch_s`, one of a sweep in `rerun_overhead_launch_s`
+   more, a backward in `backward_launch_s` and the `launch_s` of the option whose times it takes. The step is no
+   shorter than the sum.
 
 Worked example: two stages with `forward_s` 1 and `backward_s` 2 s each, and a link that needs 3 s for stage 0's
 transfer in each direction. Stage 0 moves with release 1 and prefetch 1. Forward ends at 2 s; the transfer, queued at 1
@@ -89,6 +92,7 @@ class Stay:
 class Timeline:
     """The result of a replay: peak, makespan, bytes per step and one event per interval of each lane.
 
+    Events are those of compute and links. Where the host takes longer to launch them, `launch_s`, the makespan is that.
     `runs` is the number of times that each stage's forward runs; a selective option's partial recompute counts as one.
     `stays` are those of all storages but in the update, the last step. `between_bytes` is what forward leaves for
     backward, the output included.
@@ -98,6 +102,7 @@ class Timeline:
     peak_stage: str
     peak_phase: Phase
     makespan_s: float
+    launch_s: float
     host_bytes: int
     disk_bytes: int
     between_bytes: int
@@ -160,7 +165,8 @@ def replay(profile: Profile, choices: Sequence[Decision], segments: Sequence[Seg
         worst.peak_bytes,
         worst.stage,
         worst.phase,
-        step.clock.now,
+        step.makespan_s,
+        step.launch_s,
         sum(sent.nbytes for found in step.sent for sent in found if choices[sent.stage].tier == "host"),
         sum(sent.nbytes for found in step.sent for sent in found if choices[sent.stage].tier == "disk"),
         between_bytes,
@@ -298,6 +304,7 @@ class _Step:
         self.runs = [1] * n
         self.device = _Device(profile.storages)
         self.clock = _Clock()
+        self.launch_s = 0.0
         self.ways = [
             profile.disk if choice.tier == "disk" and profile.disk is not None else profile.link for choice in choices
         ]
@@ -371,6 +378,7 @@ class _Step:
         name, option = self.stages[k].name, self.option[k]
         self._record("forward", k, self.profile.base_forward_bytes[k], option.forward_bytes, self.clock.now)
         self.clock.run("forward", name, self.stages[k].forward_s)
+        self.launch_s += self.stages[k].forward_launch_s
         for s in self.made[k]:
             self.device.hold((s, 0), _PROGRAM)
             if self.storages[s].to_end:
@@ -406,6 +414,7 @@ class _Step:
             self.runs[k] += 1
             self.clock.run("recompute", stage.name, option.recompute_s)
         self.clock.run("backward", stage.name, stage.backward_s + option.overhead_s)
+        self.launch_s += stage.backward_launch_s + option.launch_s
         for block in self.held[k].values():
             self.device.drop(block, k)
 
@@ -427,6 +436,7 @@ class _Step:
             option = again if k in inner else stage.keep
             self._record("backward", k, base_bytes, option.forward_bytes, start_s, sweep=True)
             self.clock.run("recompute", stage.name, stage.forward_s + stage.rerun_overhead_s)
+            self.launch_s += stage.forward_launch_s + stage.rerun_overhead_launch_s
             start_s = self.clock.now
             self.runs[k] += 1
             for s in self.made[k]:
@@ -458,7 +468,11 @@ class _Step:
             raise InvalidInputError(f"stage {self.stages[k].name!r} is in a segment, but can't be recomputed")
         return option
 
+    @property
+    def makespan_s(self) -> float:
+        return max(self.clock.now, self.launch_s)
+
     def update(self) -> None:
         self.device.end()
         peak = self.profile.update_peak_bytes
-        self.steps.append(StepBytes("update", self.stages[0].name, peak, peak, start_s=self.clock.now))
+        self.steps.append(StepBytes("update", self.stages[0].name, peak, peak, start_s=self.makespan_s))

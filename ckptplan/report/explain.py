@@ -140,6 +140,8 @@ class Explanation:
     worth : Worth or None
         None if no prices were found within the time limit.
     choices : tuple of Choice
+    launch_s : float or None
+        Time in which the host launches the step, if that is longer than what compute and copies take.
     """
 
     recompute_s: float
@@ -151,6 +153,7 @@ class Explanation:
     bindings: tuple[Binding, ...]
     worth: Worth | None
     choices: tuple[Choice, ...]
+    launch_s: float | None = None
 
     @property
     def price_unit(self) -> tuple[str, float]:
@@ -167,6 +170,8 @@ class Explanation:
             f"{format_seconds(self.in_wait_s)} for copies in",
             f"links     busy {self.out_busy:.0%} of the step outwards, {self.in_busy:.0%} inwards",
         ]
+        if self.launch_s is not None:
+            lines.append(f"host      launches the step in {format_seconds(self.launch_s)}: all of the above is shorter")
         if not self.bindings:
             lines.append("memory    binds nowhere: everything is kept, and more budget would change nothing")
         for b in self.bindings:
@@ -243,6 +248,7 @@ def explain(
         bindings=_bindings(profile, plan, timeline) if any(c.action != "keep" for c in plan.choices) else (),
         worth=worth,
         choices=_choices(profile, plan, menu, deadline),
+        launch_s=timeline.launch_s if timeline.launch_s == timeline.makespan_s > 0.0 else None,
     )
 
 

@@ -168,7 +168,10 @@ class _Shared:
 
 @dataclass(frozen=True, slots=True)
 class _Tables:
-    """Bytes and seconds of stages by code, given the segments around them; shapes (stages, codes) or (stages + 1,)."""
+    """Bytes and seconds of stages by code, given the segments around them; shapes (stages, codes) or (stages + 1,).
+
+    `launch_s` is None if the host takes no time to launch.
+    """
 
     constant_forward: NDArray[np.int64]
     constant_backward: NDArray[np.int64]
@@ -182,6 +185,7 @@ class _Tables:
     own_backward: NDArray[np.int64]
     in_sweep: tuple[tuple[int, int], ...]
     backward_s: NDArray[np.float64]
+    launch_s: NDArray[np.float64] | None
     joined: NDArray[np.int64]
     back_stop: NDArray[np.int64]
     back_in_order: bool
@@ -328,12 +332,21 @@ class Evaluator:
                 total += compute_s[:, k]
         fits = (needs.forward.max(axis=1) <= budget_bytes) & (needs.backward.max(axis=1) <= budget_bytes)
         fits &= self.profile.update_peak_bytes <= budget_bytes
-        return np.where(fits, np.maximum(total, self.profile.baseline_step_s), np.inf)
+        total = self.launched(np.maximum(total, self.profile.baseline_step_s), codes, segments)
+        return np.where(fits, total, np.inf)
 
     def compute_s(self, codes: Codes, segments: Segments = ()) -> NDArray[np.float64]:
-        """Compute time of each row: no transfer can make it less."""
+        """Compute time of each row, or that of launching it if that is longer: no transfer can make it less."""
         seconds = self._tables(segments).backward_s[np.arange(codes.shape[1]), codes].sum(axis=1)
-        return np.asarray(seconds + self._forward_s.sum())
+        return self.launched(seconds + self._forward_s.sum(), codes, segments)
+
+    def launched(self, lanes_s: NDArray[np.float64], codes: Codes, segments: Segments) -> NDArray[np.float64]:
+        """The step of each row, from the time of its lanes: no shorter than the host launches it."""
+        launch_s = self._tables(segments).launch_s
+        if launch_s is None:
+            return lanes_s
+        # As a running sum, to be equal to `rules.launch_s` to the bit.
+        return np.maximum(lanes_s, np.cumsum(launch_s[np.arange(codes.shape[1]), codes], axis=1)[:, -1])
 
     def _makespans(self, codes: Codes, budget_bytes: int, segments: Segments) -> NDArray[np.float64]:
         out = np.full(len(codes), np.inf)
@@ -341,7 +354,7 @@ class Evaluator:
         kept = np.flatnonzero(fits)
         if len(kept) == 0:
             return out
-        out[kept] = self.queued_s(lazy.take(kept))
+        out[kept] = self.launched(self.queued_s(lazy.take(kept)), codes[kept], segments)
         baseline_s = self.profile.baseline_step_s
         out[out <= baseline_s * (1 + EQUAL_S)] = baseline_s
         return out
@@ -571,15 +584,15 @@ class _TablesOf:
             elif not holders:
                 self.forward[rules.forward_stop(program.stop, n, False, None)] -= storage.nbytes
         own_forward, own_backward = np.zeros((2, n, self.width), np.int64)
-        backward_s = np.zeros((n, self.width))
+        backward_s, launch_s = np.zeros((2, n, self.width))
         for i, stage in enumerate(stages):
             for code, option in enumerate(stage.options):
                 own_forward[i, code] = self.profile.base_forward_bytes[i] + option.forward_bytes
                 own_backward[i, code] = self.profile.base_backward_bytes[i] + option.backward_bytes
                 backward_s[i, code] = stage.backward_s + option.added_s
-        return self.tables(
-            tuple(self.shared(group) for group in self.evaluator.shared), own_forward, own_backward, backward_s
-        )
+                launch_s[i, code] = stage.forward_launch_s + stage.backward_launch_s + option.launch_s
+        shared = tuple(self.shared(group) for group in self.evaluator.shared)
+        return self.tables(shared, own_forward, own_backward, backward_s, launch_s if launch_s.any() else None)
 
     def changed(self, plain: _Tables) -> _Tables:
         """The tables without segments with what stages in segments do otherwise."""
@@ -600,7 +613,9 @@ class _TablesOf:
                 s = indices[row]
                 holds[row, column] = self.holds(s, self.holders[s][column])
             groups.append(replace(group, holds=holds, fixes=group.fixes & holds))
-        return self.tables(tuple(groups), plain.own_forward, plain.own_backward.copy(), plain.backward_s.copy())
+        launch_s = None if plain.launch_s is None else plain.launch_s.copy()
+        own_backward, backward_s = plain.own_backward.copy(), plain.backward_s.copy()
+        return self.tables(tuple(groups), plain.own_forward, own_backward, backward_s, launch_s)
 
     def tables(
         self,
@@ -608,12 +623,13 @@ class _TablesOf:
         own_forward: NDArray[np.int64],
         own_backward: NDArray[np.int64],
         backward_s: NDArray[np.float64],
+        launch_s: NDArray[np.float64] | None,
     ) -> _Tables:
         """All there is, once the sweeps are run."""
         in_sweep: list[tuple[int, int]] = []
         back_stop = np.array([rules.backward_stop(self.n, int(needed)) for needed in self.needed])
         for segment in self.segments:
-            self.add_sweep(segment, own_backward, backward_s, in_sweep)
+            self.add_sweep(segment, own_backward, backward_s, launch_s, in_sweep)
         return _Tables(
             self.forward,
             self.backward,
@@ -627,6 +643,7 @@ class _TablesOf:
             own_backward,
             tuple(in_sweep),
             backward_s,
+            launch_s,
             np.searchsorted(self.needed, np.arange(self.n + 1)),
             back_stop,
             bool((back_stop == np.arange(self.n) + 1).all()),
@@ -684,6 +701,7 @@ class _TablesOf:
         segment: Segment,
         own_backward: NDArray[np.int64],
         backward_s: NDArray[np.float64],
+        launch_s: NDArray[np.float64] | None,
         in_sweep: list[tuple[int, int]],
     ) -> None:
         """The sweep of `segment` and those inside it (rules 6 and 7)."""
@@ -693,6 +711,8 @@ class _TablesOf:
         for k, option in sweep.last_run:
             own_backward[k, :] = self.profile.base_backward_bytes[k] + option.backward_bytes
             backward_s[k, :] = stages[k].backward_s + option.added_s
+            if launch_s is not None:
+                launch_s[k, :] = stages[k].forward_launch_s + stages[k].backward_launch_s + option.launch_s
         own = np.zeros(self.n, np.int64)
         for k, nbytes in sweep.held_from:
             own[k : last + 1] += nbytes
@@ -702,8 +722,10 @@ class _TablesOf:
         self.backward[: self.n] += np.diff(own, prepend=0)
         self.backward[self.n] -= own[-1]
         for inner in segment.inner:
-            self.add_sweep(inner, own_backward, backward_s, in_sweep)
+            self.add_sweep(inner, own_backward, backward_s, launch_s, in_sweep)
         backward_s[last, :] += sweep.seconds
+        if launch_s is not None:
+            launch_s[last, :] += sum(stages[k].rerun_launch_s for k in sweep.runs)
 
 
 def _fronts(

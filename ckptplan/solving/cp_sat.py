@@ -178,7 +178,7 @@ class FluidModel:
     def bound_s(self, objective: float) -> float:
         """The makespan in seconds that an objective bound stands for."""
         extra = max(0.0, objective - HALF) / self.per_unit * self.chain.second
-        return (self.profile.baseline_step_s + extra) * BOUND_ROUNDING
+        return (self.profile.baseline_compute_s + extra) * BOUND_ROUNDING
 
     def solve(self, on_solution: OnSolution, *, deadline: float, seed: int = 0, workers: int | None = None) -> float:
         """Solve until proven, stopped by `on_solution`, or `deadline` (`time.monotonic`).

@@ -206,7 +206,7 @@ def fastest_of_all(
         Whether all plans were seen before `deadline` (by `time.monotonic`): the last one found is the fastest.
     """
     best_s = below_s
-    baseline_s = space.profile.baseline_step_s
+    baseline_s = space.profile.baseline_compute_s
     complete = True
     refined = 0
     for forest in space.forests():

@@ -235,7 +235,14 @@ def nothing_fits(space: PlanSpace, budget_bytes: int, host_bytes: int | None, de
     chain = Chain(profile, space.menu, budget_bytes, host_bytes, segments=space.segments)
     link, n = profile.link, chain.n
     longest_s = (n + 2) * sum(
-        max(s.forward_s, s.rerun_s) + s.backward_s + max(o.added_s for o in s.options) for s in profile.stages
+        max(s.forward_s, s.rerun_s)
+        + s.backward_s
+        + max(o.added_s for o in s.options)
+        + s.rerun_launch_s
+        + s.forward_launch_s
+        + s.backward_launch_s
+        + max(o.launch_s for o in s.options)
+        for s in profile.stages
     ) + sum(link.out_s(s.nbytes) + link.in_s(s.nbytes) for s in profile.storages)
     master, intervals = Master(chain), Intervals(chain)
     columns = MissingColumns(intervals)

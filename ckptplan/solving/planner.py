@@ -26,6 +26,7 @@ from ckptplan.solving.cost import KEEP, Codes, Evaluator, Menu, Schedule, Segmen
 from ckptplan.solving.cp_sat import FluidModel
 from ckptplan.solving.enumerate import PlanSpace, fastest_of_all
 from ckptplan.solving.label_dp import LEAST_WIDTH, LabelDp, Steering
+from ckptplan.solving.launching import mixed
 from ckptplan.solving.local_search import MOST_PAIRS, LocalSearch, even_segments, patterns
 from ckptplan.solving.peak import (
     MOST_FORESTS,
@@ -302,6 +303,8 @@ class _PlanSearch:
         long = n > LONG_CHAIN
         # The first linear program takes most of the time on long chains: there the bound's prices steer.
         steer = self.run_bound() if long else self.steering()
+        if self.space.profile is not self.profile:
+            self.run_segments()
         if self.closed():
             return
         width = max(LEAST_WIDTH, min(FIRST_WIDTH, LABELS_AT_FIRST // n))
@@ -348,7 +351,14 @@ class _PlanSearch:
         if duals is None:
             return None
         per_byte = chain.second / chain.unit
+        self.mix(duals.launch)
         return self.steered_by(duals.forward * per_byte, duals.backward * per_byte, duals.drain)
+
+    def mix(self, share: float) -> None:
+        """Let dynamic programs go by a time in which launching has this share (`launching.py`)."""
+        if share:
+            view = mixed(self.profile, share)
+            self.space = plan_space_of(view, self.limits.actions, self.limits.segments, self.host_bytes)
 
     def steered_by(self, forward: Floats, backward: Floats, drain: Sequence[Floats]) -> Steering:
         """The worth of a byte at each boundary, from prices of a byte in each step and of a second of each link."""
@@ -406,6 +416,7 @@ class _PlanSearch:
         self.report("bound")
         if bound.prices is None:
             return None
+        self.mix(bound.prices.launch)
         return self.steered_by(bound.prices.forward_s_per_byte, bound.prices.backward_s_per_byte, bound.prices.drain)
 
     def run_mixed(self) -> None:
@@ -644,7 +655,9 @@ class _PlanSearch:
             return
         self.fit_segments(dp)
         if dp.exact and not self.space.moves and self.best is not None:
-            self.bound_s = self.best.step_s
+            least_s = self.space.profile.baseline_compute_s + dp.added_s(self.budget_bytes)
+            # Equal, unless the host takes long to launch: the sum then isn't the step.
+            self.prove(self.best.step_s if least_s >= self.best.step_s * (1 - BOUND_ROUNDING) else least_s)
         self.report("segment DP")
 
     def fit_segments(self, dp: SegmentDp) -> None:

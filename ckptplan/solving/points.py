@@ -211,6 +211,8 @@ class MovesSearch:
         if parts is None:
             return None
         forward_s, compute_s = sum(self.forward_s), sum(self.residency.backward_s)
+        launch_s = self.residency.launch_s
+        least_s = max(forward_s + compute_s, launch_s)
         best: Moves | None = None
         for chosen in itertools.product(*parts):
             if time.monotonic() > deadline:
@@ -219,20 +221,20 @@ class MovesSearch:
             items = [item for part in chosen for item in part]
             for on_disk in self.divided(items):
                 lanes = self.lanes(items, on_disk)
-                if lanes is None or forward_s + compute_s >= below_s * (1 - EQUAL_S):
+                if lanes is None or least_s >= below_s * (1 - EQUAL_S):
                     break
                 out = lanes[0].quickest(below_s - compute_s)
                 back = None if out is None else lanes[1].quickest(below_s - out.seconds)
                 self.complete = self.complete and lanes[0].complete and lanes[1].complete
                 if out is None or back is None or out.seconds + back.seconds >= below_s * (1 - EQUAL_S):
                     continue
-                below_s = out.seconds + back.seconds
                 best = self.moves(items, out, back, on_disk)
+                below_s = max(out.seconds + back.seconds, launch_s)
         return best
 
     def moves(self, items: Sequence[Item], out: Queue, back: Queue, on_disk: frozenset[int]) -> Moves:
         """The result; never less than with everything kept. What has the same points is one transfer."""
-        baseline_s, seconds = self.profile.baseline_step_s, out.seconds + back.seconds
+        baseline_s, seconds = self.profile.baseline_step_s, max(out.seconds + back.seconds, self.residency.launch_s)
         found: list[dict[tuple[int, int], Item]] = [{} for _ in range(self.n)]
         for number in out.order:
             item = items[number]
@@ -276,7 +278,10 @@ class MovesSearch:
         """
         room, on_disk, needed = self.room, start.on_disk, self.residency.needed
         compute_s = sum(self.residency.backward_s)
-        least_s = max(sum(self.forward_s) + compute_s, self.profile.baseline_step_s) * (1 + EQUAL_S)
+        least_s = max(sum(self.forward_s) + compute_s, self.profile.baseline_step_s, self.residency.launch_s)
+        least_s *= 1 + EQUAL_S
+        if start.seconds <= least_s:
+            return start
         best = start
         sent = [(i, sending) for i, sendings in enumerate(start.sendings) for sending in sendings]
         sent.sort(key=lambda pair: (pair[1].prefetch, pair[0]))

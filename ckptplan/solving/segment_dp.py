@@ -485,6 +485,11 @@ class SegmentDp:
             s = last + 1
         return tuple(codes), tuple(segments)
 
+    def added_s(self, budget_bytes: int) -> float:
+        """Seconds of recompute of the plan for a budget; infinite where nothing fits."""
+        m = (budget_bytes - self.floor) // self.unit
+        return float(self.top[0, min(m, self.units - 1)]) if m >= 0 else math.inf
+
     def least_bytes(self) -> int | None:
         """The smallest budget that the tables have a plan for; None where there is none up to the limit."""
         fits = np.isfinite(self.top[0]) if self.complete else np.zeros(1, bool)

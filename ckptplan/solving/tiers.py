@@ -276,7 +276,7 @@ class TieredEvaluator(Evaluator):
             replace(choice, tier="disk") if away else choice
             for choice, away in zip(found.choices, on_disk.tolist(), strict=True)
         )
-        step_s = max(step_s, self.profile.baseline_step_s)
+        step_s = max(float(self.launched(np.array([step_s]), row, segments)[0]), self.profile.baseline_step_s)
         return replace(found, choices=choices, step_s=step_s, host_bytes=found.host_bytes - disk, disk_bytes=disk)
 
     def _improved(self, queued: Queued) -> tuple[Bools, float]:

@@ -202,8 +202,8 @@ def predicted(plan: Plan) -> dict[str, Any]:
         "peak_bytes": plan.peak_bytes,
         "reserved_bytes": plan.reserved_bytes,
         "budget_bytes": plan.budget_bytes,
-        "step_s": plan.expected_step_s,
-        "plain_step_s": plan.expected_baseline_step_s,
+        "step_s": plan.step_s,
+        "plain_step_s": plan.baseline_step_s,
         "host_bytes": plan.host_bytes,
         "gap": plan.gap,
         "options": {

@@ -94,6 +94,23 @@ def test_fields_are_read_as_they_were_saved(name: str, kind: str, tmp_path: Path
     assert LOAD[kind](again) == loaded
 
 
+def test_a_plan_whose_step_left_out_the_host_is_read_with_it(tmp_path: Path) -> None:
+    """Plans of before: `step_s` was compute and copies, and `launch_s` was beside it."""
+    path = unpacked("chain_plan", tmp_path)
+    data = json.loads(path.read_text())
+    step_s, kept_s = data["step_s"], data["baseline_step_s"]
+    for launch_s, kept_launch_s, wanted in (
+        (0.5 * step_s, 0.25 * step_s, (step_s, kept_s, data["lower_bound_s"], data["status"])),
+        (4 * step_s, 3 * step_s, (4 * step_s, 3 * step_s, 3 * step_s, "feasible")),
+        (4 * step_s, 4 * step_s, (4 * step_s, 4 * step_s, 4 * step_s, "optimal")),
+    ):
+        path.write_text(json.dumps({**data, "launch_s": launch_s, "baseline_launch_s": kept_launch_s}))
+        plan = Plan.load(path)
+        assert (plan.step_s, plan.baseline_step_s, plan.lower_bound_s, plan.status) == wanted
+        plan.save(path)
+        assert Plan.load(path) == plan
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_saved_plan_fits_its_saved_profile(name: str, tmp_path: Path) -> None:
     profile = Profile.load(unpacked(f"{name}_profile", tmp_path))

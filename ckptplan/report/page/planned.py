@@ -132,8 +132,8 @@ def _verdict(plan: Plan, timeline: Timeline) -> str:
     if timeline.peak_phase == "update":
         where = "The peak is in the optimizer's update"
     slower = (
-        f"a step takes {format_seconds(plan.expected_step_s)}, {_slower(plan):.1%} more than with everything kept "
-        f"({format_seconds(plan.expected_baseline_step_s)})"
+        f"a step takes {format_seconds(plan.step_s)}, {max(plan.overhead, 0.0):.1%} more than with everything kept "
+        f"({format_seconds(plan.baseline_step_s)})"
     )
     if plan.counted_bytes > plan.budget_bytes or not plan.lower_bound_s:  # a bound is one of plans that fit
         proven = "no bound is known"
@@ -147,12 +147,6 @@ def _verdict(plan: Plan, timeline: Timeline) -> str:
         least, most = format_bytes(least_bytes), format_bytes(most_bytes)
         useful = f" Budgets from {least} (the smallest peak found) to {most} (everything kept) make a difference."
     return f"{where}; {slower}; {proven}.{useful}"
-
-
-def _slower(plan: Plan) -> float:
-    """The expected step's excess over that with everything kept, as a share of it."""
-    kept_s = plan.expected_baseline_step_s
-    return max(plan.expected_step_s / kept_s - 1, 0.0) if kept_s else 0.0
 
 
 def _facts(profile: Profile, plan: Plan) -> list[tuple[str, str]]:
@@ -181,7 +175,7 @@ def _parts(
     explained = "" if explanation is None else str(explanation)
     table = [("peak", "step", "over everything kept", "gap")] if frontier else []
     table += [
-        (format_bytes(p.counted_bytes), format_seconds(p.expected_step_s), f"{_slower(p):.1%}", f"{p.gap:.2%}")
+        (format_bytes(p.counted_bytes), format_seconds(p.step_s), f"{max(p.overhead, 0.0):.1%}", f"{p.gap:.2%}")
         for p in frontier
     ]
     return [
@@ -197,9 +191,9 @@ def _frontier_data(plan: Plan, frontier: Sequence[Plan], rivals: Sequence[Rival]
     plans = sorted(frontier, key=lambda p: p.counted_bytes)
     fitting = [k for k, found in enumerate(plans) if found.counted_bytes <= plan.budget_bytes]
     return {
-        "plans": [{"peak": p.counted_bytes, "s": p.expected_step_s, "bound": p.lower_bound_s} for p in plans],
+        "plans": [{"peak": p.counted_bytes, "s": p.step_s, "bound": p.lower_bound_s} for p in plans],
         "others": [{"name": rival.planner, "peak": rival.budget_bytes, "s": rival.step_s} for rival in rivals],
-        "baseline": plan.expected_baseline_step_s or 1.0,
+        "baseline": plan.baseline_step_s or 1.0,
         "chosen": fitting[-1] if fitting else 0,
     }
 

@@ -245,7 +245,7 @@ def stage_stats(
         counted,
         timed_steps=len(steps),
         step_s=statistics.median(step.step_s for step in steps) if steps else None,
-        planned_step_s=plan.expected_step_s,
+        planned_step_s=plan.step_s,
         stages=tuple(
             StageStats(
                 name,

@@ -182,7 +182,6 @@ class HeldDp:
         width = self.width * COARSE
         low = np.arange(q) * width
         price, own_price = self.price_back, self.price[1]
-        again_s = np.where(np.isfinite(c.again_s), c.again_s, 0.0)
         sweep = np.full((w, n, q + 2), np.inf)
         self.tree = np.full((w, n, q), np.inf)
         columns = np.arange(q)
@@ -219,7 +218,7 @@ class HeldDp:
                     later += (iv.held[j, sp] * (price[bp + 1] - price[e]))[:, None]
                     value[at] = np.minimum(value[at], self.tree[j, sp] + later)
             sweep[i, b, :q] = value
-            seconds = self.costs.tau[b] * (again_s[b] + iv.run[b] - iv.run[s])
+            seconds = self.costs.sweep(iv, s, b)
             self.tree[i, s] = np.where(iv.possible[i, s][:, None], value + seconds[:, None], np.inf)
         self.fore = np.zeros((w, n, q))
         running = np.zeros((n, q))

@@ -9,6 +9,7 @@
 | A[k]   | part of P[k] that the link has carried off when step k starts                                        |
 | s[k]   | time compute waits for the link after step k                                                         |
 | t[k]   | compute time of step k, recompute and sweeps included                                                |
+| e      | by how much the host takes longer to launch all than the lanes take                                  |
 
 A transfer frees its bytes when it is done; a fluid link frees them as they flow, never later. So any schedule of
 whole transfers gives a solution with the same stalls. Backward is the same lane in reversed time (see cost.py).
@@ -16,6 +17,9 @@ Per lane with rate v, and per step k, with the multiplier of each row:
 
     p: A[k+1] - A[k] <= v (t[k] + s[k])      q: A[k+1] - P[k] <= v s[k]      r: A[k] <= P[k], equal at the turn
     memory: base[k] + H[k] + what the step's own option or segment adds - A[k] <= budget
+
+The objective is the lanes' time plus e, and one row says that e >= launches - lanes. Its multiplier is the share of
+launching in the price of time: 0 where lanes take longer, 1 where launching does, in between where both do.
 
 What a segment moves joins the forward queue behind its first stage, no later than in truth, and the backward queue at
 its last stage, when it is needed back. A storage that several stages share may only move with the last of them and if
@@ -51,6 +55,7 @@ class Column:
     forward: Floats
     backward: Floats
     seconds: Floats
+    launch: float
     moves: float
     returns: list[tuple[int, float]]  # stage that holds a dropped storage again, bytes
 
@@ -68,6 +73,7 @@ class Duals:
     host: float
     ask: dict[tuple[int, int, int], float]
     stage: Floats
+    launch: float  # e
     flow: tuple[float, float]  # seconds that a link would save by being twice as fast, to first order
 
 
@@ -88,6 +94,12 @@ class Master:
         self.objective = lp.Objective()
         self.objective.SetMinimization()
         self.objective.SetCoefficient(self.excess, EXCESS_PRICE)
+        self.beyond: Any = None
+        if c.launch or any(m.launch.any() for m in c.menus):
+            self.beyond = lp.Constraint(c.launch - 1.0, big)
+            beyond = lp.NumVar(0, big, "e")
+            self.beyond.SetCoefficient(beyond, 1)
+            self.objective.SetCoefficient(beyond, 1)
         self.cover = [lp.Constraint(1, 1) for _ in range(n)]
         self.carry = [lp.Constraint(0, big) for _ in range(n)]
         held = [lp.NumVar(0, big, "") for _ in range(n + 1)]
@@ -109,12 +121,18 @@ class Master:
                 self._set(self.carry[k], var, -m.kept[o])
                 self._set(self.forward[k], var, m.forward[o])
                 self._set(self.backward[k], var, m.backward[o])
-                self.objective.SetCoefficient(var, float(m.seconds[o]))
+                self._takes(var, float(m.seconds[o]), float(m.launch[o]))
         self.lanes: list[dict[str, Any]] = []
         self.ask: dict[tuple[int, int, int], Any] = {}
         self.host: Any = None
         if c.most_put[-1] > 0:
             self._add_links()
+
+    def _takes(self, var: Any, seconds: float, launch: float = 0.0) -> None:
+        """One of `var` adds so much to the lanes and to launching."""
+        self.objective.SetCoefficient(var, seconds)
+        if self.beyond is not None:
+            self.beyond.SetCoefficient(var, seconds - launch)
 
     @staticmethod
     def _set(row: Any, var: Any, value: float) -> None:
@@ -133,7 +151,7 @@ class Master:
             lane: dict[str, Any] = {"drain": [], "queue": [], "sum": [], "away": away, "joined": put}
             for k in range(n):
                 stall = lp.NumVar(0, big, "")  # in bytes that the link carries meanwhile
-                self.objective.SetCoefficient(stall, 1 / rate)
+                self._takes(stall, 1 / rate)
                 drain = lp.Constraint(-big, float(seconds[k]) * rate)
                 drain.SetCoefficient(away[k + 1], 1)
                 drain.SetCoefficient(away[k], -1)
@@ -190,7 +208,7 @@ class Master:
         a, b = column.tree.first, column.tree.last
         var = self.lp.NumVar(0, self.big, "")
         self.y.append((column, var))
-        self.objective.SetCoefficient(var, float(column.seconds.sum()))
+        self._takes(var, float(column.seconds.sum()), column.launch)
         for k in range(a, b + 1):
             self.cover[k].SetCoefficient(var, 1)
             self._set(self.carry[k], var, -column.kept[k - a])
@@ -272,5 +290,6 @@ class Master:
             host=max(0.0, -self.host.dual_value()) if self.host is not None else 0.0,
             ask={key: max(0.0, -row.dual_value()) for key, row in self.ask.items()},
             stage=np.array([row.dual_value() for row in self.cover]),
+            launch=min(max(0.0, self.beyond.dual_value()), 1.0) if self.beyond is not None else 0.0,
             flow=(self._flow(0), self._flow(1)) if lanes else (0.0, 0.0),
         )

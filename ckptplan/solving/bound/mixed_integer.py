@@ -129,6 +129,7 @@ class MixedModel:
         self.forward_s = [stage.forward_s / self.second for stage in profile.stages]
         self.backward_s = [stage.backward_s / self.second for stage in profile.stages]
         self.added_s: list[list[tuple[float, Any]]] = [[] for _ in profile.stages]
+        self.launch_s: list[tuple[float, Any]] = []
         self.add_segments()
         self.add_choices()
         self.add_inner_segments()
@@ -139,7 +140,18 @@ class MixedModel:
         stalls = [self.add_lane(lane) for lane in (0, 1)]
         self.add_memory()
         added_s = [seconds * var for terms in self.added_s for seconds, var in terms]
-        self.model.minimize(sum(self.forward_s) + sum(self.backward_s) + self.sum([*stalls, *added_s]))
+        lanes = sum(self.forward_s) + sum(self.backward_s) + self.sum([*stalls, *added_s])
+        self.model.minimize(lanes + self.beyond(lanes))
+
+    def beyond(self, lanes: Any) -> Any:
+        """By how much the host takes longer to launch the step than its lanes take."""
+        most = (self.profile.baseline_launch_s + sum(seconds for seconds, _ in self.launch_s)) / self.second
+        if not most:
+            return 0.0
+        var = self.variable(most)
+        added = self.sum([seconds / self.second * choice for seconds, choice in self.launch_s if seconds])
+        self.require(var >= self.profile.baseline_launch_s / self.second + added - lanes)
+        return var
 
     def variable(self, upper: float = 1.0, *, whole: bool = False) -> Any:
         """A variable from 0 to `upper`."""
@@ -197,9 +209,15 @@ class MixedModel:
             self.require(self.sum(list(self.x[i].values())) + self.whole(i, i) == 1)
             for code, var in self.x[i].items():
                 self.added_s[i].append((p.stages[i].options[code].added_s / self.second, var))
+                self.launch_s.append((p.stages[i].options[code].launch_s, var))
         self.sweeps = {(a, b): rules.sweep_of(p, Segment(a, b)) for a in range(n) for b in self.space.ends(a, a, n)}
         for (a, b), var in self.y.items():
             self.added_s[b].append(((self.sweeps[a, b].seconds + self.again(b).added_s) / self.second, var))
+            self.launch_s.append((self.relaunch_s(a, b), var))
+
+    def relaunch_s(self, a: int, b: int) -> float:
+        """Time in which the host launches the sweep of a segment a..b, and the recompute of its last stage."""
+        return sum(stage.rerun_launch_s for stage in self.profile.stages[a:b]) + self.again(b).launch_s
 
     def again(self, i: int) -> Option:
         """The option by which stage `i`, which can be in a segment, is recomputed."""
@@ -222,6 +240,7 @@ class MixedModel:
                     self.require(var <= self.whole(a, b + 1))
                     seconds = sum(stage.rerun_s for stage in p.stages[a:b]) + self.again(b).added_s
                     self.added_s[b].append((seconds / self.second, var))
+                    self.launch_s.append((self.relaunch_s(a, b), var))
         self.ending = [[var for (_, b), var in self.w.items() if b == k] for k in range(n)]
         for ending in self.ending:
             self.require(self.sum(ending) <= 1)

@@ -63,6 +63,8 @@ class Prices:
         Seconds saved per relative gain of a link's rate, to first order; by its rate: seconds per byte per second.
     drain : tuple of two arrays
         Per lane and step, what a second of the link is worth in seconds of the step.
+    launch : float
+        What a second of launching is worth, 0 to 1; one of the lanes is worth the rest.
     """
 
     forward_s_per_byte: Floats
@@ -71,6 +73,7 @@ class Prices:
     out_s: float
     in_s: float
     drain: tuple[Floats, Floats]
+    launch: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,4 +282,4 @@ class _Bounder:
         per_byte = second / self.chain.unit
         forward, backward = costs.linear * per_byte
         total, flow = float(forward.sum() + backward.sum()), self.duals.flow
-        return Prices(forward, backward, total, flow[0] * second, flow[1] * second, self.duals.drain)
+        return Prices(forward, backward, total, flow[0] * second, flow[1] * second, self.duals.drain, costs.launch)

@@ -37,6 +37,7 @@ class _Menu:
         self.kept = np.zeros(k)
         self.still = np.zeros(k)
         self.seconds = np.zeros(k)
+        self.launch = np.zeros(k)
         self.free = np.zeros(k)
         self.sure: list[list[float]] = [[] for _ in range(k)]
         self.unsure: list[list[int]] = [[] for _ in range(k)]
@@ -52,6 +53,8 @@ class Chain:
     counted : list of int
         Per storage, the stage by which it is counted once it is held: the first that holds it under all its options,
         else the first that may hold it.
+    launch : float
+        Time in which the host launches the step with everything kept.
     """
 
     def __init__(
@@ -66,7 +69,8 @@ class Chain:
         self.profile = profile
         self.n = n = len(profile.stages)
         self.unit = float(max(1, budget_bytes))
-        self.second = max(profile.baseline_step_s, LEAST_SECOND)
+        self.second = max(profile.baseline_compute_s, LEAST_SECOND)
+        self.launch = profile.baseline_launch_s / self.second
         self.budget = budget_bytes / self.unit
         self.host = None if host_bytes is None else host_bytes / self.unit
         self.size = np.array([s.nbytes for s in profile.storages], float) / self.unit
@@ -221,6 +225,7 @@ class Chain:
             out.forward[at] = option.forward_bytes / self.unit
             out.backward[at] = option.backward_bytes / self.unit + kept + extra
             out.seconds[at] = option.added_s / self.second
+            out.launch[at] = option.launch_s / self.second
             for s in option.moved:
                 if s in self.movable[i]:
                     if self.movable[i][s]:
@@ -245,6 +250,7 @@ class Chain:
         self.segment_forward = np.zeros(n)
         self.run_s = np.zeros(n)
         self.again_s = np.full(n, np.inf)
+        self.run_launch, self.again_launch = np.zeros((2, n))
         self.drops: list[list[tuple[int, int, float]]] = [[] for _ in range(n)]
         self.segment_moves: list[list[tuple[int, int, float]]] = [[] for _ in range(n)]
         for i, stage in enumerate(stages):
@@ -266,6 +272,8 @@ class Chain:
             self.segment_forward[i] = min(o.forward_bytes for o in ways) / self.unit
             self.run_s[i] = stage.rerun_s / self.second
             self.again_s[i] = again.added_s / self.second
+            self.run_launch[i] = stage.rerun_launch_s / self.second
+            self.again_launch[i] = again.launch_s / self.second
             for s in stage.linked:
                 if self.counted[s] == i and not self.profile.storages[s].to_end:
                     self.drops[i].append((s, rules.latest_first(self.profile.storages[s]), float(self.size[s])))
@@ -316,6 +324,7 @@ class Intervals:
         self.still = np.cumsum(np.maximum(still, 0.0), axis=0)
         self.gone = np.cumsum(gone, axis=0)
         self.run = np.concatenate([[0.0], np.cumsum(c.run_s)])
+        self.run_launch = np.concatenate([[0.0], np.cumsum(c.run_launch)])
 
     def returns(self, a: int, b: int) -> list[tuple[int, int]]:
         """Storages that the segment a..b drops and the stage behind it that is sure to hold each again."""

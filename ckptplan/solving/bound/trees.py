@@ -1,9 +1,9 @@
 """Multipliers, and the cheapest tree of every segment at them.
 
-With a price lb[k] per byte in backward step k (lf[k] in forward) and tau[k] per second of its compute (less than 1
-where the link uses that second), the best tree of the segment a..b is found over intervals:
+With a price lb[k] per byte in backward step k (lf[k] in forward), tau[k] per second of its compute (less than 1 where
+the link uses that second) and e per second of launching, the best tree of the segment a..b is found over intervals:
 
-    R(a, b) = tau[b] (recompute of b + forward of a..b-1) + G(a, b)
+    R(a, b) = (tau[b] compute + e launching) of (recompute of b + forward of a..b-1) + G(a, b)
     G(b, b) = lb[b] * (what b holds and adds when it is recomputed)
     G(s, b) = min( keep s:        (what keep holds) * lb[s..b] + lb[s] * (what its backward adds) + G(s+1, b),
                    segment s..e:  R(s, e) + (what it holds) * lb[e+1..b] + G(e+1, b)  for s <= e < b )
@@ -15,8 +15,8 @@ left out. O(stages * longest**2) in numpy.
 A segment at the top level costs R, and its forward: the transients of its recompute options and what they hold from
 each stage's run to the end of the step. The bound is the cheapest path over the boundaries, plus what no choice
 changes. It holds for any multipliers for which the flows of the links have no negative reduced cost; `Costs.of` sees
-to that: p + q <= 1, and A[k] costs (p[k-1] + q[k-1] - p[k]) / v + r[k], which must be at least the price of a byte in
-step k.
+to that: p + q <= 1 - e, and A[k] costs (p[k-1] + q[k-1] - p[k]) / v + r[k], which must be at least the price of a byte
+in step k.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ckptplan.core import rules
 from ckptplan.core.segment import Segment
 from ckptplan.solving.bound.linear_program import TOLERANCE, Column, Duals, Master
 from ckptplan.solving.bound.relaxation import Chain, Floats, Intervals
 
+Indices = NDArray[np.int64]
 FIRST_LENGTH = 8
 """Stages of the longest segment asked for at first, and the square root of all stages on top."""
 
@@ -46,7 +48,9 @@ class Costs:
     away : array (2, stages)
         What a byte over the budget costs in each step; infinite where nothing can move.
     tau : array (stages,)
-        What a second of compute in a backward step costs; below 1 where the link uses it.
+        What a second of compute in a backward step costs; below 1 where the link uses it, or launching matters.
+    launch : float
+        What a second of launching costs.
     options : list of array
         Per stage and option, what does not depend on memory: recompute and moves.
     move_out, move_back : array (stages,)
@@ -58,6 +62,7 @@ class Costs:
     linear: Floats
     away: Floats
     tau: Floats
+    launch: float
     options: list[Floats]
     move_out: Floats
     move_back: Floats
@@ -72,12 +77,13 @@ class Costs:
         `apart`: leave out the rows "no more is away than was put" (r), for a program that heeds them itself.
         """
         c, n = chain, chain.n
-        constant = 0.0
+        lanes_price = 1.0 - duals.launch
+        constant = duals.launch * (c.launch - 1.0)
         away, moves, taus, linear = [], [], [], []
         lanes = ((c.out, c.forward_s, duals.forward), (c.back, c.backward_s, duals.backward))
         for lane, (rate, seconds, memory) in enumerate(lanes):
             p, q = duals.drain[lane], duals.queue[lane]
-            over = np.maximum(1.0, p + q)
+            over = np.maximum(1.0, (p + q) / lanes_price) if lanes_price else np.inf
             p, q = p / over, q / over
             before = np.concatenate([[0.0], (p + q) / rate])
             price = before[:n] - p / rate
@@ -94,7 +100,7 @@ class Costs:
             tail = np.cumsum(late[::-1])[::-1]
             moves.append(before[n] - tail[1:])
             constant -= float(p @ seconds)
-            taus.append(1.0 - p)
+            taus.append(lanes_price - p)
         host = duals.host if c.host is not None else 0.0
         constant -= host * (c.host or 0.0)
         fixed: list[dict[int, float]] = [{} for _ in range(n)]
@@ -106,7 +112,7 @@ class Costs:
                 constant -= w * c.size[s]
         options = []
         for i, m in enumerate(c.menus):
-            cost = m.seconds * taus[1][i]
+            cost = m.seconds * taus[1][i] + m.launch * duals.launch
             if fixed[i]:
                 cost = cost + np.array([sum(fixed[i].get(s, 0.0) for s in items) for items in m.fixes])
             options.append(cost)
@@ -114,6 +120,7 @@ class Costs:
             linear=np.stack(linear),
             away=np.stack(away),
             tau=taus[1],
+            launch=duals.launch,
             options=options,
             move_out=moves[0],
             move_back=moves[1],
@@ -121,6 +128,14 @@ class Costs:
             host=host,
             constant=constant,
         )
+
+    def sweep(self, intervals: Intervals, first: Indices, last: Indices) -> Floats:
+        """Cost of the time of segments' sweeps and of the recomputes of their last stages."""
+        c, iv = intervals.chain, intervals
+        again_s = np.where(np.isfinite(c.again_s), c.again_s, 0.0)
+        launch = c.again_launch[last] + iv.run_launch[last] - iv.run_launch[first]
+        cost: Floats = self.tau[last] * (again_s[last] + iv.run[last] - iv.run[first]) + self.launch * launch
+        return cost
 
     def move(self, i: int, s: int | None = None) -> float:
         """Price of a byte that stage i moves, of storage s where others have a say."""
@@ -145,7 +160,6 @@ class LinearTrees:
         lf, lb = costs.linear
         self.back = np.concatenate([[0.0], np.cumsum(lb)])
         self.fore = np.concatenate([[0.0], np.cumsum(lf)])
-        again_s = np.where(np.isfinite(c.again_s), c.again_s, 0.0)
         self.sweep = np.zeros((w, n))  # G, column: last stage
         self.tree = np.full((w, n), np.inf)  # R, column: first stage
         self.less = np.full((w, n), np.inf)  # R less what is held until later
@@ -160,9 +174,7 @@ class LinearTrees:
                 inner = self.less[:i, s] + intervals.held[:i, s] * self.back[i + 1 :] + self.sweep[:i][::-1, b]
                 self.sweep[i, b] = np.minimum(best, inner.min(axis=0))
             last = np.arange(i, n)
-            value = (
-                costs.tau[last] * (again_s[last] + intervals.run[last] - intervals.run[last - i]) + self.sweep[i, last]
-            )
+            value = costs.sweep(intervals, last - i, last) + self.sweep[i, last]
             self.tree[i, : n - i] = np.where(intervals.possible[i, : n - i], value, np.inf)
             self.less[i, : n - i] = self.tree[i, : n - i] - intervals.held[i, : n - i] * self.back[last + 1]
         self._segments()
@@ -308,10 +320,13 @@ def column_of(chain: Chain, intervals: Intervals, tree: Segment) -> Column:
     size = b - a + 1
     kept = np.array([intervals.held_at[j - a, a] for j in range(a, b + 1)])
     rows, seconds = np.zeros(size), np.zeros(size)
+    launch = 0.0
 
     def sweep(segment: Segment) -> None:
+        nonlocal launch
         s, last = segment.first, segment.last
         seconds[last - a] += c.again_s[last] + intervals.run[last] - intervals.run[s]
+        launch += float(c.again_launch[last] + intervals.run_launch[last] - intervals.run_launch[s])
         rows[last - a] += c.full[last] + c.last_own[last]
         inner = {item.first: item for item in segment.inner}
         while s < last:
@@ -329,4 +344,4 @@ def column_of(chain: Chain, intervals: Intervals, tree: Segment) -> Column:
     before = np.concatenate([[0.0], np.cumsum(kept)[:-1]])
     moves = float(intervals.moves[b - a, a])
     returns = [(again, float(c.size[s])) for s, again in intervals.returns(a, b)]
-    return Column(tree, kept, c.segment_forward[a : b + 1], rows - before, seconds, moves, returns)
+    return Column(tree, kept, c.segment_forward[a : b + 1], rows - before, seconds, launch, moves, returns)

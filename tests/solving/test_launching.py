@@ -1,0 +1,208 @@
+"""A host that launches as a second sum: plans, proofs and bounds where it takes about as long as the device."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import replace
+
+import brute_force
+import pytest
+from random_chains import (
+    homogeneous_chain,
+    launched,
+    random_options,
+    random_segments,
+    rich_chain,
+    textbook_chain,
+)
+
+from ckptplan.core.option import ACTIONS, Action
+from ckptplan.core.profile import Profile
+from ckptplan.core.request import Limits
+from ckptplan.core.schedule import StepNeed, evaluate, residency, tightest_peak
+from ckptplan.referee import simulate, validate
+from ckptplan.solving import peak, planner
+from ckptplan.solving.bound.pricing import lower_bound
+from ckptplan.solving.cost import menus
+from ckptplan.solving.frontier import everything_kept_bytes, smallest_within
+from ckptplan.solving.launching import mixed
+from ckptplan.solving.planner import smallest_peak, solve_profile
+
+pytestmark = pytest.mark.planning
+
+ROUNDING = 1 + 1e-9  # sums of the same seconds in another order
+LONG_S = 60.0
+STILL: tuple[Action, ...] = ("keep", "recompute")
+
+
+def without_host(profile: Profile) -> Profile:
+    """The same device and links, launched in no time."""
+    return mixed(profile, 0.0)
+
+
+def slow_host(profile: Profile, pace: float) -> Profile:
+    """The host launches each forward, backward and recompute in `pace` times what it computes; a swap takes little."""
+    return replace(
+        profile,
+        stages=tuple(
+            replace(
+                stage,
+                forward_launch_s=pace * stage.forward_s,
+                backward_launch_s=pace * stage.backward_s,
+                options=tuple(
+                    replace(o, launch_s=pace * stage.forward_s * o.recomputes + 0.05 * stage.forward_s * len(o.moves))
+                    for o in stage.options
+                ),
+            )
+            for stage in profile.stages
+        ),
+    )
+
+
+def drawn(seed: int, size: int) -> Profile:
+    rng = random.Random(seed)
+    return launched(rng, textbook_chain(rng, size) if seed % 2 else rich_chain(rng, size, most_options=4))
+
+
+def budgets(profile: Profile, rng: random.Random, actions: tuple[Action, ...] = ACTIONS) -> tuple[int, int]:
+    least = smallest_peak(profile, Limits(actions=actions)).peak_bytes
+    return least, least + rng.randint(0, max(0, everything_kept_bytes(profile) - least))
+
+
+def test_recompute_is_launched_and_a_swap_is_not() -> None:
+    """The best plan for device and link recomputes, for 13 s; launching that takes 14 s, and the best swaps, 13.5 s."""
+    chain = Profile.from_chain(
+        [1.0] * 4, [2.0] * 4, [1] * 4, [8] * 4, input_bytes=0, out_bytes_per_s=2.0, in_bytes_per_s=2.0
+    )
+    host = replace(
+        chain,
+        stages=tuple(
+            replace(
+                stage,
+                forward_launch_s=1.0,
+                backward_launch_s=2.0,
+                options=tuple(replace(option, launch_s=2.0 * option.recomputes) for option in stage.options),
+            )
+            for stage in chain.stages
+        ),
+    )
+    assert (chain.baseline_step_s, host.baseline_step_s) == (12.0, 12.0)
+    budget = everything_kept_bytes(chain) - 4
+    alone, found = solve_profile(chain, budget), solve_profile(host, budget)
+    assert [choice.action for choice in alone.choices] == ["keep", "keep", "recompute", "keep"]
+    assert (alone.step_s, alone.status) == (13.0, "optimal")
+    launched_s = simulate(host, alone.choices).makespan_s
+    assert launched_s == simulate(host, alone.choices).launch_s == 14.0
+    assert [choice.action for choice in found.choices] == ["swap", "keep", "keep", "keep"]
+    assert (found.step_s, found.launch_s, found.status) == (13.5, 12.0, "optimal")
+    assert found.step_s == brute_force.fastest(host, budget)
+    # With the lanes' optimum as its bound, the slower plan is named.
+    wrong = replace(alone, launch_s=14.0, baseline_launch_s=12.0)
+    assert [violation.kind for violation in validate(host, wrong, budget)] == ["prediction"]
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_equals_brute_force(part: int) -> None:
+    differs = 0
+    for seed in range(part, 36, 3):
+        profile, rng = drawn(seed, 2 + seed % 4), random.Random(seed)
+        combinations = brute_force.combinations(profile)
+        for budget in budgets(profile, rng):
+            plan = solve_profile(profile, budget, Limits(gap=0.0))
+            assert validate(profile, plan, budget) == ()
+            best = brute_force.fastest(profile, budget, within=combinations)
+            assert plan.status == "optimal", (seed, budget)
+            assert plan.step_s == pytest.approx(best, rel=1e-9), (seed, budget)
+            before = solve_profile(without_host(profile), budget, Limits(gap=0.0))
+            differs += simulate(profile, before.choices, before.segments).makespan_s > plan.step_s * ROUNDING
+    assert differs >= 1  # plans for the device alone take longer
+
+
+@pytest.mark.parametrize("actions", [ACTIONS, STILL])
+def test_the_way_for_long_chains_is_sound_on_short_ones(
+    actions: tuple[Action, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peak, "PLANS_LOOKED_AT", 0)
+    for name in ("PLANS_LOOKED_AT_FIRST", "PLANS_LOOKED_AT_LAST"):
+        monkeypatch.setattr(planner, name, 0)
+    monkeypatch.setattr(planner, "ROUNDS_AT_LAST", 20)
+    optimal = near = count = 0
+    for seed in range(8):
+        profile, rng = drawn(seed, 3 + seed % 3), random.Random(seed)
+        combinations = brute_force.combinations(profile, actions=actions)
+        for budget in budgets(profile, rng, actions):
+            plan = solve_profile(profile, budget, Limits(actions=actions, time_limit_s=LONG_S))
+            assert validate(profile, plan, budget) == ()
+            best = brute_force.fastest(profile, budget, within=combinations)
+            assert best is not None
+            assert plan.lower_bound_s <= best * ROUNDING, (seed, budget)
+            assert plan.step_s >= best / ROUNDING, (seed, budget)
+            optimal += plan.step_s <= best * ROUNDING
+            near += plan.lower_bound_s >= best * 0.95
+            count += 1
+    assert optimal >= 0.8 * count
+    assert near >= 0.6 * count
+
+
+def test_a_mixture_never_takes_longer() -> None:
+    compared = 0
+    for seed in range(120):
+        rng = random.Random(seed)
+        profile = drawn(seed, rng.randint(1, 9))
+        segments = random_segments(rng, profile)
+        options = random_options(rng, profile, segments)
+        budget = tightest_peak(profile, residency(profile, options, segments)).bytes + rng.randint(0, 30)
+        share = rng.choice((0.0, 0.2, 0.5, 0.9, 0.99))
+        view = mixed(profile, share)
+        same = [stage.option(option.name) for stage, option in zip(view.stages, options, strict=True)]
+        step, mixture = evaluate(profile, options, budget, segments), evaluate(view, same, budget, segments)
+        assert not isinstance(step, StepNeed)
+        assert not isinstance(mixture, StepNeed)
+        assert mixture.makespan_s <= step.makespan_s * ROUNDING, (seed, share)
+        compared += mixture.makespan_s < step.makespan_s
+    assert compared > 60
+
+
+def test_the_linear_program_bounds_both_sums_together() -> None:
+    """Either sum alone could be as short as 0.90 s, one by swapping and the other by recompute."""
+    profile = slow_host(homogeneous_chain(24, link_ratio=0.3), 1.2)
+    least, most = smallest_peak(profile, Limits(time_limit_s=4)).peak_bytes, everything_kept_bytes(profile)
+    budget, menu = least + (most - least) // 10, menus(profile, ACTIONS)
+
+    def bound_s(of: Profile) -> float:
+        return lower_bound(of, menu, budget, deadline=time.monotonic() + LONG_S).bound_s
+
+    launching_alone = replace(
+        profile,
+        stages=tuple(
+            replace(s, forward_s=0.0, backward_s=1e-9, options=tuple(replace(o, recompute_s=0.0) for o in s.options))
+            for s in profile.stages
+        ),
+        link=replace(profile.link, out_bytes_per_s=1e15, in_bytes_per_s=1e15),
+    )
+    together = bound_s(profile)
+    assert together > 1.08 * max(bound_s(without_host(profile)), bound_s(launching_alone))
+    plan = solve_profile(profile, budget, Limits(gap=0.02, time_limit_s=LONG_S))
+    assert validate(profile, plan, budget) == ()
+    assert together <= plan.step_s * ROUNDING
+    assert plan.gap <= 0.02
+
+
+def test_copies_need_not_be_shorter_than_launching() -> None:
+    """A search over transfers ends where the host takes longer, and keeps the lazy ones."""
+    profile = slow_host(homogeneous_chain(8, link_ratio=1.0), 3.0)
+    least = smallest_peak(profile).peak_bytes
+    plan = solve_profile(profile, least + (everything_kept_bytes(profile) - least) // 2)
+    assert plan.step_s == plan.launch_s
+    assert all(len(choice.transfers) <= 1 for choice in plan.choices)
+    assert "the time in which the host launches it" in str(plan)
+
+
+def test_the_smallest_peak_within_a_slowdown_counts_launching() -> None:
+    for seed in range(6):
+        profile = drawn(seed, 4)
+        plan = smallest_within(profile, 0.1, Limits(time_limit_s=20))
+        assert plan.step_s <= 1.1 * profile.baseline_step_s * ROUNDING
+        assert plan.peak_bound_bytes is not None
+        assert brute_force.fastest(profile, plan.peak_bound_bytes - 1, below_s=1.1 * profile.baseline_step_s) is None
