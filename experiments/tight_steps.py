@@ -12,7 +12,7 @@ peak, and its measured peak must not be above it. Then the rival, ours and the p
 
 A cell is won where the bootstrap interval of the median ratio, our step / the rival's in the same round, lies below 1,
 lost where it lies above. Predicted steps are those of a replay by the referee. The heap keeps its pages, as in
-small_steps.py. Dropout is off, so that all gradients can be compared.
+small_steps.py. Dropout is off, as in compare_real.py; all first steps draw from one seed, and gradients are compared.
 
 On the CPU copies within memory are nearly free. With --link-ratio R plans are made for a link on which moving all that
 is kept takes R times the forward, as between a GPU and its host, and real copies sleep until they have taken as long.
@@ -178,6 +178,7 @@ class Bench:
         if plan is not None:
             handle = stack.enter_context(ckptplan.apply(mine, plan, check="off"))
             stack.enter_context(handle.unmetered())
+        torch.manual_seed(0)
         return enter(name, mine, functools.partial(mine, **self.inputs), self.inputs)
 
     def cell(self, rival: str, percents: list[float], plan: ckptplan.Plan) -> Cell:
