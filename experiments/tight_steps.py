@@ -243,6 +243,7 @@ def measure(bench: Bench, percents: list[float], rivals: list[str]) -> list[Cell
     """All cells of a model; budgets for which a rival has the same plan share one."""
     cells = []
     budgets = bench.budgets(percents)
+    print(f"{bench.name}: {len(bench.profile.stages)} stages, profile ± {bench.profile.step_error:.1%}", flush=True)
     for rival in rivals:
         plans: dict[Any, tuple[ckptplan.Plan, list[float]]] = {}
         for percent, budget_bytes in budgets.items():
