@@ -92,6 +92,8 @@ LEAST_FITTING = 0.75
 """Smallest of these budgets, as a share of the true one."""
 REFUSAL_LEAST_S = 0.2
 """Seconds for the smallest peak in an error, however late it is."""
+MOST_GIVEN_UP = 0.01
+"""Share of the step that is given up for a simpler plan, at most."""
 BOUND_ROUNDING = 1e-9
 """Relative difference by which a bound may be above the plan for nothing but rounding."""
 REPORT_S = 0.5
@@ -789,11 +791,12 @@ class _PlanSearch:
     def given_up(self, best: Schedule) -> Schedule:
         """The simplest schedule that is slower than `best` by no more than the error of what `best` changes.
 
-        What is faster by less may not be faster at all. Fewer bytes moved are simpler, then fewer decisions. Candidates
+        What is faster by less may not be faster at all. No more than `MOST_GIVEN_UP` of the step is given up, though: times
+        that are known less well don't make a plan better that is slower by all that is known. Fewer bytes moved are simpler, then fewer decisions. Candidates
         are the fastest schedule seen that moves nothing, and `best` with one change after the other that keeps a stage,
         moves less of it, or recomputes it in place of moving.
         """
-        error_s = self.profile.step_error * self.changed_s(best)
+        error_s = min(self.profile.step_error * self.changed_s(best), MOST_GIVEN_UP * best.step_s)
         if not error_s:
             return best
         limit_s = best.step_s + error_s

@@ -14,6 +14,7 @@ makes the optimum lower.
 | M[o]      | bytes that stage o moves                                                                           |
 | z[s,k]    | the transfer of storage s, a large one, is done when step k starts; one for each lane              |
 | f[o,k]    | so are those of all large storages that stage o moves; forward alone                               |
+| put[o]    | bytes that the stages before o move                                                                |
 | L[k]      | bytes that a link has carried when step k starts; backward is a lane in reversed time (cost.py)    |
 
 Bytes are in units of the budget, seconds in units of the baseline. The model takes its time in a process of its own
@@ -22,7 +23,8 @@ Bytes are in units of the budget, seconds in units of the baseline. The model ta
 Never above the truth. In forward a storage is there from its birth on if any stage holds it, in backward from its
 first holder on: an OR of holders, exact. In a sweep, what a stage keeps is a copy unless the stage held the storage all
 the while; a copy is there while a stage that was kept has it. An inner segment's stages run again, its last one
-recomputes, and both are charged in the backward step in which they do; the bytes of inner sweeps are left out.
+recomputes, and both are charged in the backward step in which they do; what lies around an inner
+sweep is left out while it runs.
 """
 
 from __future__ import annotations
@@ -44,11 +46,11 @@ from ckptplan.solving.enumerate import PlanSpace
 
 MOST_BASELINES = 1e4
 """Steps with everything kept, above which a bound isn't believed."""
-WHOLE = 0.005
+WHOLE = 0.02
 """Share of the budget from which on a storage moves whole or not at all."""
 HALF = 0.5
 """Above it, a whole variable is 1."""
-DONE = 0.03
+DONE = 0.05
 """Share of the budget from which on the transfer of a storage is whole."""
 
 

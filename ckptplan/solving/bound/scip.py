@@ -6,6 +6,7 @@ others infeasible that have solutions.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import math
 import os
@@ -80,21 +81,21 @@ class Running:
     def found(self) -> Found | None:
         """Wait for it until its deadline; None if it failed."""
         try:
-            self.process.wait(max(0.0, self.deadline + LATE_S - time.monotonic()))
+            if self.process.wait(max(0.0, self.deadline + LATE_S - time.monotonic())) != 0:
+                return None
+            self.answer.seek(0)
+            answer: Found = pickle.load(self.answer)
+            return answer
         except subprocess.TimeoutExpired:
             return None
         finally:
             self.end()
-        if self.process.returncode != 0:
-            return None
-        self.answer.seek(0)
-        answer: Found = pickle.load(self.answer)
-        return answer
 
     def end(self) -> None:
         """End it, whatever it is at."""
         self.process.kill()
         self.process.wait()
+        self.answer.close()
 
 
 def begin(problem: Problem, deadline: float, gap: float) -> Running | None:
@@ -105,15 +106,15 @@ def begin(problem: Problem, deadline: float, gap: float) -> Running | None:
     # The child imports what this process does, from the same places, and nothing from the working directory.
     start = f"import sys; sys.path[:] = {sys.path!r}; from ckptplan.solving.bound.scip import main; main()"
     command = [sys.executable, "-c", start, repr(seconds), repr(gap)]
-    try:
-        answer = tempfile.TemporaryFile()  # noqa: SIM115 - closed when nothing refers to it
-        with tempfile.TemporaryFile() as question:
-            pickle.dump(problem, question)
-            question.seek(0)
-            process = subprocess.Popen(command, stdin=question, stdout=answer, stderr=subprocess.DEVNULL)
-    except OSError:  # no such program, or no process or file to be had
-        return None
-    return Running(process, answer, deadline)
+    with contextlib.ExitStack() as files, contextlib.suppress(OSError):  # no such program, or no process or file
+        question, answer = (files.enter_context(tempfile.TemporaryFile()) for _ in range(2))
+        pickle.dump(problem, question)
+        question.seek(0)
+        process = subprocess.Popen(command, stdin=question, stdout=answer, stderr=subprocess.DEVNULL)
+        files.pop_all()
+        question.close()
+        return Running(process, answer, deadline)
+    return None
 
 
 def main() -> None:
