@@ -2,9 +2,9 @@
 
     python experiments/faults.py --faults 1500 --out experiments/results
 
-Small models with plans of all kinds are trained under faults of these kinds: an exception in forward, in a recompute,
-in backward; a copy out or back that fails; a full disk; a worker thread that is killed; a swap file that is cut off,
-or whose bytes are changed; an interrupt (SIGINT's) at any moment; an operation that is out of memory, with and
+Small models under the plans of bitwise.py are trained with faults of these kinds: an exception in forward, in a
+recompute, in backward; a copy out or back that fails; a full disk; a worker thread that is killed; a swap file that is
+cut off, or whose bytes are changed; an interrupt (SIGINT's) at any moment; an operation that is out of memory, with and
 without `handle.step`. A plan stays applied through hundreds of them. After each fault:
 
 - the step raised an error of the kind that belongs to it, or, where the fault hit nothing, its gradients are right;

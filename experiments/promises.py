@@ -79,6 +79,12 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         "compare_real.json",
     ),
     Experiment(
+        "tight_steps",
+        "Real steps at the tightest budgets and equal measured peak, beside greedy and an earlier version",
+        "tight_steps.json",
+        "--earlier ../earlier",
+    ),
+    Experiment(
         "planning_time", "Seconds of profiling and solving by part, and how they grow with depth", "planning_time.json"
     ),
     Experiment("predicted_steps", "Predicted step times against measured ones", "predicted_steps.json"),
@@ -1258,7 +1264,7 @@ PROMISES: tuple[Promise, ...] = (
         "Plans are held against the published rules, and against PyTorch's own switches at the peak they reach",
         _in("test_baselines", "test_pofo_swaps_and_is_never_slower_than_rotor")
         + _in("test_solver", "test_recompute_only_is_never_slower_than_rotor"),
-        ("compare_greedy", "compare_real", "pooch_questions"),
+        ("compare_greedy", "compare_real", "tight_steps", "pooch_questions"),
     ),
 )
 

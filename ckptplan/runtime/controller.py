@@ -325,7 +325,11 @@ class Controller:
             current.session.takes((args, kwargs))
         for inputs in self._inputs:
             inputs(args, kwargs)
-        output = original(*args, **kwargs)
+        try:
+            output = original(*args, **kwargs)
+        except BaseException:  # also between stages: what an open segment holds goes with the error
+            current.open = self._pass = None
+            raise
         self._release_until(current, len(self._stages))
         for ended in self._output:
             ended(output, (args, kwargs))

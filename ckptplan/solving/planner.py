@@ -19,7 +19,6 @@ from ckptplan.core.schedule import EQUAL_S
 from ckptplan.core.units import format_bytes
 from ckptplan.solving.bound import scip
 from ckptplan.solving.bound.linear_program import Master
-from ckptplan.solving.bound.mixed_integer import MixedModel
 from ckptplan.solving.bound.pricing import lower_bound
 from ckptplan.solving.bound.relaxation import Chain, Floats
 from ckptplan.solving.cost import KEEP, Codes, Evaluator, Menu, Schedule, Segments
@@ -70,11 +69,10 @@ LOCAL_SEARCH_STARTS = 2
 """Finalists with distinct segments from which local search starts."""
 SLOWER_FACTOR = 1.01
 """The label DP drops what its fluid links, which are inexact, make slower than the best plan by more."""
-MIXED_STAGES = 40
+MIXED_STAGES = 100
 """Longer chains take the mixed-integer program more than the time there is."""
-MIXED_LEAST_S = 0.6
-MIXED_S_PER_PAIR = 0.003
-"""Seconds in which its process starts, and in which it is built, per pair of stages, about."""
+MIXED_LEAST_S = 1.0
+"""Least seconds for it: its process takes half a second to start."""
 MIXED_GAP_SHARE = 0.25
 """Its gap as a share of the one wanted: the rest is for what it leaves out."""
 MODEL_STAGES = 150
@@ -95,6 +93,8 @@ LEAST_FITTING = 0.75
 """Smallest of these budgets, as a share of the true one."""
 REFUSAL_LEAST_S = 0.2
 """Seconds for the smallest peak in an error, however late it is."""
+MOST_GIVEN_UP = 0.01
+"""Share of the step that is given up for a simpler plan, at most."""
 BOUND_ROUNDING = 1e-9
 """Relative difference by which a bound may be above the plan for nothing but rounding."""
 REPORT_S = 0.5
@@ -113,7 +113,7 @@ LONG_CHAIN_LOCAL_SHARE = 0.6
 LATER_LOCAL_SHARE = 0.3
 REFINE_SHARE = 0.1
 LAST_LOCAL_SHARE = 0.85
-MIXED_SHARE = 0.6
+MIXED_SHARE = 0.8
 SEGMENT_SHARE = 0.2
 STILL_SEGMENT_SHARE = 0.6
 """Of the segment program where nothing moves."""
@@ -265,6 +265,7 @@ class _PlanSearch:
     quiet_until_s: float = field(default_factory=lambda: time.monotonic() + REPORT_S)
     told: tuple[str, float, float, int | None] | None = None
     seen: tuple[Sequence[int], Segments] | None = None
+    mixed: scip.Running | None = field(default=None, init=False)
     space: PlanSpace = field(init=False)
     menu: Menu = field(init=False)
 
@@ -275,6 +276,10 @@ class _PlanSearch:
         except KeyboardInterrupt:
             self.interrupted()
             raise
+        finally:
+            if self.mixed is not None:
+                self.mixed.end()
+                self.mixed = None
 
     def parts(self) -> tuple[Schedule, float]:
         """The parts of the search, one after the other."""
@@ -287,8 +292,9 @@ class _PlanSearch:
         if self.space.count(PLANS_LOOKED_AT_FIRST, MOST_FORESTS) <= PLANS_LOOKED_AT_FIRST:
             self.enumerate()
             if not self.closed():  # storages too many, or the time too short, to try all parts of what may move
+                self.begin_mixed()
                 self.run_bound()
-                self.run_mixed()
+                self.take_mixed(wait=True)
             return self.result("exact search")
         self.start()
         if not self.closed():
@@ -317,12 +323,13 @@ class _PlanSearch:
             self.polish(MOST_PAIRS, LONG_CHAIN_LOCAL_SHARE)
         else:
             self.polish(MOST_PAIRS, FIRST_LOCAL_SHARE)
+            self.begin_mixed()
             if n <= MODEL_STAGES:
                 self.search(ROUNDS_AT_FIRST, FIRST_LOCAL_SHARE)
             self.refine(REFINE_SHARE)
             self.run_bound()
-            self.run_mixed()
         while not self.closed() and width <= MOST_LABELS:
+            self.take_mixed()
             if self.left_s() < (1.0 if depth < NESTING else 2.0) * taken:
                 break
             begin, before = time.monotonic(), self.lazy
@@ -336,6 +343,7 @@ class _PlanSearch:
                 break
         if not self.closed():
             self.search(ROUNDS_AT_LAST, LAST_LOCAL_SHARE if n <= MODEL_STAGES else 1.0)
+        self.take_mixed(wait=True)
         if not self.closed() and not self.space.segments and n <= MODEL_STAGES:
             self.run_model()
 
@@ -419,21 +427,33 @@ class _PlanSearch:
         self.mix(bound.prices.launch)
         return self.steered_by(bound.prices.forward_s_per_byte, bound.prices.backward_s_per_byte, bound.prices.drain)
 
-    def run_mixed(self) -> None:
-        """A bound by the mixed-integer program, and the plan that it suggests."""
-        n = len(self.menu)
-        if self.closed() or n > MIXED_STAGES or MIXED_SHARE * self.left_s() < MIXED_LEAST_S + MIXED_S_PER_PAIR * n * n:
+    def begin_mixed(self) -> None:
+        """Let the mixed-integer program run beside what follows."""
+        share_s = MIXED_SHARE * self.left_s()
+        if self.closed() or len(self.menu) > MIXED_STAGES or share_s < MIXED_LEAST_S:
+            return
+        assert self.best is not None
+        problem = scip.Problem(
+            self.profile,
+            self.menu,
+            self.budget_bytes,
+            self.host_bytes,
+            self.space.segments,
+            self.best.step_s + self.more_s,
+        )
+        self.mixed = scip.begin(problem, time.monotonic() + share_s, self.gap * MIXED_GAP_SHARE)
+
+    def take_mixed(self, *, wait: bool = False) -> None:
+        """Its bound, and the plan that it suggests, if it has ended or that is waited for."""
+        mixed = self.mixed
+        if mixed is None or self.closed() or not (wait or mixed.done):
             return
         self.begin("mixed-integer program")
-        deadline = time.monotonic() + MIXED_SHARE * self.left_s()
-        model = MixedModel(
-            self.profile, self.menu, self.budget_bytes, host_bytes=self.host_bytes, segments=self.space.segments
-        )
-        found = scip.solve(model.model, deadline, self.gap * MIXED_GAP_SHARE)
+        found, self.mixed = mixed.found(), None
         if found is not None:
-            self.prove(model.bound_s(found.bound, scip.TOLERANCE))
-            if found.values:
-                codes, segments, transfers = model.read(found.values)
+            self.prove(found.bound_s)
+            if found.solution is not None:
+                codes, segments, transfers = found.solution
                 self.offer(codes, segments)
                 until = _after(REFINE_SHARE, self.deadline)
                 schedule = self.evaluator.transferred(codes, segments, transfers, self.budget_bytes, until)
@@ -719,7 +739,7 @@ class _PlanSearch:
         until = time.monotonic() + share * self.left_s()
         for codes, segments, _ in search.search(self.lazy.codes, self.lazy.segments, until, rounds=rounds):
             self.offer(codes, segments)
-            if self.closed():
+            if self.closed() or (self.mixed is not None and self.mixed.done):
                 break
         self.report("local search")
 
@@ -784,11 +804,12 @@ class _PlanSearch:
     def given_up(self, best: Schedule) -> Schedule:
         """The simplest schedule that is slower than `best` by no more than the error of what `best` changes.
 
-        What is faster by less may not be faster at all. Fewer bytes moved are simpler, then fewer decisions. Candidates
+        What is faster by less may not be faster at all. No more than `MOST_GIVEN_UP` of the step is given up, though: times
+        that are known less well don't make a plan better that is slower by all that is known. Fewer bytes moved are simpler, then fewer decisions. Candidates
         are the fastest schedule seen that moves nothing, and `best` with one change after the other that keeps a stage,
         moves less of it, or recomputes it in place of moving.
         """
-        error_s = self.profile.step_error * self.changed_s(best)
+        error_s = min(self.profile.step_error * self.changed_s(best), MOST_GIVEN_UP * best.step_s)
         if not error_s:
             return best
         limit_s = best.step_s + error_s

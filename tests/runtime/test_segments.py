@@ -954,6 +954,22 @@ def test_after_an_exception_the_next_step_is_right(stage: int, run: int) -> None
         assert_same(train(model, x, 1), want)
 
 
+def test_an_exception_between_stages_frees_what_an_open_segment_holds() -> None:
+    model, x, stages = make("loop")
+
+    def fail(*_: Any) -> None:
+        raise Planted
+
+    choices = [AGAIN, AGAIN, moving((0,), 2, 3), AGAIN, AGAIN, AGAIN]
+    with applied(model, stages, choices, [Segment(2, 5)]) as controller:
+        hook = model.layers[4].register_forward_pre_hook(fail)  # called before the stage's own code
+        with pytest.raises(Planted):
+            call(model, x)
+        hook.remove()
+        gc.collect()
+        assert not controller._stores["host"].used_bytes  # type: ignore[attr-defined]
+
+
 class _InPlace(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.mul_(2)

@@ -682,3 +682,10 @@ def test_a_file_stays_open_for_copies_that_are_queued(tmp_path: Path) -> None:
     finally:
         gc.enable()
     assert torch.equal(out, back)
+
+
+def test_a_record_that_an_interrupt_left_unmade_is_deleted_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", seen.append)
+    Record.__new__(Record)
+    assert not seen

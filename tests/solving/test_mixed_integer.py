@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import brute_force
@@ -20,9 +22,9 @@ from ckptplan.core.profile import Profile
 from ckptplan.core.request import Limits
 from ckptplan.referee import simulate, validate
 from ckptplan.solving.bound import scip
-from ckptplan.solving.bound.mixed_integer import MixedModel, _tree
+from ckptplan.solving.bound.mixed_integer import _tree
 from ckptplan.solving.bound.pricing import lower_bound
-from ckptplan.solving.cost import menus
+from ckptplan.solving.cost import Evaluator, menus
 from ckptplan.solving.frontier import everything_kept_bytes
 from ckptplan.solving.planner import smallest_peak, solve_profile
 
@@ -32,12 +34,8 @@ ROUNDING = 1 + 1e-9  # sums of the same seconds in another order
 PROFILES = Path(__file__).parent.parent / "profiles"
 
 
-def in_this_process(model: MixedModel) -> float:
-    """The bound in seconds; the start of a process would take most of the time."""
-    from ortools.math_opt.python import mathopt
-
-    found = mathopt.solve(model.model, mathopt.SolverType.GSCIP)
-    return model.bound_s(found.termination.objective_bounds.dual_bound, scip.TOLERANCE)
+def problem_of(profile: Profile, budget: int) -> scip.Problem:
+    return scip.Problem(profile, menus(profile, ACTIONS), budget)
 
 
 @pytest.mark.parametrize("part", range(4))
@@ -55,11 +53,14 @@ def test_never_above_the_optimum_and_mostly_equal(part: int) -> None:
         for budget in {least, least + (most - least) // 4, least + (most - least) // 2}:
             best_s = brute_force.fastest(profile, budget, host_bytes=host, within=space)
             assert best_s is not None
-            model = MixedModel(
-                profile, menus(profile, ACTIONS, host_bytes=host), budget, host_bytes=host, segments=segments
-            )
-            bound_s = in_this_process(model)
+            # In this process: the start of another one would take most of the time.
+            below_s = best_s if seed % 2 else math.inf
+            menu = menus(profile, ACTIONS, host_bytes=host)
+            problem = scip.Problem(profile, menu, budget, host, segments, below_s)
+            found = scip.solve(problem, time.monotonic() + 60, 1e-7)
+            bound_s = found.bound_s
             assert bound_s <= best_s * ROUNDING, (seed, budget)
+            assert found.solution is not None
             seen += 1
             equal += bound_s >= best_s * (1 - 1e-6)
     assert equal >= 0.7 * seen > 20  # the rest: links are fluids, and inner sweeps are left out
@@ -69,29 +70,40 @@ def test_bounds_and_plans_of_a_process_of_its_own() -> None:
     """At the smallest peak of a real model the linear bound is far below, and the plan is the fastest."""
     profile = Profile.load(PROFILES / "hidden_model.json")
     budget = 16273809
-    model = MixedModel(profile, menus(profile, ACTIONS), budget)
-    found = scip.solve(model.model, time.monotonic() + 60, 1e-6)
+    running = scip.begin(problem_of(profile, budget), time.monotonic() + 60, 1e-6)
+    assert running is not None
+    found = running.found()
     assert found is not None
-    codes, segments, _ = model.read(found.values)
+    assert running.done
+    assert found.solution is not None
+    codes, segments, transfers = found.solution
     plan = solve_profile(profile, budget, Limits(gap=0.0))
-    bound_s = model.bound_s(found.bound, scip.TOLERANCE)
-    assert plan.step_s * (1 - 1e-3) <= bound_s <= plan.step_s * ROUNDING
-    assert len(codes) == len(profile.stages)
-    assert all(segment.last < len(codes) for segment in segments)
+    assert plan.step_s * (1 - 1e-3) <= found.bound_s <= plan.step_s * ROUNDING
+    # Its own transfers are where better ones are looked for.
+    schedule = Evaluator(profile).transferred(codes, segments, transfers, budget, time.monotonic() + 5)
+    assert schedule is not None
+    assert found.bound_s <= schedule.step_s * ROUNDING
+    assert schedule.peak_bytes <= budget
 
 
 def test_nothing_is_imported_from_the_working_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "json.py").write_text("raise RuntimeError('mine')\n")
     monkeypatch.chdir(tmp_path)
     profile = homogeneous_chain(3, link_ratio=0.5)
-    model = MixedModel(profile, menus(profile, ACTIONS), everything_kept_bytes(profile)).model
-    assert scip.solve(model, time.monotonic() + 30, 1e-4) is not None
+    running = scip.begin(problem_of(profile, everything_kept_bytes(profile)), time.monotonic() + 30, 1e-4)
+    assert running is not None
+    assert running.found() is not None
+
+
+def one_with_a_gap() -> tuple[Profile, int]:
+    """A profile and a budget at which the linear bound leaves a gap."""
+    profile = random_chain(40, 12)
+    least = smallest_peak(profile).peak_bytes
+    return profile, least + (everything_kept_bytes(profile) - least) // 20
 
 
 def test_it_is_used_where_the_linear_bound_leaves_a_gap() -> None:
-    profile = random_chain(40, 12)
-    least = smallest_peak(profile).peak_bytes
-    budget = least + (everything_kept_bytes(profile) - least) // 20
+    profile, budget = one_with_a_gap()
     parts: list[str] = []
     plan = solve_profile(
         profile, budget, Limits(gap=0.0, time_limit_s=20), on_progress=lambda part, *_: parts.append(part)
@@ -110,28 +122,53 @@ def test_a_solution_with_crossing_segments_gives_a_tree() -> None:
 
 def test_no_time_and_a_failing_process_are_no_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     profile = homogeneous_chain(6, link_ratio=0.5)
-    model = MixedModel(profile, menus(profile, ACTIONS), everything_kept_bytes(profile) // 2).model
-    assert scip.solve(model, time.monotonic() - 1, 1e-4) is None
-    for program in ("/bin/false", "/no/such/program", ""):
+    problem = problem_of(profile, everything_kept_bytes(profile) // 2)
+    assert scip.begin(problem, time.monotonic() - 1, 1e-4) is None
+    for program in ("/no/such/program", ""):
         monkeypatch.setattr(sys, "executable", program)
-        assert scip.solve(model, time.monotonic() + 5, 1e-4) is None
+        assert scip.begin(problem, time.monotonic() + 5, 1e-4) is None
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    running = scip.begin(problem, time.monotonic() + 5, 1e-4)
+    assert running is not None
+    assert running.found() is None
 
 
-@pytest.mark.usefixtures("python_handles_interrupts")
-def test_an_interrupt_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_is_late_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = sleepers(monkeypatch)
+    profile = homogeneous_chain(6, link_ratio=0.5)
+    running = scip.begin(problem_of(profile, everything_kept_bytes(profile)), time.monotonic() + 0.1, 1e-4)
+    assert running is not None
+    assert not running.done
+    assert running.found() is None
+    assert begun[0].returncode != 0
+
+
+def sleepers(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
+    """Processes that sleep in place of those that would be begun."""
     begun: list[subprocess.Popen[bytes]] = []
     popen = subprocess.Popen
 
     def remembered(*args: object, **options: object) -> subprocess.Popen[bytes]:
-        begun.append(popen([sys.executable, "-c", "import time; time.sleep(60)"], stdin=-1, stdout=-1))
+        begun.append(popen([sys.executable, "-c", "import time; time.sleep(60)"]))
         return begun[-1]
 
     monkeypatch.setattr(subprocess, "Popen", remembered)
-    profile = homogeneous_chain(6, link_ratio=0.5)
-    model = MixedModel(profile, menus(profile, ACTIONS), everything_kept_bytes(profile) // 2).model
-    threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    return begun
+
+
+@pytest.mark.usefixtures("python_handles_interrupts")
+def test_an_interrupt_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    profile, budget = one_with_a_gap()
+    begun = sleepers(monkeypatch)
+
+    def interrupt() -> None:
+        while not begun:
+            time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):
-        scip.solve(model, time.monotonic() + 50, 1e-4)
+        solve_profile(profile, budget, Limits(gap=0.0, time_limit_s=20))
     assert begun[0].wait(timeout=10) != 0
 
 
@@ -139,9 +176,7 @@ def test_rows_are_not_held_more_exactly_than_the_solver_counts() -> None:
     """With 1e-9 for rows, which is its epsilon, SCIP called 8.07 s the optimum of a step that takes 8 s."""
     rng = random.Random(6085)
     profile = odd_chain(rng, rng.randint(2, 4))
-    model = MixedModel(profile, menus(profile, ACTIONS), 575, segments=False)
-    found = scip.solve(model.model, time.monotonic() + 60, 1e-6)
+    found = scip.solve(replace(problem_of(profile, 575), segments=False), time.monotonic() + 60, 1e-6)
     best_s = brute_force.fastest(profile, 575, segments=False)
     assert best_s == pytest.approx(8.0)
-    assert found is not None
-    assert best_s * (1 - 1e-6) <= model.bound_s(found.bound, scip.TOLERANCE) <= best_s * ROUNDING
+    assert best_s * (1 - 1e-6) <= found.bound_s <= best_s * ROUNDING

@@ -186,7 +186,8 @@ class Record:
         self._users: list[Any] = _NO_USERS if self.home is None else [self.home]
 
     def __del__(self) -> None:
-        if self.state is State.RETURNING:  # in any thread, so it isn't counted as a stall of compute
+        # Without a state if an interrupt ended `__init__`. In any thread, so it isn't counted as a stall of compute.
+        if getattr(self, "state", None) is State.RETURNING:
             with contextlib.suppress(CkptPlanError):
                 self._batch.end()
 

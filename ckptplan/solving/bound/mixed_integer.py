@@ -14,6 +14,7 @@ makes the optimum lower.
 | M[o]      | bytes that stage o moves                                                                           |
 | z[s,k]    | the transfer of storage s, a large one, is done when step k starts; one for each lane              |
 | f[o,k]    | so are those of all large storages that stage o moves; forward alone                               |
+| put[o]    | bytes that the stages before o move                                                                |
 | L[k]      | bytes that a link has carried when step k starts; backward is a lane in reversed time (cost.py)    |
 
 Bytes are in units of the budget, seconds in units of the baseline. The model takes its time in a process of its own
@@ -22,7 +23,8 @@ Bytes are in units of the budget, seconds in units of the baseline. The model ta
 Never above the truth. In forward a storage is there from its birth on if any stage holds it, in backward from its
 first holder on: an OR of holders, exact. In a sweep, what a stage keeps is a copy unless the stage held the storage all
 the while; a copy is there while a stage that was kept has it. An inner segment's stages run again, its last one
-recomputes, and both are charged in the backward step in which they do; the bytes of inner sweeps are left out.
+recomputes, and both are charged in the backward step in which they do; what lies around an inner
+sweep is left out while it runs.
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from ckptplan.core import rules
@@ -42,11 +46,11 @@ from ckptplan.solving.enumerate import PlanSpace
 
 MOST_BASELINES = 1e4
 """Steps with everything kept, above which a bound isn't believed."""
-WHOLE = 0.005
+WHOLE = 0.02
 """Share of the budget from which on a storage moves whole or not at all."""
 HALF = 0.5
 """Above it, a whole variable is 1."""
-DONE = 0.03
+DONE = 0.05
 """Share of the budget from which on the transfer of a storage is whole."""
 
 
@@ -187,11 +191,11 @@ class MixedModel:
                 if terms:
                     self.sums[a, k] = self.equal(terms)
 
-    def equal(self, terms: Sequence[Any]) -> Any:
-        """A variable for the sum of terms, which is 0 or 1; the term itself where it is one."""
+    def equal(self, terms: Sequence[Any], upper: float = 1.0) -> Any:
+        """A variable for the sum of terms, which is at most `upper`; the term itself where it is one."""
         if len(terms) == 1:
             return terms[0]
-        var = self.variable()
+        var = self.variable(upper)
         self.require(var == self.sum(terms))
         return var
 
@@ -224,6 +228,11 @@ class MixedModel:
         found = self.profile.stages[i].recompute
         assert found is not None
         return found
+
+    @cached_property
+    def recomputed(self) -> list[frozenset[int]]:
+        """Per stage, the storages that it holds under "recompute"; none where it can't be recomputed."""
+        return [frozenset(again.held if (again := stage.recompute) else ()) for stage in self.profile.stages]
 
     def inside(self, i: int) -> list[Option]:
         """The options that stage `i` may have in a segment."""
@@ -275,6 +284,17 @@ class MixedModel:
             if storage.to_end:
                 self.base[1] = [nbytes + storage.nbytes / self.unit for nbytes in self.base[1]]
         self.groups = list(found.values())
+        # What `_has_copy` tells from each other, and how much of it there is.
+        alike: dict[Any, list[_Group]] = defaultdict(list)
+        for group in self.groups:
+            born = rules.latest_first(p.storages[group.storage])
+            holds = [
+                (holder.stage, holder.linked, s in p.stages[holder.stage].keep.held, s in self.recomputed[holder.stage])
+                for holder in group.holders
+                for s in group.storages[:1]
+            ]
+            alike[born, tuple(holds)].append(group)
+        self.copied = [(sum(group.size for group in groups), groups[0]) for groups in alike.values()]
         for group in self.groups:
             for holder in group.holders:
                 holds = self.sum([self.x[holder.stage][c] for c in sorted(holder.holding)]) + self._in(group, holder)
@@ -344,13 +364,22 @@ class MixedModel:
             if parts:
                 self.moved[o] = self.variable(self.most_moved[o])
                 self.require(self.moved[o] == self.sum([part.size * part.moves for part in parts]))
+        self.put: list[Any] = [0.0]  # bytes that the stages before each move
+        before: list[Any] = []
+        for o in range(n):
+            before = [*before, self.moved[o]] if o in self.moved else before
+            before = [self.equal(before, sum(self.most_moved))] if before else []
+            self.put.append(self.sum(before))
         if host_bytes is not None:
-            self.require(self.sum(list(self.moved.values())) <= host_bytes / self.unit)
+            self.require(self.put[n] <= host_bytes / self.unit)
 
     def add_lane(self, lane: int) -> Any:
         """What is away by step, which the link has carried before; return the time for which compute waits."""
         n, link = self.n, self.profile.link
         compute_s = (self.forward_s, self.backward_s)[lane]
+        enforced = rules.enforceable_points([stage.is_glue for stage in self.profile.stages])[lane]
+        most_put = [0.0, *accumulate(self.most_moved)]
+        carried = [self.variable(most_put[-1]) for _ in range(n + 1)]
         away: list[list[Any]] = [[] for _ in range(n)]
         done: dict[tuple[int, int], list[Any]] = {}
         for k in range(n):
@@ -373,6 +402,7 @@ class MixedModel:
                         self.require(all_done + part.moves - z <= 1)
                         if ahead is not None:
                             self.require(z <= ahead)
+                        self.require(carried[k] >= self.put[o] + part.size * z - most_put[o] * (1 - z))
                     done.setdefault((o, number), []).append(z)
                     away[k] += [part.size * z] if gone else []
                 if small:
@@ -392,20 +422,19 @@ class MixedModel:
         rate = largest / self.unit / seconds * RATE_ROUNDING if seconds else math.inf
         if not self.moved or rate == math.inf:
             return 0.0
-        whole = sum(self.most_moved)
-        carried = [self.variable(whole) for _ in range(n + 1)]
+        whole = most_put[-1]
         stalls = [self.variable(whole) for _ in range(n)]  # in bytes that the link carries meanwhile
         self.require(carried[0] == 0)
         for k in range(n):
             # More than everything makes no difference.
             during = [min(rate * compute_s[k], whole)]
             during += [min(rate * seconds, whole) * var for seconds, var in self.added_s[k] if lane == 1]
-            before, after = (self.sum([self.moved[o] for o in self.moved if o < end]) for end in (k, k + 1))
             self.require(carried[k + 1] - carried[k] <= self.sum(during) + stalls[k])
-            self.require(carried[k + 1] <= before + stalls[k])
-            self.require(carried[k + 1] <= after)
-            self.require(self.away[lane][k] <= carried[k])
-        self.require(carried[n] >= self.sum(list(self.moved.values())))
+            self.require(carried[k + 1] <= self.put[k] + stalls[k])
+            self.require(carried[k + 1] <= self.put[k + 1])
+            # What is away must be when the last point before that the runtime can meet comes.
+            self.require(self.away[lane][k] <= carried[enforced[k - 1] + 1 if k else 0])
+        self.require(carried[enforced[-1] + 1] >= self.put[n])
         return self.sum([1 / rate * stall for stall in stalls])
 
     def add_memory(self) -> None:
@@ -462,13 +491,13 @@ class MixedModel:
     def _copies(self, k: int) -> list[Any]:
         """Bytes of the copies that sweeps have made and that are there in backward step `k`."""
         found = []
-        for group in self.groups:
+        for size, group in self.copied:
             least = [low for holder in group.holders if holder.stage <= k for low in self._has_copy(group, holder, k)]
             if least:
                 copy = self.variable()
                 for low in least:
                     self.require(copy >= low)
-                found.append(group.size * copy)
+                found.append(size * copy)
         return found
 
     def _has_copy(self, group: _Group, holder: _Holder, k: int) -> list[Any]:
@@ -478,7 +507,7 @@ class MixedModel:
         if stage.is_glue or (j, k) not in self.sums:
             return []
         born = rules.latest_first(self.profile.storages[s])
-        kept, recomputed = s in stage.keep.held, s in self.again(j).held
+        kept, recomputed = s in stage.keep.held, s in self.recomputed[j]
         if recomputed and not holder.linked:
             return []  # it held the original all the while
         # What its recompute holds too is a copy where a stage of the segment made it.
