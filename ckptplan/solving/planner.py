@@ -804,10 +804,10 @@ class _PlanSearch:
     def given_up(self, best: Schedule) -> Schedule:
         """The simplest schedule that is slower than `best` by no more than the error of what `best` changes.
 
-        What is faster by less may not be faster at all. No more than `MOST_GIVEN_UP` of the step is given up, though: times
-        that are known less well don't make a plan better that is slower by all that is known. Fewer bytes moved are simpler, then fewer decisions. Candidates
-        are the fastest schedule seen that moves nothing, and `best` with one change after the other that keeps a stage,
-        moves less of it, or recomputes it in place of moving.
+        What is faster by less may not be faster at all. No more than `MOST_GIVEN_UP` of the step is given up: where
+        times are hardly known, a plan that is slower by all that is known is no better. Fewer bytes moved are simpler,
+        then fewer decisions. Candidates are the fastest schedule seen that moves nothing, and `best` with one change
+        after the other that keeps a stage, moves less of it, or recomputes it in place of moving.
         """
         error_s = min(self.profile.step_error * self.changed_s(best), MOST_GIVEN_UP * best.step_s)
         if not error_s:
