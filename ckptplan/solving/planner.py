@@ -104,6 +104,7 @@ REPORT_SHARE = 0.1
 
 # Shares of the time that is left when a part begins; the rest is for the parts behind it. On small chains each part
 # ends long before.
+ENUMERATION_SHARE = 0.4
 FIRST_DP_SHARE = 0.3
 FINALISTS_SHARE = 0.5
 STARTS_SHARE = 0.08
@@ -290,7 +291,7 @@ class _PlanSearch:
         if self.closed():
             return self.result("keep all")
         if self.space.count(PLANS_LOOKED_AT_FIRST, MOST_FORESTS) <= PLANS_LOOKED_AT_FIRST:
-            self.enumerate()
+            self.enumerate(ENUMERATION_SHARE)
             if not self.closed():  # storages too many, or the time too short, to try all parts of what may move
                 self.begin_mixed()
                 self.run_bound()
@@ -300,7 +301,7 @@ class _PlanSearch:
         if not self.closed():
             self.improve()
         if not self.closed() and (self.space.count(PLANS_LOOKED_AT_LAST, MOST_FORESTS) <= PLANS_LOOKED_AT_LAST):
-            self.enumerate()
+            self.enumerate(1.0)
         return self.result("done")
 
     def improve(self) -> None:
@@ -625,14 +626,14 @@ class _PlanSearch:
         if found is not None and (self.best is None or found.step_s < self.best.step_s):
             self.report_now_and_then(found)
 
-    def enumerate(self) -> None:
-        """Exact search over every vector."""
+    def enumerate(self, share: float) -> None:
+        """Exact search over every vector, in at most this share of the time left."""
         self.begin("exact search")
         complete = fastest_of_all(
             self.evaluator,
             self.space,
             self.budget_bytes,
-            self.deadline,
+            _after(share, self.deadline),
             below_s=math.inf if self.best is None else self.best.step_s,
             on_found=self.take,
         )

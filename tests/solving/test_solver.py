@@ -646,7 +646,7 @@ def test_what_gains_no_more_than_the_error_is_given_up() -> None:
 
 
 def test_a_plan_that_moves_nothing_is_taken_where_it_is_as_fast_within_the_error() -> None:
-    chain = homogeneous_chain(8, link_ratio=0.6)
+    chain = homogeneous_chain(24, link_ratio=0.04)
     budget = tight(chain)
     swapping = solve_profile(chain, budget)
     still = solve_profile(chain, budget, Limits(actions=("keep", "recompute")))
@@ -655,3 +655,14 @@ def test_a_plan_that_moves_nothing_is_taken_where_it_is_as_fast_within_the_error
     error = (still.step_s - swapping.step_s) / changed_s(chain, swapping)
     assert solve_profile(replace(chain, step_error=1.01 * error), budget).host_bytes == 0
     assert solve_profile(replace(chain, step_error=0.99 * error), budget).step_s < still.step_s
+
+
+def test_no_more_than_a_hundredth_of_the_step_is_given_up() -> None:
+    """However little is known of the times, a plan that is slower by all that is known isn't taken."""
+    chain = homogeneous_chain(8, link_ratio=0.6)
+    budget = tight(chain)
+    swapping = solve_profile(chain, budget)
+    still = solve_profile(chain, budget, Limits(actions=("keep", "recompute")))
+    assert still.step_s > 1.15 * swapping.step_s
+    taken = solve_profile(replace(chain, step_error=0.9), budget)
+    assert taken.step_s <= 1.01 * swapping.step_s
