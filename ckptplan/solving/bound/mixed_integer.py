@@ -8,6 +8,7 @@ makes the optimum lower.
 |-----------|----------------------------------------------------------------------------------------------------|
 | x[i,o]    | stage i has option o, in no segment                                                                |
 | y[a,b]    | an outermost segment a..b                                                                          |
+| m[i]      | stage i is in a segment and moves what it holds there                                              |
 | Y[a,k]    | an outermost segment with all of a..k in it                                                        |
 | w[a,b]    | a segment a..b within another one, at any depth                                                    |
 | e[j,k]    | in backward step k, stage j's storages have been dropped: an inner segment with it ends before k    |
@@ -63,6 +64,7 @@ class _Holder:
     moving: frozenset[int]
     linked: bool
     in_segment: bool  # whether it holds it there, if the segment doesn't make it
+    if_moving: bool  # whether it holds it there only under the option that moves
     moves_in_segment: bool
 
 
@@ -214,6 +216,9 @@ class MixedModel:
             for code, var in self.x[i].items():
                 self.added_s[i].append((p.stages[i].options[code].added_s / self.second, var))
                 self.launch_s.append((p.stages[i].options[code].launch_s, var))
+        self.m = {i: self.variable(whole=True) for i in range(n) if self.around[i] and self.moving[i] is not None}
+        for i, var in self.m.items():
+            self.require(var <= self.whole(i, i))
         self.sweeps = {(a, b): rules.sweep_of(p, Segment(a, b)) for a in range(n) for b in self.space.ends(a, a, n)}
         for (a, b), var in self.y.items():
             self.added_s[b].append(((self.sweeps[a, b].seconds + self.again(b).added_s) / self.second, var))
@@ -233,6 +238,19 @@ class MixedModel:
     def recomputed(self) -> list[frozenset[int]]:
         """Per stage, the storages that it holds under "recompute"; none where it can't be recomputed."""
         return [frozenset(again.held if (again := stage.recompute) else ()) for stage in self.profile.stages]
+
+    @cached_property
+    def moving(self) -> list[Option | None]:
+        """Per stage, the option that moves what it holds in a segment."""
+        return [next((o for o in self.inside(i) if o.moves), None) for i in range(self.n)]
+
+    @cached_property
+    def more(self) -> list[frozenset[int]]:
+        """Per stage, the storages that it holds in a segment only if it moves what it holds there."""
+        return [
+            frozenset() if option is None else frozenset(option.held) - again
+            for option, again in zip(self.moving, self.recomputed, strict=True)
+        ]
 
     def inside(self, i: int) -> list[Option]:
         """The options that stage `i` may have in a segment."""
@@ -288,16 +306,17 @@ class MixedModel:
         alike: dict[Any, list[_Group]] = defaultdict(list)
         for group in self.groups:
             born = rules.latest_first(p.storages[group.storage])
-            holds = [
-                (holder.stage, holder.linked, s in p.stages[holder.stage].keep.held, s in self.recomputed[holder.stage])
-                for holder in group.holders
-                for s in group.storages[:1]
-            ]
+            holds = []
+            for i, linked in ((holder.stage, holder.linked) for holder in group.holders):
+                among = (p.stages[i].keep.held, self.recomputed[i], self.more[i])
+                holds.append((i, linked, *(group.storage in held for held in among)))
             alike[born, tuple(holds)].append(group)
         self.copied = [(sum(group.size for group in groups), groups[0]) for groups in alike.values()]
         for group in self.groups:
             for holder in group.holders:
                 holds = self.sum([self.x[holder.stage][c] for c in sorted(holder.holding)]) + self._in(group, holder)
+                if holder.if_moving and holder.stage in self.m:
+                    holds += self.m[holder.stage] - (self._made(group, holder) if holder.linked else 0.0)
                 held = holds
                 if group.held:
                     held = self.variable()
@@ -322,10 +341,16 @@ class MixedModel:
                             frozenset(code for code in holding if s in options[code].moved),
                             s in stage.linked and not stage.is_glue,
                             bool(inside) and all(s in option.held for option in inside),
+                            bool(inside) and s in self.more[i],
                             any(s in option.moved for option in inside),
                         )
                     )
         return found
+
+    def _made(self, group: _Group, holder: _Holder) -> Any:
+        """Whether `holder` is in a segment that makes the storage (rule 2)."""
+        born = rules.latest_first(self.profile.storages[group.storage])
+        return self.whole(holder.stage, holder.stage) - self.whole(holder.stage, holder.stage, born)
 
     def _in(self, group: _Group, holder: _Holder) -> Any:
         """Whether `holder` is in a segment in which it holds the storage from its forward on (rule 2)."""
@@ -342,18 +367,22 @@ class MixedModel:
             for at, holder in enumerate(group.holders):
                 storage = self.profile.storages[group.storage]
                 ways = self.sum([self.x[holder.stage][c] for c in sorted(holder.moving)])
-                ways += self._in(group, holder) if holder.moves_in_segment else 0.0
+                moving = self.m.get(holder.stage, 0.0) if holder.moves_in_segment else 0.0
+                ways += moving
                 if isinstance(ways, float) or holder.stage not in rules.movers(storage, n):
                     continue
                 # Of several small ones, any part may move.
                 one = storage.nbytes / self.unit >= WHOLE
                 var = self.variable(whole=one)
                 self.require(var <= ways)
+                if holder.moves_in_segment and holder.linked and holder.in_segment:
+                    self.require(var <= ways - moving + self._in(group, holder))
                 for j, other in enumerate(group.holders):
                     against = group.holds[j]
                     if j < at:
                         fixing = [self.x[other.stage][c] for c in sorted(other.holding - other.moving)]
-                        against = self.sum(fixing) + (0.0 if other.moves_in_segment else self._in(group, other))
+                        against = self.sum(fixing) + self._in(group, other)
+                        against -= self.m.get(other.stage, 0.0) if other.moves_in_segment else 0.0
                     if j != at:
                         self.require(var + against <= 1)
                 gone = rules.there_until(storage, holder.stage, n) + 1
@@ -451,10 +480,13 @@ class MixedModel:
                 forward.append(stage.options[code].forward_bytes / self.unit * var)
                 backward.append(stage.options[code].backward_bytes / self.unit * var)
             for c in self.around[k]:
-                own = [stage.keep] if stage.is_glue else self.inside(k)
+                own = stage.keep if stage.is_glue else self.again(k)
                 last_run = self.again(k) if k == c[1] else stage.keep
-                forward.append(min(option.forward_bytes for option in own) / self.unit * self.y[c])
+                forward.append(own.forward_bytes / self.unit * self.y[c])
                 backward.append(last_run.backward_bytes / self.unit * self.y[c])
+            moving = self.moving[k]
+            if moving is not None and k in self.m:
+                forward.append((moving.forward_bytes - self.again(k).forward_bytes) / self.unit * self.m[k])
             for var in self.ending[k]:
                 backward.append((self.again(k).backward_bytes - stage.keep.backward_bytes) / self.unit * var)
             backward += self._copies(k)
@@ -475,7 +507,13 @@ class MixedModel:
         self.require(there >= resident)
         for run, most in runs.items():
             less = [-self._dropped(j, run) * self.e[j, k] for j in range(run + 1) if (j, k) in self.e]
+            less += [-self._held_instead(j) * self.m[j] for j in range(run + 1) if j in self.m and self.more[j]]
             self.require(there + self.sum(most + less) <= 1 - self.base[1][k])
+
+    def _held_instead(self, j: int) -> float:
+        """Bytes that stage `j` holds if it moves, of which the sweep makes copies otherwise."""
+        keep = self.profile.stages[j].keep
+        return sum(self.profile.storages[s].nbytes for s in self.more[j].intersection(keep.held)) / self.unit
 
     def _dropped(self, j: int, run: int) -> float:
         """No fewer bytes than an inner segment around stage `j` spares the run of a stage, `j` or a later one."""
@@ -519,11 +557,14 @@ class MixedModel:
             outer = [self.whole(first, k + 1)] if kept else []
             last = [self.whole(first, k) - self.whole(first, k + 1)] if recomputed else []
             less = [-var for var in self.ending[k]] if kept and not recomputed else []
+            less += [-self.m[j]] if s in self.more[j] and j in self.m else []
             return [self.sum(outer + last + less)]
         lows = []
         dropped = self.e.get((j, k))
         if kept and made:
-            lows.append(self.whole(first, k) - (0.0 if dropped is None else dropped))
+            # What it holds by moving is no copy.
+            held = self.m[j] if s in self.more[j] and j in self.m else 0.0
+            lows.append(self.whole(first, k) - (0.0 if dropped is None else dropped) - held)
         if recomputed and dropped is not None:
             # A dropped stage holds what was made before the inner segment, of which it may be the first stage.
             without = [var for (a, b), var in self.w.items() if a <= j <= b < k and a <= born]
@@ -559,8 +600,8 @@ class MixedModel:
         codes = []
         for i in range(self.n):
             single = [code for code, var in self.x[i].items() if var.id in ones]
-            # In a segment the option that moves, where there is one.
-            codes.append(single[0] if single else max(self.space.inside[i], default=0))
+            moves = i in self.m and self.m[i].id in ones
+            codes.append(single[0] if single else max(self.space.inside[i]) if moves else self.space.recompute(i))
         transfers = []
         for o, parts in enumerate(self.parts):
             for number, part in enumerate(parts):
