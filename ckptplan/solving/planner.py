@@ -450,7 +450,7 @@ class _PlanSearch:
         if mixed is None or self.closed() or not (wait or mixed.done):
             return
         self.begin("mixed-integer program")
-        found, self.mixed = mixed.found(), None
+        found, self.mixed = mixed.found(self.deadline), None
         if found is not None:
             self.prove(found.bound_s)
             if found.solution is not None:

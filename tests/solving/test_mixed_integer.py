@@ -72,7 +72,7 @@ def test_bounds_and_plans_of_a_process_of_its_own() -> None:
     budget = 16273809
     running = scip.begin(problem_of(profile, budget), time.monotonic() + 60, 1e-6)
     assert running is not None
-    found = running.found()
+    found = running.found(time.monotonic() + 60)
     assert found is not None
     assert running.done
     assert found.solution is not None
@@ -92,7 +92,7 @@ def test_nothing_is_imported_from_the_working_directory(monkeypatch: pytest.Monk
     profile = homogeneous_chain(3, link_ratio=0.5)
     running = scip.begin(problem_of(profile, everything_kept_bytes(profile)), time.monotonic() + 30, 1e-4)
     assert running is not None
-    assert running.found() is not None
+    assert running.found(time.monotonic() + 60) is not None
 
 
 def one_with_a_gap() -> tuple[Profile, int]:
@@ -130,7 +130,7 @@ def test_no_time_and_a_failing_process_are_no_bound(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(sys, "executable", "/bin/false")
     running = scip.begin(problem, time.monotonic() + 5, 1e-4)
     assert running is not None
-    assert running.found() is None
+    assert running.found(time.monotonic() + 60) is None
 
 
 def test_a_process_that_is_late_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +139,7 @@ def test_a_process_that_is_late_is_ended(monkeypatch: pytest.MonkeyPatch) -> Non
     running = scip.begin(problem_of(profile, everything_kept_bytes(profile)), time.monotonic() + 0.1, 1e-4)
     assert running is not None
     assert not running.done
-    assert running.found() is None
+    assert running.found(time.monotonic() + 0.5) is None
     assert begun[0].returncode != 0
 
 

@@ -37,8 +37,6 @@ LEFT_OUT = {
 """Parts of its presolve, and its cuts, that take more than half of the time on these problems and gain little."""
 LIMIT_SLACK = 1e-4
 """Share of a known plan's time by which a solution may be slower: so there is one, or the solver is wrong."""
-LATE_S = 1.0
-"""Seconds behind its time limit after which the process is ended: it looks at the clock now and then alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,18 +68,21 @@ class Found(NamedTuple):
 class Running:
     """The process at work on a problem."""
 
-    def __init__(self, process: subprocess.Popen[bytes], answer: IO[bytes], deadline: float) -> None:
-        self.process, self.answer, self.deadline = process, answer, deadline
+    def __init__(self, process: subprocess.Popen[bytes], answer: IO[bytes]) -> None:
+        self.process, self.answer = process, answer
 
     @property
     def done(self) -> bool:
         """Whether it has ended."""
         return self.process.poll() is not None
 
-    def found(self) -> Found | None:
-        """Wait for it until its deadline; None if it failed."""
+    def found(self, until: float) -> Found | None:
+        """Wait for it until this time (of `time.monotonic()`), and end it; None if it failed or hasn't ended by itself.
+
+        It looks at the clock now and then alone, so it may be later than it should by a second or two.
+        """
         try:
-            if self.process.wait(max(0.0, self.deadline + LATE_S - time.monotonic())) != 0:
+            if self.process.wait(max(0.0, until - time.monotonic())) != 0:
                 return None
             self.answer.seek(0)
             answer: Found = pickle.load(self.answer)
@@ -105,7 +106,7 @@ def begin(problem: Problem, deadline: float, gap: float) -> Running | None:
         return None
     # The child imports what this process does, from the same places, and nothing from the working directory.
     start = f"import sys; sys.path[:] = {sys.path!r}; from ckptplan.solving.bound.scip import main; main()"
-    command = [sys.executable, "-c", start, repr(seconds), repr(gap)]
+    command = [sys.executable, "-c", start, repr(time.time() + seconds), repr(gap)]
     with contextlib.ExitStack() as files, contextlib.suppress(OSError):  # no such program, or no process or file
         question, answer = (files.enter_context(tempfile.TemporaryFile()) for _ in range(2))
         pickle.dump(problem, question)
@@ -113,17 +114,17 @@ def begin(problem: Problem, deadline: float, gap: float) -> Running | None:
         process = subprocess.Popen(command, stdin=question, stdout=answer, stderr=subprocess.DEVNULL)
         files.pop_all()
         question.close()
-        return Running(process, answer, deadline)
+        return Running(process, answer)
     return None
 
 
 def main() -> None:
-    """Solve the problem on stdin within the seconds and to the gap that the arguments say, and write what is found."""
+    """Solve the problem on stdin until the time and to the gap that the arguments say, and write what is found."""
     answer = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # the solver prints now and then
-    began_s, seconds = time.monotonic(), float(sys.argv[1])
+    deadline = time.monotonic() + float(sys.argv[1]) - time.time()
     problem: Problem = pickle.load(sys.stdin.buffer)
-    found = solve(problem, seconds + began_s, float(sys.argv[2]))
+    found = solve(problem, deadline, float(sys.argv[2]))
     with os.fdopen(answer, "wb") as out:
         pickle.dump(found, out)
 
