@@ -44,10 +44,11 @@ def time_limit_s(stages: int) -> float:
     return 30.0 if stages <= 100 else 60.0
 
 
-def measure(name: str, percents: tuple[int, ...]) -> list[dict[str, Any]]:
+def measure(name: str, percents: tuple[int, ...], limits: Limits | None = None) -> list[dict[str, Any]]:
     """One row per budget for the chain `name`."""
     profile = instance(name)
     n = len(profile.stages)
+    limits = limits or Limits(time_limit_s=time_limit_s(n), gap=0.0)
     rows = []
     for percent in [percent for percent in percents if percent in BUDGETS[name]]:
         budget = BUDGETS[name][percent]
@@ -61,7 +62,7 @@ def measure(name: str, percents: tuple[int, ...]) -> list[dict[str, Any]]:
                 if best_s <= bound_s * (1 + NEAR):
                     times.setdefault("near", now)  # noqa: B023
 
-        plan = solve_profile(profile, budget, Limits(time_limit_s=time_limit_s(n), gap=0.0), on_progress=on_progress)
+        plan = solve_profile(profile, budget, limits, on_progress=on_progress)
         seconds = time.perf_counter() - begin
         broken = validate(profile, plan, budget)
         if broken:

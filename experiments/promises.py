@@ -56,6 +56,11 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         "certificate.json",
     ),
     Experiment(
+        "ablation",
+        "What each part of the solver adds to plans, bounds and the time to a gap of 1 %",
+        "ablation.json",
+    ),
+    Experiment(
         "real_profiles",
         "Profiles of ten real models, on which the certificate is measured too",
         None,

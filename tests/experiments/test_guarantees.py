@@ -86,10 +86,11 @@ def test_every_area_has_promises_and_every_script_is_an_experiment() -> None:
     assert scripts == {
         *named,
         *(name for names in AT_SCALE.values() for name in names),
+        "ablation",
         "mutations",
         "real_profiles",
         "walks",
-    }  # these three hold no promise
+    }  # these four hold no promise
     assert set(AT_SCALE) <= set(REQUIREMENTS)
 
 
