@@ -179,17 +179,18 @@ def other(what: str) -> str:
 
 
 OTHERS = {
-    "model": "rank 1 has another step than rank 0: the plan was made for",
-    "step": "no rank's inputs are the largest in every dimension",
-    "call": "rank 1 calls profile where rank 0 calls solve",
-    "plan": "rank 1 applies another plan than rank 0",
+    "model": ("rank 1 has another step than rank 0: the plan was made for",),
+    "step": ("no rank's inputs are the largest in every dimension",),
+    # Either rank may be the first to see it, and then the other one tells what that one saw.
+    "call": ("rank 1 calls profile where rank 0 calls solve", "rank 1: rank 0 calls solve where rank 1 calls profile"),
+    "plan": ("rank 1 applies another plan than rank 0",),
 }
 
 
 @pytest.mark.parametrize("what", OTHERS)
 def test_ranks_that_do_something_else(two: Ranks, what: str) -> None:
     told = two.good(other, what)
-    assert OTHERS[what] in told[0]
+    assert any(text in told[0] for text in OTHERS[what])
     assert all(str(each) for each in told)
 
 
