@@ -164,6 +164,7 @@ def main() -> None:
     if args.out:
         environment = {"python": platform.python_version(), "ortools": version("ortools"), "cpu": platform.processor()}
         document = {"command": " ".join(sys.argv), "environment": environment, "summary": summary(rows), "rows": rows}
+        args.out.mkdir(parents=True, exist_ok=True)
         (args.out / f"{args.name}.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
