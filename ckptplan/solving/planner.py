@@ -446,11 +446,11 @@ class _PlanSearch:
 
     def take_mixed(self, *, wait: bool = False) -> None:
         """Its bound, and the plan that it suggests, if it has ended or that is waited for."""
-        mixed = self.mixed
-        if mixed is None or self.closed() or not (wait or mixed.done):
+        running = self.mixed
+        if running is None or self.closed() or not (wait or running.done):
             return
         self.begin("mixed-integer program")
-        found, self.mixed = mixed.found(self.deadline), None
+        found, self.mixed = running.found(self.deadline), None
         if found is not None:
             self.prove(found.bound_s)
             if found.solution is not None:

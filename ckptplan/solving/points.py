@@ -111,6 +111,8 @@ class MovesSearch:
         ]
         """Per stage and position, the last forward step in which it is there however early it leaves."""
         self.forward_s = [stage.forward_s for stage in profile.stages]
+        self.compute_s = sum(r.backward_s)
+        """Of backward, recompute and sweeps included."""
         self.last_release, self.last_prefetch = rules.enforceable_points([stage.is_glue for stage in profile.stages])
         links = [link for link in (profile.link, profile.disk) if link is not None]
         self.together = any(link.latency_s > 0 for link in links)
@@ -210,9 +212,8 @@ class MovesSearch:
         parts = self.parts()
         if parts is None:
             return None
-        forward_s, compute_s = sum(self.forward_s), sum(self.residency.backward_s)
-        launch_s = self.residency.launch_s
-        least_s = max(forward_s + compute_s, launch_s)
+        compute_s, launch_s = self.compute_s, self.residency.launch_s
+        least_s = max(sum(self.forward_s) + compute_s, launch_s)
         best: Moves | None = None
         for chosen in itertools.product(*parts):
             if time.monotonic() > deadline:
@@ -256,13 +257,24 @@ class MovesSearch:
             saved = self.options[stage].saved
             positions = [p for p in self.sizes_of[stage] if saved[p] in storages]
             items += [self.item(stage, positions)] if positions else []
-        nbytes = sum(item.nbytes for item in items)
-        lanes = self.lanes(items, frozenset())
-        if lanes is None or (self.room.host_bytes is not None and nbytes > self.room.host_bytes):
+        return self.followed(items, frozenset())
+
+    def followed(self, items: Sequence[Item], on_disk: frozenset[int], below_s: float = math.inf) -> Moves | None:
+        """These items in the order in which they come back; None if they don't fit or take no less than `below_s`."""
+        room = self.room
+        total, disk = (sum(item.nbytes for item in items if of is None or item.stage in of) for of in (None, on_disk))
+        if disk > room.disk_bytes or (room.host_bytes is not None and total - disk > room.host_bytes):
+            return None
+        lanes = self.lanes(items, on_disk)
+        if lanes is None:
             return None
         out = lanes[0].follow(sorted(range(len(items)), key=lambda at: items[at].stage))
+        if out is None or out.seconds + self.compute_s >= below_s * (1 - EQUAL_S):
+            return None
         back = lanes[1].follow(range(len(items)))
-        return None if out is None or back is None else self.moves(items, out, back, frozenset())
+        if back is None or out.seconds + back.seconds >= below_s * (1 - EQUAL_S):
+            return None
+        return self.moves(items, out, back, on_disk)
 
     def apart(self, stage: int) -> list[Item]:
         """All that a stage may move, the largest storages by themselves."""
@@ -276,9 +288,8 @@ class MovesSearch:
         Its copies go where they went: to the disk those of the stages whose copies did, and only they. Dividing all
         that moves is tried however late it is.
         """
-        room, on_disk, needed = self.room, start.on_disk, self.residency.needed
-        compute_s = sum(self.residency.backward_s)
-        least_s = max(sum(self.forward_s) + compute_s, self.profile.baseline_step_s, self.residency.launch_s)
+        on_disk, needed = start.on_disk, self.residency.needed
+        least_s = max(sum(self.forward_s) + self.compute_s, self.profile.baseline_step_s, self.residency.launch_s)
         least_s *= 1 + EQUAL_S
         if start.seconds <= least_s:
             return start
@@ -290,21 +301,10 @@ class MovesSearch:
         def tried(items: list[Item]) -> bool:
             """Take these items, in the order in which they come back, if that is faster."""
             nonlocal best, order
-            total, disk = (
-                sum(item.nbytes for item in items if of is None or item.stage in of) for of in (None, on_disk)
-            )
-            if disk > room.disk_bytes or (room.host_bytes is not None and total - disk > room.host_bytes):
+            found = self.followed(items, on_disk, best.seconds)
+            if found is None:
                 return False
-            lanes = self.lanes(items, on_disk)
-            if lanes is None:
-                return False
-            out = lanes[0].follow(sorted(range(len(items)), key=lambda at: items[at].stage))
-            if out is None or out.seconds + compute_s >= best.seconds * (1 - EQUAL_S):
-                return False
-            back = lanes[1].follow(range(len(items)))
-            if back is None or out.seconds + back.seconds >= best.seconds * (1 - EQUAL_S):
-                return False
-            best, order = self.moves(items, out, back, on_disk), items
+            best, order = found, items
             return True
 
         def with_stage(stage: int, items: Sequence[Item]) -> list[Item]:

@@ -221,12 +221,14 @@ class MixedModel:
             self.require(var <= self.whole(i, i))
         self.sweeps = {(a, b): rules.sweep_of(p, Segment(a, b)) for a in range(n) for b in self.space.ends(a, a, n)}
         for (a, b), var in self.y.items():
-            self.added_s[b].append(((self.sweeps[a, b].seconds + self.again(b).added_s) / self.second, var))
-            self.launch_s.append((self.relaunch_s(a, b), var))
+            self.add_sweep_time(a, b, var)
 
-    def relaunch_s(self, a: int, b: int) -> float:
-        """Time in which the host launches the sweep of a segment a..b, and the recompute of its last stage."""
-        return sum(stage.rerun_launch_s for stage in self.profile.stages[a:b]) + self.again(b).launch_s
+    def add_sweep_time(self, a: int, b: int, var: Any) -> None:
+        """A segment a..b, outer or inner, takes the time of its sweep and of the recompute of its last stage."""
+        again = self.again(b)
+        launch_s = sum(stage.rerun_launch_s for stage in self.profile.stages[a:b]) + again.launch_s
+        self.added_s[b].append(((self.sweeps[a, b].seconds + again.added_s) / self.second, var))
+        self.launch_s.append((launch_s, var))
 
     def again(self, i: int) -> Option:
         """The option by which stage `i`, which can be in a segment, is recomputed."""
@@ -258,16 +260,14 @@ class MixedModel:
 
     def add_inner_segments(self) -> None:
         """Segments in a sweep run their stages once more, and recompute their last one."""
-        p, n = self.profile, self.n
+        n = self.n
         self.w: dict[tuple[int, int], Any] = {}
         for a in range(n):
             for b in self.space.ends(a, a, n):
                 if any(c[1] > b for c in self.around[a]):
                     var = self.w[a, b] = self.variable(whole=True)
                     self.require(var <= self.whole(a, b + 1))
-                    seconds = sum(stage.rerun_s for stage in p.stages[a:b]) + self.again(b).added_s
-                    self.added_s[b].append((seconds / self.second, var))
-                    self.launch_s.append((self.relaunch_s(a, b), var))
+                    self.add_sweep_time(a, b, var)
         self.ending = [[var for (_, b), var in self.w.items() if b == k] for k in range(n)]
         for ending in self.ending:
             self.require(self.sum(ending) <= 1)
@@ -315,7 +315,7 @@ class MixedModel:
         for group in self.groups:
             for holder in group.holders:
                 holds = self.sum([self.x[holder.stage][c] for c in sorted(holder.holding)]) + self._in(group, holder)
-                if holder.if_moving and holder.stage in self.m:
+                if holder.if_moving:
                     holds += self.m[holder.stage] - (self._made(group, holder) if holder.linked else 0.0)
                 held = holds
                 if group.held:
@@ -467,7 +467,7 @@ class MixedModel:
         return self.sum([1 / rate * stall for stall in stalls])
 
     def add_memory(self) -> None:
-        """Every step fits the budget; and a sweep does, as far as its outermost segment says."""
+        """Every step fits the budget, and every run of a sweep does."""
         for k, stage in enumerate(self.profile.stages):
             forward, backward = [], []
             there = [
@@ -557,13 +557,13 @@ class MixedModel:
             outer = [self.whole(first, k + 1)] if kept else []
             last = [self.whole(first, k) - self.whole(first, k + 1)] if recomputed else []
             less = [-var for var in self.ending[k]] if kept and not recomputed else []
-            less += [-self.m[j]] if s in self.more[j] and j in self.m else []
+            less += [-self.m[j]] if s in self.more[j] else []
             return [self.sum(outer + last + less)]
         lows = []
         dropped = self.e.get((j, k))
         if kept and made:
             # What it holds by moving is no copy.
-            held = self.m[j] if s in self.more[j] and j in self.m else 0.0
+            held = self.m[j] if s in self.more[j] else 0.0
             lows.append(self.whole(first, k) - (0.0 if dropped is None else dropped) - held)
         if recomputed and dropped is not None:
             # A dropped stage holds what was made before the inner segment, of which it may be the first stage.

@@ -161,7 +161,3 @@ def solve(problem: Problem, deadline: float, gap: float) -> Found:
         values = {var.id: value for var, value in result.variable_values().items() if value > LEAST_VALUE}
         solution = model.read(values)
     return Found(model.bound_s(bound if bound < limit else math.inf, TOLERANCE), solution)
-
-
-if __name__ == "__main__":
-    main()
