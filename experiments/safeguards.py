@@ -2345,6 +2345,22 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         ("tests/profiling/test_held_by_others.py::test_no_plan_has_a_higher_peak_than_predicted",),
     ),
     Safeguard(
+        23,
+        "what a replay leaves in place is no saving of the stage that might move it",
+        "_Tracing._measured",
+        " for s in option.moved if moved.get(s) == k)",
+        " for s in option.moved)",
+        ("tests/profiling/test_held_by_others.py::test_no_plan_has_a_higher_peak_than_predicted",),
+    ),
+    Safeguard(
+        23,
+        "what the program or its graph holds when forward ends never moves",
+        "_Tracing._storages",
+        " or sid in self.program.held",
+        "",
+        ("tests/profiling/test_held_by_others.py::test_no_plan_has_a_higher_peak_than_predicted",),
+    ),
+    Safeguard(
         18,
         "the forward by which a Trainer's calls are counted leaves buffers as they were",
         "_Run._forwards",

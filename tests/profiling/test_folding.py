@@ -62,7 +62,7 @@ class Hooked(Residual):
 
 
 class HeldByHook(Residual):
-    """A layer in which a hook on a tensor's gradient holds another tensor, which no hook on saved tensors shows."""
+    """A layer in which a hook on a tensor's gradient holds another tensor as long as the graph is there."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = super().forward(x)
@@ -176,6 +176,32 @@ class Biased(Residual):
         return super().forward(x + bias * mask) * bias
 
 
+class Masked(Residual):
+    """A layer with a second result, whose graph saves the mask."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = super().forward(x)
+        return x, x * mask
+
+
+class Unused(nn.Module):
+    """Drops its layers' second results, and holds each mask, which these alone saved, beyond them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Masked() for _ in range(DEPTH))
+        self.head = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = (x.detach() > 0).float()
+        for layer in self.layers:
+            x, unused = layer(x, mask)
+            del unused
+            x = x * mask.mean()
+            mask = (x.detach() > 0).float()
+        return self.head(x)
+
+
 def stack(*layers: nn.Module, **options: Any) -> Built:
     return nn.Sequential(nn.Linear(32, 32), *layers, nn.Linear(32, 8)), torch.randn(16, 40, 32), options
 
@@ -275,6 +301,7 @@ CASES: dict[str, Case] = {
         lambda: (nn.Sequential(nn.Conv2d(3, 16, 1), *(Normed() for _ in range(8))), torch.randn(4, 3, 16, 16), {})
     ),
     "checkpointed": Case(lambda: stack(*(Checkpointed() for _ in range(7)))),
+    "unused": Case(lambda: (Unused(), torch.randn(16, 40, 32), {})),
     "carrying": Case(lambda: (Carrying(), (torch.randn(16, 40, 32), torch.randn(16, 40, 32)), {})),
     # Here some operation isn't that of another layer, or there are as many as layers, so all are run.
     "writing": Case(lambda: stack(*(Writing() for _ in range(8))), folded=False),
@@ -450,7 +477,9 @@ def test_layers_with_other_settings_inside_an_object_are_not_equal() -> None:
     assert folding.find_runs(nn.ModuleList(other)) == []
 
 
-@pytest.mark.parametrize(("name", "shared", "alone"), [("vit", 9, 10), ("few", 7, 7), ("held by hooks", 19, 19)])
+@pytest.mark.parametrize(
+    ("name", "shared", "alone"), [("vit", 9, 10), ("few", 7, 7), ("held by hooks", 11, 11), ("unused", 19, 19)]
+)
 def test_stages_that_are_alike_share_replays(name: str, shared: int, alone: int) -> None:
     model, inputs, options = built(name)
     counted: list[int] = []

@@ -132,11 +132,48 @@ class Large(nn.Module):
         return LargeBackward.apply(self.inner(x))
 
 
+class Holding(nn.Module):
+    """Two layers, the first of which saves a tensor that the program or the graph itself holds, and large backwards."""
+
+    def __init__(self, hold: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.hold = hold
+        self.first = nn.Linear(WIDTH, WIDTH).requires_grad_(hold is not as_leaf)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2))
+        self.head = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.hold(self, self.first(x))
+        for layer in self.layers:
+            x = layer(x)
+        return LargeBackward.apply(self.head(LargeBackward.apply(x)))
+
+
+def as_leaf(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return x.requires_grad_()  # as `enable_input_require_grads` of transformers does
+
+
+def in_attribute(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    model.seen = x
+    return x
+
+
+def in_hook(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    y = 2 * x
+    held = y.detach()
+    x.register_hook(lambda gradient: gradient + 0 * held)
+    return y
+
+
 MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "forward": lambda: (LargeForward(), torch.randn(256, WIDTH)),
     "activations": lambda: (Activations(), torch.randn(256, WIDTH)),
     "mask": lambda: (Masked(), torch.randn(256, WIDTH)),
     "dropped": lambda: (Dropped(), torch.randn(256, WIDTH)),
+    **{
+        hold.__name__: lambda hold=hold: (Holding(hold), torch.randn(256, WIDTH))  # type: ignore[misc]
+        for hold in (as_leaf, in_attribute, in_hook)
+    },
     "packed": lambda: (Packed(), (torch.randn(64, 5, WIDTH), torch.tensor([5, 2, 1, 4] * 16))),
 }
 
@@ -147,7 +184,10 @@ def test_no_plan_has_a_higher_peak_than_predicted(name: str) -> None:
     model, inputs = MODELS[name]()
     step = make_step(model, Training(inputs))
     measured = traced_bytes(step, None, find_target(model))
-    menus = [[option for option in stage.options if option.name in ("keep", "recompute")] for stage in measured.stages]
+    menus = [
+        [option for option in stage.options if option.name in ("keep", "swap", "recompute")]
+        for stage in measured.stages
+    ]
     plans = [scheduled(measured, options) for options in itertools.product(*menus)]
     assert len(plans) >= 4
     before = unique_bytes([*held_tensors(model), *step.tensors()])
@@ -159,4 +199,6 @@ def test_no_plan_has_a_higher_peak_than_predicted(name: str) -> None:
     above = [(plan.choices, plan.peak_bytes, peak) for plan, peak in zip(plans, found, strict=True)
              if peak > plan.peak_bytes]  # fmt: skip
     assert not above
-    assert any(peak > 0.999 * plan.peak_bytes for plan, peak in zip(plans, found, strict=True))
+    # What a step leaves in an attribute counts twice throughout the next one, which replaces it in forward.
+    least = 0.999 if name != "in_attribute" else 0.97
+    assert any(peak > least * plan.peak_bytes for plan, peak in zip(plans, found, strict=True))

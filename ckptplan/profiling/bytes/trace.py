@@ -115,6 +115,10 @@ class Replay:
         Storages whose graphs the program has dropped when forward ends -> their bytes until then; 0 in `sizes`.
     output : set
         Storages of the model's output.
+    held : set
+        Storages that the program still holds when forward ends, the output left out; of a replay that saves nothing
+        alone. Backward doesn't free them: tensors in attributes, and leaves that `requires_grad_` made in forward,
+        which their gradients' nodes hold.
     results : dict
         The same of "output" and "loss", each alone.
     has_loss : bool
@@ -153,6 +157,7 @@ class Replay:
     sizes: dict[Sid, int] = field(default_factory=dict)
     dropped: dict[Sid, int] = field(default_factory=dict)
     output: set[Sid] = field(default_factory=set)
+    held: set[Sid] = field(default_factory=set)
     results: dict[str, set[Sid]] = field(default_factory=dict, compare=False)  # for recorders, which aren't unfolded
     rerun: dict[int, int] = field(default_factory=dict)
     copied_bytes: dict[int, int] = field(default_factory=dict)
@@ -491,6 +496,8 @@ def replay(
                     out.sizes.update((sid, 0) for sid in gone)
                     tracker.enter_backward()
                     loss.backward()
+                else:
+                    out.held = tracker.alive() - out.output
                 tracker.finish()
                 out.end_bytes = tracker.live_bytes
                 del output, loss
@@ -918,7 +925,8 @@ class _Tracing:
             stays = nbytes < self.target.least_moved_bytes or sid in self.kept.in_objects
             dropped = self.kept.dropped.get(sid, 0)
             origin = self.program.origins.get(sid, "")
-            storages.append(Storage(name, nbytes, born, until, sid in self.kept.output, stays, dropped, origin))
+            to_end = sid in self.kept.output or sid in self.program.held
+            storages.append(Storage(name, nbytes, born, until, to_end, stays, dropped, origin))
         return storages, {sid: s for s, sid in enumerate(wanted)}
 
     def _kind(self, g: int) -> str:
@@ -1363,10 +1371,11 @@ class _Tracing:
         states = self._states(options)
         before = [0, *accumulate(states)]
         unexplained = self._unexplained(run)
+        moved = self._moved(options)
         for k, (g, option) in enumerate(zip(self.segments, options, strict=True)):
             # Fewer bytes at the start than known storages have are no saving of this stage's, but for those that it
-            # moved itself, which may return only after the start.
-            returning = sum(self.storages[s].nbytes for s in option.moved)
+            # moved itself in this run, which may return only after the start.
+            returning = sum(self.storages[s].nbytes for s in option.moved if moved.get(s) == k)
             forward, backward = (
                 max(self.resident_bytes + unexplained_bytes + state_bytes - base_bytes[k], -returning)
                 + self._rise(table, k, extra)

@@ -275,6 +275,7 @@ class _Unfolded:
             sizes=self._table(seen.sizes),
             dropped=self._table(seen.dropped),
             output=self._set(seen.output),
+            held=self._set(seen.held),
             has_loss=seen.has_loss,
             rerun=self._as_is(seen.rerun),
             copied_bytes=self._as_is(seen.copied_bytes),
