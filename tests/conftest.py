@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import importlib
 import importlib.util
-import math
 import os
 import signal
 import sys
@@ -86,13 +85,12 @@ def _later_imports() -> None:
 def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """End each search after a little work, long before its time limit: the same plans on a busy machine as on another.
 
-    CP-SAT, which takes all the time that it is given, is left out.
+    The mixed-integer program, which takes all the time that it is given, is left out.
     """
     from ckptplan.solving import planner
 
-    for name, value in (("ROUNDS_AT_FIRST", 10), ("ROUNDS_AT_LAST", 20), ("MOST_LABELS", 250)):
+    for name, value in (("ROUNDS", 20), ("MOST_LABELS", 250), ("MIXED_STAGES", 0)):
         monkeypatch.setattr(planner, name, value)
-    monkeypatch.setattr(planner, "MODEL_LEAST_S", math.inf)
 
 
 @pytest.fixture

@@ -17,12 +17,11 @@ from ckptplan.core.profile import Profile
 from ckptplan.core.request import NO_LIMITS, Limits
 from ckptplan.core.schedule import EQUAL_S
 from ckptplan.core.units import format_bytes
-from ckptplan.solving.bound import scip
+from ckptplan.solving.bound import process
 from ckptplan.solving.bound.linear_program import Master
 from ckptplan.solving.bound.pricing import lower_bound
 from ckptplan.solving.bound.relaxation import Chain, Floats
 from ckptplan.solving.cost import KEEP, Codes, Evaluator, Menu, Schedule, Segments
-from ckptplan.solving.cp_sat import FluidModel
 from ckptplan.solving.enumerate import PlanSpace, fastest_of_all
 from ckptplan.solving.label_dp import LEAST_WIDTH, LabelDp, Steering
 from ckptplan.solving.launching import mixed
@@ -75,14 +74,10 @@ MIXED_LEAST_S = 1.0
 """Least seconds for it: its process takes half a second to start."""
 MIXED_GAP_SHARE = 0.25
 """Its gap as a share of the one wanted: the rest is for what it leaves out."""
-MODEL_STAGES = 150
-"""Longer chains take CP-SAT more than the time there is."""
-MODEL_LEAST_S = 0.2
-MODEL_S_PER_STAGE = 0.005
-"""Seconds in which its model is built, about."""
-ROUNDS_AT_FIRST = 40
-ROUNDS_AT_LAST = 400
-"""Rounds of local search that may give nothing, before the first bound and at the end."""
+SEARCHED_STAGES = 150
+"""Longer chains take a local search from several plans more than the time there is."""
+ROUNDS = 400
+"""Rounds of local search that may give nothing."""
 MOST_PAIRS_LATER = 4000
 """Pairs of changes tried from each plan after a later round of the label DP."""
 SEGMENT_WORK_FACTOR = 8
@@ -266,7 +261,7 @@ class _PlanSearch:
     quiet_until_s: float = field(default_factory=lambda: time.monotonic() + REPORT_S)
     told: tuple[str, float, float, int | None] | None = None
     seen: tuple[Sequence[int], Segments] | None = None
-    mixed: scip.Running | None = field(default=None, init=False)
+    beside: list[process.Running] = field(default_factory=list, init=False)
     space: PlanSpace = field(init=False)
     menu: Menu = field(init=False)
 
@@ -278,9 +273,8 @@ class _PlanSearch:
             self.interrupted()
             raise
         finally:
-            if self.mixed is not None:
-                self.mixed.end()
-                self.mixed = None
+            while self.beside:
+                self.beside.pop().end()
 
     def parts(self) -> tuple[Schedule, float]:
         """The parts of the search, one after the other."""
@@ -293,7 +287,7 @@ class _PlanSearch:
         if self.space.count(PLANS_LOOKED_AT_FIRST, MOST_FORESTS) <= PLANS_LOOKED_AT_FIRST:
             self.enumerate(ENUMERATION_SHARE)
             if not self.closed():  # storages too many, or the time too short, to try all parts of what may move
-                self.begin_mixed()
+                self.begin_mixed("cp_sat")
                 self.run_bound()
                 self.take_mixed(wait=True)
             return self.result("exact search")
@@ -305,7 +299,7 @@ class _PlanSearch:
         return self.result("done")
 
     def improve(self) -> None:
-        """Label DP, local search and bounds by turns, each time with more labels; then CP-SAT."""
+        """Label DP, local search and bounds by turns, each time with more labels, beside the mixed-integer program."""
         n = len(self.menu)
         long = n > LONG_CHAIN
         # The first linear program takes most of the time on long chains: there the bound's prices steer.
@@ -324,9 +318,7 @@ class _PlanSearch:
             self.polish(MOST_PAIRS, LONG_CHAIN_LOCAL_SHARE)
         else:
             self.polish(MOST_PAIRS, FIRST_LOCAL_SHARE)
-            self.begin_mixed()
-            if n <= MODEL_STAGES:
-                self.search(ROUNDS_AT_FIRST, FIRST_LOCAL_SHARE)
+            self.begin_mixed("scip")
             self.refine(REFINE_SHARE)
             self.run_bound()
         while not self.closed() and width <= MOST_LABELS:
@@ -342,11 +334,10 @@ class _PlanSearch:
                 self.refine(REFINE_SHARE)
             if not complete:
                 break
+        self.begin_mixed("cp_sat")
         if not self.closed():
-            self.search(ROUNDS_AT_LAST, LAST_LOCAL_SHARE if n <= MODEL_STAGES else 1.0)
+            self.search(LAST_LOCAL_SHARE if n <= SEARCHED_STAGES else 1.0)
         self.take_mixed(wait=True)
-        if not self.closed() and not self.space.segments and n <= MODEL_STAGES:
-            self.run_model()
 
     def left_s(self) -> float:
         """Seconds until the deadline."""
@@ -395,7 +386,7 @@ class _PlanSearch:
                 near[plan.segments] = (seconds, plan.codes)
             if time.monotonic() > self.deadline or time.monotonic() - begin > FINALISTS_SHARE * self.left_s():
                 break
-        if len(self.menu) <= MODEL_STAGES:
+        if len(self.menu) <= SEARCHED_STAGES:
             # Plans with other segments than the best one's may lead further.
             until = time.monotonic() + STARTS_SHARE * self.left_s()
             search = self.local_search()
@@ -428,31 +419,46 @@ class _PlanSearch:
         self.mix(bound.prices.launch)
         return self.steered_by(bound.prices.forward_s_per_byte, bound.prices.backward_s_per_byte, bound.prices.drain)
 
-    def begin_mixed(self) -> None:
-        """Let the mixed-integer program run beside what follows."""
+    def begin_mixed(self, solver: process.Solver) -> None:
+        """Let a solver of the mixed-integer program run beside what follows."""
         share_s = MIXED_SHARE * self.left_s()
         if self.closed() or len(self.menu) > MIXED_STAGES or share_s < MIXED_LEAST_S:
             return
         assert self.best is not None
-        problem = scip.Problem(
+        problem = process.Problem(
             self.profile,
             self.menu,
             self.budget_bytes,
             self.host_bytes,
             self.space.segments,
             self.best.step_s + self.more_s,
+            self.limits.seed,
+            self.limits.workers or 1,
         )
-        self.mixed = scip.begin(problem, time.monotonic() + share_s, self.gap * MIXED_GAP_SHARE)
+        running = process.begin(solver, problem, time.monotonic() + share_s, self.gap * MIXED_GAP_SHARE)
+        if running is not None:
+            self.beside.append(running)
 
     def take_mixed(self, *, wait: bool = False) -> None:
-        """Its bound, and the plan that it suggests, if it has ended or that is waited for."""
-        running = self.mixed
-        if running is None or self.closed() or not (wait or running.done):
-            return
+        """The bounds, and the plans that they suggest, of those that have ended, or of all if they are waited for."""
+        while self.beside and not self.closed():
+            ended = [running for running in self.beside if running.done]
+            if ended:
+                self.take_from(ended[0])
+            elif wait and self.left_s():
+                process.wait_for(self.beside, self.deadline)
+            else:
+                break
+
+    def take_from(self, running: process.Running) -> None:
+        """The bound of a solver that has ended, and the plan that it suggests."""
         self.begin("mixed-integer program")
-        found, self.mixed = running.found(self.deadline), None
+        self.beside.remove(running)
+        found = running.found(self.deadline)
         if found is not None:
             self.prove(found.bound_s)
+            while found.complete and self.beside:
+                self.beside.pop().end()
             if found.solution is not None:
                 codes, segments, transfers = found.solution
                 self.offer(codes, segments)
@@ -464,24 +470,6 @@ class _PlanSearch:
                 if schedule is not None:
                     self.refine(REFINE_SHARE, schedule)
         self.report("mixed-integer program")
-
-    def run_model(self) -> None:
-        """CP-SAT over the options of all stages, from the best plan, for the time that is left."""
-        assert self.lazy is not None
-        if self.left_s() < MODEL_LEAST_S + len(self.menu) * MODEL_S_PER_STAGE:
-            return
-        self.begin("CP-SAT")
-        model = FluidModel(self.profile, self.menu, self.budget_bytes, host_bytes=self.host_bytes)
-        model.hint(self.lazy.codes)
-
-        def on_solution(codes: tuple[int, ...], bound_s: float) -> bool:
-            self.offer(codes)
-            self.prove(bound_s)
-            return self.closed()
-
-        bound_s = model.solve(on_solution, deadline=self.deadline, seed=self.limits.seed, workers=self.limits.workers)
-        self.prove(bound_s)
-        self.report("CP-SAT")
 
     @property
     def gap(self) -> float:
@@ -730,17 +718,17 @@ class _PlanSearch:
         self.offer(codes, segments)
         self.report("local search")
 
-    def search(self, rounds: int, share: float) -> None:
-        """Local search from the best plan until `rounds` rounds gave nothing, in at most a share of the time left."""
+    def search(self, share: float) -> None:
+        """Local search from the best plan until many rounds gave nothing, in at most a share of the time left."""
         if self.lazy is None or self.closed():
             return
         self.begin("local search")
         self.searches += 1
         search = self.local_search(self.searches)
         until = time.monotonic() + share * self.left_s()
-        for codes, segments, _ in search.search(self.lazy.codes, self.lazy.segments, until, rounds=rounds):
+        for codes, segments, _ in search.search(self.lazy.codes, self.lazy.segments, until, rounds=ROUNDS):
             self.offer(codes, segments)
-            if self.closed() or (self.mixed is not None and self.mixed.done):
+            if self.closed() or any(running.done for running in self.beside):
                 break
         self.report("local search")
 

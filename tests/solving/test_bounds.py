@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-import signal
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 from brute_force import combinations, fastest, smallest_peak
@@ -19,7 +17,6 @@ from ckptplan.core.schedule import StepNeed, evaluate, residency, tightest_peak
 from ckptplan.core.segment import Segment
 from ckptplan.referee import simulate
 from ckptplan.solving.bound.pricing import Bound, lower_bound
-from ckptplan.solving.cp_sat import FluidModel
 
 pytestmark = pytest.mark.planning
 
@@ -209,48 +206,3 @@ def test_a_known_plan_ends_the_proof() -> None:
     free = bound(profile, budget).bound_s
     assert bound(profile, budget, upper_s=free * 1.01).bound_s == pytest.approx(free, rel=1e-6)
     assert bound(profile, budget, upper_s=free * 0.999).bound_s >= free * 0.999 * (1 - 1e-6)
-
-
-def test_fluid_model_is_between_the_linear_bound_and_the_optimum() -> None:
-    for seed in range(40):
-        profile, rng = random_chain(seed, 1 + seed % 4, most_options=4), random.Random(seed)
-        host = rng.choice((None, rng.randint(0, 60)))
-        space = combinations(profile, segments=False)
-        least = smallest_peak(profile, host_bytes=host, within=space)
-        budget = rng.randint(least, max(least, peak_of(profile, "keep")))
-        best = fastest(profile, budget, host_bytes=host, within=space)
-        assert best is not None
-        model = FluidModel(profile, menu_of(profile), budget, host_bytes=host)
-        seen: list[tuple[int, ...]] = []
-        bound_s = model.solve(lambda codes, _: seen.append(codes) is not None, deadline=time.monotonic() + 60)  # noqa: B023
-        assert bound_s <= best * ROUNDING, (seed, budget)
-        assert len(seen[-1]) == len(profile.stages)
-
-
-def test_fluid_model_takes_a_hint_and_stops() -> None:
-    profile = homogeneous_chain(30, link_ratio=0.5)
-    budget = (peak_of(profile, "recompute") + peak_of(profile, "keep")) // 2
-    model = FluidModel(profile, menu_of(profile), budget)
-    swap = profile.stages[3].options.index(profile.stages[3].option("swap"))
-    model.hint([swap] * 30)
-    seen = []
-    model.solve(lambda *solution: bool(seen.append(solution) or True), deadline=time.monotonic() + 60)
-    assert len(seen) == 1
-    codes, bound_s = seen[0]
-    assert codes == (swap,) * 30  # with which no search begins by itself
-    assert bound_s * ROUNDING >= profile.baseline_step_s
-
-
-@pytest.mark.usefixtures("python_handles_interrupts")
-def test_an_interrupt_after_a_search_is_python_s_to_handle() -> None:
-    profile = homogeneous_chain(6, link_ratio=0.5)
-    budget = (peak_of(profile, "recompute") + peak_of(profile, "keep")) // 2
-    assert FluidModel(profile, menu_of(profile), budget).solve(lambda *_: False, deadline=time.monotonic() + 60) > 0
-    caught = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("SigCgt"))
-    assert int(caught.split()[1], 16) >> (signal.SIGINT - 1) & 1, "Ctrl-C would end the process at once"
-
-
-def test_fluid_model_knows_that_nothing_fits() -> None:
-    profile = homogeneous_chain(6, link_ratio=0.5)
-    model = FluidModel(profile, menu_of(profile), 1000)
-    assert model.solve(lambda *_: False, deadline=time.monotonic() + 60) == math.inf

@@ -8,7 +8,6 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -20,9 +19,8 @@ from ckptplan.core.request import Limits
 from ckptplan.core.units import GIB
 from ckptplan.referee import validate
 from ckptplan.solving import planner
-from ckptplan.solving.cp_sat import FluidModel
 from ckptplan.solving.frontier import everything_kept_bytes
-from ckptplan.solving.interruptible import Interruptible
+from ckptplan.solving.interruptible import interruptible
 from ckptplan.solving.planner import solve_profile
 
 pytestmark = [pytest.mark.planning, pytest.mark.usefixtures("python_handles_interrupts", "no_leak")]
@@ -38,74 +36,31 @@ def interrupt() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
-class Waiting:
-    """A solver that takes until it is stopped, with a callback on the way."""
-
-    def __init__(self, callback: Callable[[], object] = lambda: None) -> None:
-        self.stopped, self.callback, self.got = threading.Event(), callback, [object()]
-
-    def solve(self) -> str:
-        self.got = [self.call.here(self.callback)]
-        return "stopped" if self.stopped.wait(LONG_S) else "late"
-
-    def run(self) -> str:
-        self.call = Interruptible(self.stopped.set)
-        return self.call.run(self.solve)
-
-
 def test_a_solver_that_blocks_is_stopped() -> None:
+    stopped = threading.Event()
     threading.Timer(0.1, interrupt).start()
-    solver, begun = Waiting(), time.monotonic()
+    begun = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        solver.run()
-    assert solver.stopped.is_set()
+        interruptible(lambda: stopped.wait(LONG_S), stop=stopped.set)
+    assert stopped.is_set()
     assert time.monotonic() - begun < SOON_S
 
 
-def test_callbacks_run_in_the_main_thread_and_their_errors_end_the_solver() -> None:
-    where: list[threading.Thread] = []
-
-    def callback() -> None:
-        where.append(threading.current_thread())
-        raise ValueError("of the callback")
-
-    solver = Waiting(callback)
-    with pytest.raises(ValueError, match="of the callback"):
-        solver.run()
-    assert where == [threading.main_thread()]
-    assert solver.got == [None]
-
-
 def test_results_and_errors_of_a_solver_are_passed_on() -> None:
-    assert Interruptible(lambda: None).run(lambda: 5) == 5
+    assert interruptible(lambda: 5, stop=lambda: None) == 5
     with pytest.raises(ZeroDivisionError):
-        Interruptible(lambda: None).run(lambda: 1 // 0)
+        interruptible(lambda: 1 // 0, stop=lambda: None)
 
 
 def test_beside_the_main_thread_a_solver_runs_as_it_is() -> None:
     """No signal comes there."""
-    seen: list[bool] = []
-
-    def work() -> None:
-        here = threading.current_thread()
-        call = Interruptible(lambda: None)
-        seen.append(call.run(lambda: call.here(threading.current_thread) is threading.current_thread() is here))
-
-    thread = threading.Thread(target=work)
+    seen: list[threading.Thread] = []
+    thread = threading.Thread(
+        target=lambda: seen.append(interruptible(threading.current_thread, stop=lambda: None))  # no other one
+    )
     thread.start()
     thread.join()
-    assert seen == [True]
-
-
-def test_cp_sat_ends_at_an_interrupt() -> None:
-    profile = homogeneous_chain(100, link_ratio=0.5)  # takes six seconds
-    menu = [range(len(stage.options)) for stage in profile.stages]
-    model = FluidModel(profile, menu, everything_kept_bytes(profile) // 2)
-    threading.Timer(0.1, interrupt).start()
-    begun = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
-        model.solve(lambda *_: False, deadline=begun + LONG_S)
-    assert time.monotonic() - begun < SOON_S
+    assert seen == [thread]
 
 
 @pytest.mark.parametrize("part", ["segment DP", "bound"])

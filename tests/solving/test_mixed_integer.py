@@ -12,6 +12,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, get_args
 
 import brute_force
 import pytest
@@ -21,7 +22,7 @@ from ckptplan.core.option import ACTIONS
 from ckptplan.core.profile import Profile
 from ckptplan.core.request import Limits
 from ckptplan.referee import simulate, validate
-from ckptplan.solving.bound import scip
+from ckptplan.solving.bound import cp_sat, process, scip
 from ckptplan.solving.bound.mixed_integer import _tree
 from ckptplan.solving.bound.pricing import lower_bound
 from ckptplan.solving.cost import Evaluator, menus
@@ -34,12 +35,14 @@ ROUNDING = 1 + 1e-9  # sums of the same seconds in another order
 PROFILES = Path(__file__).parent.parent / "profiles"
 
 
-def problem_of(profile: Profile, budget: int) -> scip.Problem:
-    return scip.Problem(profile, menus(profile, ACTIONS), budget)
+def problem_of(profile: Profile, budget: int) -> process.Problem:
+    return process.Problem(profile, menus(profile, ACTIONS), budget)
 
 
+# CP-SAT raises bounds, and hardly looks for plans; the last part of an amount that flows takes it long.
+@pytest.mark.parametrize(("solver", "rounding", "seconds"), [(scip, 1e-6, 60), (cp_sat, 1e-3, 0.5)])
 @pytest.mark.parametrize("part", range(4))
-def test_never_above_the_optimum_and_mostly_equal(part: int) -> None:
+def test_never_above_the_optimum_and_mostly_equal(part: int, solver: Any, rounding: float, seconds: float) -> None:
     seen = equal = 0
     for seed in range(part, 64, 4):
         rng = random.Random(seed)
@@ -54,23 +57,24 @@ def test_never_above_the_optimum_and_mostly_equal(part: int) -> None:
             best_s = brute_force.fastest(profile, budget, host_bytes=host, within=space)
             assert best_s is not None
             # In this process: the start of another one would take most of the time.
-            below_s = best_s if seed % 2 else math.inf
+            below_s = best_s if seed % 2 or solver is cp_sat else math.inf
             menu = menus(profile, ACTIONS, host_bytes=host)
-            problem = scip.Problem(profile, menu, budget, host, segments, below_s)
-            found = scip.solve(problem, time.monotonic() + 60, 1e-7)
+            problem = process.Problem(profile, menu, budget, host, segments, below_s)
+            found = solver.solve(problem, time.monotonic() + seconds, rounding / 10)
             bound_s = found.bound_s
             assert bound_s <= best_s * ROUNDING, (seed, budget)
-            assert found.solution is not None
+            assert found.solution is not None or solver is cp_sat
             seen += 1
-            equal += bound_s >= best_s * (1 - 1e-6)
+            equal += bound_s >= best_s * (1 - rounding)
     assert equal >= 0.7 * seen > 20  # the rest: links are fluids, and inner sweeps are left out
 
 
-def test_bounds_and_plans_of_a_process_of_its_own() -> None:
+@pytest.mark.parametrize("solver", get_args(process.Solver))
+def test_bounds_and_plans_of_a_process_of_its_own(solver: process.Solver) -> None:
     """At the smallest peak of a real model the linear bound is far below, and the plan is the fastest."""
     profile = Profile.load(PROFILES / "hidden_model.json")
     budget = 16273809
-    running = scip.begin(problem_of(profile, budget), time.monotonic() + 60, 1e-6)
+    running = process.begin(solver, problem_of(profile, budget), time.monotonic() + 60, 1e-6)
     assert running is not None
     found = running.found(time.monotonic() + 60)
     assert found is not None
@@ -90,7 +94,7 @@ def test_nothing_is_imported_from_the_working_directory(monkeypatch: pytest.Monk
     (tmp_path / "json.py").write_text("raise RuntimeError('mine')\n")
     monkeypatch.chdir(tmp_path)
     profile = homogeneous_chain(3, link_ratio=0.5)
-    running = scip.begin(problem_of(profile, everything_kept_bytes(profile)), time.monotonic() + 30, 1e-4)
+    running = process.begin("scip", problem_of(profile, everything_kept_bytes(profile)), time.monotonic() + 30, 1e-4)
     assert running is not None
     assert running.found(time.monotonic() + 60) is not None
 
@@ -123,12 +127,12 @@ def test_a_solution_with_crossing_segments_gives_a_tree() -> None:
 def test_no_time_and_a_failing_process_are_no_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     profile = homogeneous_chain(6, link_ratio=0.5)
     problem = problem_of(profile, everything_kept_bytes(profile) // 2)
-    assert scip.begin(problem, time.monotonic() - 1, 1e-4) is None
+    assert process.begin("scip", problem, time.monotonic() - 1, 1e-4) is None
     for program in ("/no/such/program", ""):
         monkeypatch.setattr(sys, "executable", program)
-        assert scip.begin(problem, time.monotonic() + 5, 1e-4) is None
+        assert process.begin("scip", problem, time.monotonic() + 5, 1e-4) is None
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    running = scip.begin(problem, time.monotonic() + 5, 1e-4)
+    running = process.begin("scip", problem, time.monotonic() + 5, 1e-4)
     assert running is not None
     assert running.found(time.monotonic() + 60) is None
 
@@ -136,7 +140,7 @@ def test_no_time_and_a_failing_process_are_no_bound(monkeypatch: pytest.MonkeyPa
 def test_a_process_that_is_late_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     begun = sleepers(monkeypatch)
     profile = homogeneous_chain(6, link_ratio=0.5)
-    running = scip.begin(problem_of(profile, everything_kept_bytes(profile)), time.monotonic() + 0.1, 1e-4)
+    running = process.begin("scip", problem_of(profile, everything_kept_bytes(profile)), time.monotonic() + 0.1, 1e-4)
     assert running is not None
     assert not running.done
     assert running.found(time.monotonic() + 0.5) is None
@@ -170,6 +174,27 @@ def test_an_interrupt_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(KeyboardInterrupt):
         solve_profile(profile, budget, Limits(gap=0.0, time_limit_s=20))
     assert begun[0].wait(timeout=10) != 0
+
+
+def test_whole_numbers_only_relax() -> None:
+    """A row's whole coefficients leave room for every plan, and hardly any more."""
+    profile = random_chain(11, 12)
+    least = smallest_peak(profile).peak_bytes
+    budget = least + (everything_kept_bytes(profile) - least) // 8
+    exact, whole = (s.solve(problem_of(profile, budget), time.monotonic() + 60, 1e-4) for s in (scip, cp_sat))
+    assert profile.baseline_step_s * 1.01 < whole.bound_s <= exact.bound_s * (1 + 1e-4)
+    assert whole.bound_s >= exact.bound_s * (1 - 1e-3)
+
+
+def test_a_plan_that_does_not_fit_in_the_time_of_a_known_one_is_no_bound() -> None:
+    """Nothing is as fast as half of the optimum: that would be a defect, of which no bound is made."""
+    profile = homogeneous_chain(6, link_ratio=0.5)
+    budget = smallest_peak(profile).peak_bytes
+    problem = replace(problem_of(profile, budget), below_s=profile.baseline_step_s * 1.001)
+    for solver in (scip, cp_sat):
+        found = solver.solve(problem, time.monotonic() + 60, 1e-6)
+        assert found.solution is None
+        assert found.bound_s == profile.baseline_step_s
 
 
 def test_rows_are_not_held_more_exactly_than_the_solver_counts() -> None:

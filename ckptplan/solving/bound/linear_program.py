@@ -37,7 +37,7 @@ import numpy as np
 
 from ckptplan.core.segment import Segment
 from ckptplan.solving.bound.relaxation import Chain, Floats
-from ckptplan.solving.interruptible import Interruptible
+from ckptplan.solving.interruptible import interruptible
 
 EXCESS_PRICE = 1e3
 """Steps of the baseline that exceeding the budget by all of it costs: more than any plan takes."""
@@ -256,7 +256,7 @@ class Master:
         for preprocess in ("false", "true"):
             self.lp.SetTimeLimit(max(1, int(MS_PER_S * (until - time.monotonic()))))
             self.lp.SetSolverSpecificParametersAsString(f"use_preprocessing: {preprocess}")
-            if Interruptible(self.lp.InterruptSolve).run(self.lp.Solve) == self.lp.OPTIMAL:
+            if interruptible(self.lp.Solve, stop=self.lp.InterruptSolve) == self.lp.OPTIMAL:
                 return True
         return False
 

@@ -69,7 +69,7 @@ class _Holder:
 
 
 class _Part(NamedTuple):
-    """What a stage may move: a large storage, or several small ones.
+    """What a stage may move: a large storage, or several small ones of one size.
 
     `moves` is the variable that says how much of it moves, and `gone` the first forward step in which it may be away.
     """
@@ -83,7 +83,7 @@ class _Part(NamedTuple):
 
 @dataclass(slots=True)
 class _Group:
-    """Storages of the same kind, one if they are large, of which `storage` is the first.
+    """Storages of the same kind and size, one if they are large, of which `storage` is the first.
 
     `holds` are the holders' variables, `held` the OR of those up to each.
     """
@@ -132,6 +132,7 @@ class MixedModel:
         self.unit, self.second = float(max(1, budget_bytes)), max(profile.baseline_step_s, LEAST_SECOND)
         self.model: Any = mathopt.Model()
         self.span = 0.0  # of all variables together, by which dual tolerances count
+        self.parts_of: dict[int, int] = {}  # variables that aren't 0 or 1 in a plan -> of how many parts, 0: any
         self.forward_s = [stage.forward_s / self.second for stage in profile.stages]
         self.backward_s = [stage.backward_s / self.second for stage in profile.stages]
         self.added_s: list[list[tuple[float, Any]]] = [[] for _ in profile.stages]
@@ -154,15 +155,34 @@ class MixedModel:
         most = (self.profile.baseline_launch_s + sum(seconds for seconds, _ in self.launch_s)) / self.second
         if not most:
             return 0.0
-        var = self.variable(most)
+        var = self.amount(most)
         added = self.sum([seconds / self.second * choice for seconds, choice in self.launch_s if seconds])
         self.require(var >= self.profile.baseline_launch_s / self.second + added - lanes)
         return var
 
-    def variable(self, upper: float = 1.0, *, whole: bool = False) -> Any:
+    def choice(self) -> Any:
+        """A variable that is 0 or 1."""
+        self.span += 1.0
+        return self.model.add_binary_variable()
+
+    def implied(self) -> Any:
+        """A variable from 0 to 1 that every plan gives 0 or 1, without being told to."""
+        self.span += 1.0
+        return self.model.add_variable(lb=0.0, ub=1.0)
+
+    def amount(self, upper: float) -> Any:
         """A variable from 0 to `upper`."""
         self.span += upper
-        return self.model.add_binary_variable() if whole else self.model.add_variable(lb=0.0, ub=upper)
+        var = self.model.add_variable(lb=0.0, ub=upper)
+        self.parts_of[var.id] = 0
+        return var
+
+    def share(self, parts: int) -> Any:
+        """A variable from 0 to 1 that every plan gives a multiple of 1 / `parts`."""
+        var = self.implied()
+        if parts > 1:
+            self.parts_of[var.id] = parts
+        return var
 
     def require(self, row: Any) -> None:
         """Add a constraint, unless it has no variable: then it is True or False, and holds."""
@@ -179,7 +199,7 @@ class MixedModel:
     def add_segments(self) -> None:
         """y[a,b], and Y[a,k], the sum of y[a',b] over a' <= a and b >= k."""
         n = len(self.profile.stages)
-        self.y = {(a, b): self.variable(whole=True) for a in range(n) for b in self.space.ends(a, a + 1, n)}
+        self.y = {(a, b): self.choice() for a in range(n) for b in self.space.ends(a, a + 1, n)}
         self.around = [[c for c in self.y if c[0] <= i <= c[1]] for i in range(n)]
         self.sums: dict[tuple[int, int], Any] = {}
         for a in range(n):
@@ -193,11 +213,11 @@ class MixedModel:
                 if terms:
                     self.sums[a, k] = self.equal(terms)
 
-    def equal(self, terms: Sequence[Any], upper: float = 1.0) -> Any:
-        """A variable for the sum of terms, which is at most `upper`; the term itself where it is one."""
+    def equal(self, terms: Sequence[Any], upper: float | None = None) -> Any:
+        """A variable for a sum of terms: an amount of at most `upper`, or 0 or 1; the term itself where it is one."""
         if len(terms) == 1:
             return terms[0]
-        var = self.variable(upper)
+        var = self.implied() if upper is None else self.amount(upper)
         self.require(var == self.sum(terms))
         return var
 
@@ -210,13 +230,13 @@ class MixedModel:
     def add_choices(self) -> None:
         """Each stage has one option, or is in one segment, which takes the time of its sweep."""
         p, n = self.profile, self.n
-        self.x = [{code: self.variable(whole=True) for code in self.menu[i]} for i in range(n)]
+        self.x = [{code: self.choice() for code in self.menu[i]} for i in range(n)]
         for i in range(n):
             self.require(self.sum(list(self.x[i].values())) + self.whole(i, i) == 1)
             for code, var in self.x[i].items():
                 self.added_s[i].append((p.stages[i].options[code].added_s / self.second, var))
                 self.launch_s.append((p.stages[i].options[code].launch_s, var))
-        self.m = {i: self.variable(whole=True) for i in range(n) if self.around[i] and self.moving[i] is not None}
+        self.m = {i: self.choice() for i in range(n) if self.around[i] and self.moving[i] is not None}
         for i, var in self.m.items():
             self.require(var <= self.whole(i, i))
         self.sweeps = {(a, b): rules.sweep_of(p, Segment(a, b)) for a in range(n) for b in self.space.ends(a, a, n)}
@@ -265,7 +285,7 @@ class MixedModel:
         for a in range(n):
             for b in self.space.ends(a, a, n):
                 if any(c[1] > b for c in self.around[a]):
-                    var = self.w[a, b] = self.variable(whole=True)
+                    var = self.w[a, b] = self.choice()
                     self.require(var <= self.whole(a, b + 1))
                     self.add_sweep_time(a, b, var)
         self.ending = [[var for (_, b), var in self.w.items() if b == k] for k in range(n)]
@@ -277,7 +297,7 @@ class MixedModel:
                 inner = [self.w[a, k - 1] for a in range(j + 1) if (a, k - 1) in self.w]
                 inner += [self.e[j, k - 1]] if (j, k - 1) in self.e else []
                 if inner and any(c[1] >= k for c in self.around[j]):
-                    var = self.e[j, k] = self.variable()
+                    var = self.e[j, k] = self.implied()
                     self.require(var <= self.sum(inner))
                     self.require(var <= self.whole(j, k))
 
@@ -289,7 +309,8 @@ class MixedModel:
         for s, holders in self._holders().items():
             storage = p.storages[s]
             size = storage.nbytes / self.unit
-            key = (storage.born, storage.program_until, storage.stays, tuple(holders), s if size >= WHOLE else None)
+            alone = s if size >= WHOLE else -storage.nbytes
+            key = (storage.born, storage.program_until, storage.stays, tuple(holders), alone)
             if key in found:
                 found[key].size += size
                 found[key].storages.append(s)
@@ -319,7 +340,7 @@ class MixedModel:
                     holds += self.m[holder.stage] - (self._made(group, holder) if holder.linked else 0.0)
                 held = holds
                 if group.held:
-                    held = self.variable()
+                    held = self.implied()
                     self.require(held >= holds)
                     self.require(held >= group.held[-1])
                 group.holds.append(holds)
@@ -371,9 +392,9 @@ class MixedModel:
                 ways += moving
                 if isinstance(ways, float) or holder.stage not in rules.movers(storage, n):
                     continue
-                # Of several small ones, any part may move.
+                # Of several small ones of one size, any number may move.
                 one = storage.nbytes / self.unit >= WHOLE
-                var = self.variable(whole=one)
+                var = self.choice() if one else self.share(len(group.storages))
                 self.require(var <= ways)
                 if holder.moves_in_segment and holder.linked and holder.in_segment:
                     self.require(var <= ways - moving + self._in(group, holder))
@@ -391,7 +412,7 @@ class MixedModel:
         self.moved = {}
         for o, parts in enumerate(self.parts):
             if parts:
-                self.moved[o] = self.variable(self.most_moved[o])
+                self.moved[o] = self.amount(self.most_moved[o])
                 self.require(self.moved[o] == self.sum([part.size * part.moves for part in parts]))
         self.put: list[Any] = [0.0]  # bytes that the stages before each move
         before: list[Any] = []
@@ -408,21 +429,21 @@ class MixedModel:
         compute_s = (self.forward_s, self.backward_s)[lane]
         enforced = rules.enforceable_points([stage.is_glue for stage in self.profile.stages])[lane]
         most_put = [0.0, *accumulate(self.most_moved)]
-        carried = [self.variable(most_put[-1]) for _ in range(n + 1)]
+        carried = [self.amount(most_put[-1]) for _ in range(n + 1)]
         away: list[list[Any]] = [[] for _ in range(n)]
         done: dict[tuple[int, int], list[Any]] = {}
         for k in range(n):
             ahead: Any = None  # whether all of the stages before is done
             for o in [o for o in self.moved if o < k]:
                 needed = self.whole(o, k) if lane == 1 else 0.0
-                all_done = self.variable() if lane == 0 else 0.0
+                all_done = self.implied() if lane == 0 else 0.0
                 small = []
                 for number, part in enumerate(self.parts[o]):
                     gone = lane == 1 or k >= part.gone
                     if part.size < DONE or not part.one:
                         small += [part] if gone else []
                         continue
-                    z = self.variable(whole=True)
+                    z = self.choice()
                     self.require(z <= part.moves)
                     self.require(z + needed <= 1)
                     if (o, number) in done:
@@ -436,7 +457,7 @@ class MixedModel:
                     away[k] += [part.size * z] if gone else []
                 if small:
                     most = sum(part.size for part in small)
-                    var = self.variable(most)
+                    var = self.amount(most)
                     self.require(var <= self.sum([part.size * part.moves for part in small]))
                     self.require(var <= most * (1 - needed))
                     away[k].append(var)
@@ -452,7 +473,7 @@ class MixedModel:
         if not self.moved or rate == math.inf:
             return 0.0
         whole = most_put[-1]
-        stalls = [self.variable(whole) for _ in range(n)]  # in bytes that the link carries meanwhile
+        stalls = [self.amount(whole) for _ in range(n)]  # in bytes that the link carries meanwhile
         self.require(carried[0] == 0)
         for k in range(n):
             # More than everything makes no difference.
@@ -503,7 +524,7 @@ class MixedModel:
                 runs[j].append(nbytes / self.unit * var)
         if not runs:
             return
-        there = self.variable()
+        there = self.amount(1.0)
         self.require(there >= resident)
         for run, most in runs.items():
             less = [-self._dropped(j, run) * self.e[j, k] for j in range(run + 1) if (j, k) in self.e]
@@ -532,7 +553,7 @@ class MixedModel:
         for size, group in self.copied:
             least = [low for holder in group.holders if holder.stage <= k for low in self._has_copy(group, holder, k)]
             if least:
-                copy = self.variable()
+                copy = self.implied()
                 for low in least:
                     self.require(copy >= low)
                 found.append(size * copy)

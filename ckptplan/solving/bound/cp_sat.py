@@ -1,0 +1,130 @@
+"""CP-SAT on the mixed-integer program, in whole numbers: what it proves is no question of tolerances.
+
+Rounding only relaxes. An amount v of the program becomes a whole number of units, V = floor(U v); what a plan gives 0
+or 1, or a multiple of 1/n, is whole as it is. A row sum(a x) + sum(b v) <= c, times K U, then holds with its
+coefficients rounded down and its right side rounded up, where K |b| is added for each b < 0, whose v may be a unit
+larger than V says. Costs are rounded down, too. Example, U = 4 and K = 1: v - 0.6 x <= 0.3 with v = 0.8 and x = 1
+becomes V - 3 x <= 2, and V = 3 fits.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from ckptplan.solving.bound.mixed_integer import MixedModel
+from ckptplan.solving.bound.process import Found, Problem
+
+UNITS = 1 << 20
+"""Units of an amount: U."""
+FINE = 1 << 10
+"""K of rows in which amounts have coefficients that aren't whole; 1 of others."""
+LARGEST = 2.0**50
+LARGEST_COST = 2.0**40
+"""Of sums. The solver wants them below 2**63, and has called plans optimal that weren't where they were larger."""
+ROUNDING = 1e-12
+"""Of the sum of a row's terms at their largest: more than floats lose."""
+HALF = 0.5
+"""The objective is a whole number; the solver's bound on it is a float."""
+MOST_SEEDS = 1 << 31
+"""The solver takes 32 bits with a sign."""
+PARAMETERS = {
+    "linearization_level": 2,
+    "optimize_with_lb_tree_search": True,
+    "symmetry_level": 0,
+    "cp_model_probing_level": 0,
+    "presolve_inclusion_work_limit": 0,
+}
+"""A search that raises the bound by branching on the linear relaxation. The presolve leaves out what takes long, and
+the comparison of rows with each other, which was wrong where coefficients were large."""
+
+
+class WholeModel:
+    """A mixed-integer program in whole numbers.
+
+    Attributes
+    ----------
+    model : cp_model.CpModel
+    """
+
+    def __init__(self, mixed: MixedModel) -> None:
+        from ortools.sat.python import cp_model
+
+        self.mixed = mixed
+        self.model: Any = cp_model.CpModel()
+        self.most = {v.id: v.upper_bound for v in mixed.model.variables()}
+        self.units = {number: mixed.parts_of.get(number, 1) or UNITS for number in self.most}
+        self.amounts = {number for number, parts in mixed.parts_of.items() if not parts}
+        self.vars: dict[int, Any] = {
+            number: self.model.new_int_var(0, math.ceil(most * self.units[number]), "")
+            for number, most in self.most.items()
+        }
+        for row in mixed.model.linear_constraints():
+            terms = [(term.variable.id, term.coefficient) for term in row.terms()]
+            if row.upper_bound < math.inf:
+                self.add_row(terms, row.upper_bound)
+            if row.lower_bound > -math.inf:
+                self.add_row([(number, -a) for number, a in terms], -row.lower_bound)
+        self.offset = mixed.model.objective.offset
+        terms = [(term.variable.id, term.coefficient) for term in mixed.model.objective.linear_terms()]
+        self.per_cost = LARGEST_COST / max(1.0, self.reach(terms))
+        self.cost = sum(math.floor(a * self.per_cost / self.units[number]) * self.vars[number] for number, a in terms)
+        self.model.minimize(self.cost)
+
+    def reach(self, terms: Iterable[tuple[int, float]]) -> float:
+        """The sum of terms at their largest."""
+        return float(sum(abs(a) * self.most[number] for number, a in terms))
+
+    def add_row(self, terms: Iterable[tuple[int, float]], most: float) -> None:
+        """Sum of terms <= most, relaxed."""
+        terms = list(terms)
+        of_amounts = [a for number, a in terms if number in self.amounts]
+        fine = 1 if all(a.is_integer() for a in of_amounts) else FINE
+        reach = abs(most) + self.reach(terms)
+        times = min(float(UNITS * fine), LARGEST / max(1.0, reach))
+        room = (most + ROUNDING * reach - sum(a for a in of_amounts if a < 0) / UNITS) * times
+        row = [(number, math.floor(a * times / self.units[number])) for number, a in terms]
+        self.model.add(sum(a * self.vars[number] for number, a in row if a) <= math.ceil(room))
+
+    def bound_s(self, cost: float) -> float:
+        """The makespan in seconds that a bound on the cost stands for."""
+        value: float = self.offset + max(0.0, cost - HALF) / self.per_cost
+        found: float = max(self.mixed.profile.baseline_step_s, value * (1 - ROUNDING) * self.mixed.second)
+        return found
+
+
+def solve(problem: Problem, deadline: float, gap: float) -> Found:
+    """Minimise until `deadline` (of `time.monotonic()`) or to a relative gap."""
+    from ortools.sat.python import cp_model
+
+    whole = WholeModel(problem.model())
+    limit = problem.limit_s / whole.mixed.second - whole.offset
+    if limit < math.inf:
+        whole.model.add(whole.cost <= math.ceil(limit * whole.per_cost))
+    solver = cp_model.CpSolver()
+    for name, value in PARAMETERS.items():
+        setattr(solver.parameters, name, value)
+    solver.parameters.max_time_in_seconds = max(0.0, deadline - time.monotonic())
+    solver.parameters.random_seed = problem.seed % MOST_SEEDS
+    # One worker is deterministic as it is, several only where they take turns.
+    solver.parameters.num_workers = problem.workers
+    solver.parameters.interleave_search = problem.workers > 1
+    solver.parameters.relative_gap_limit = gap
+    enough_s = problem.below_s / (1 + gap)
+
+    def on_bound(cost: float) -> None:
+        if whole.bound_s(cost) >= enough_s:
+            solver.stop_search()
+
+    solver.best_bound_callback = on_bound
+    status = solver.solve(whole.model)
+    if status == cp_model.INFEASIBLE:  # a plan is known: a defect, or no plan is, and nothing fits
+        return Found(problem.profile.baseline_step_s, None, False)
+    bound_s = whole.bound_s(solver.best_objective_bound)
+    solution = None
+    if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        values = {number: solver.value(var) / whole.units[number] for number, var in whole.vars.items()}
+        solution = whole.mixed.read({number: value for number, value in values.items() if value})
+    return Found(bound_s, solution, status == cp_model.OPTIMAL or bound_s >= enough_s)
