@@ -2,7 +2,7 @@
 
     python experiments/ablation.py --out experiments/results
     python experiments/ablation.py --only segformer,unet-14 --parts held-dp,last-search --budgets 0,10 --seconds 10
-    python experiments/ablation.py --no-segments --parts cp-sat --budgets 10,25
+    python experiments/ablation.py --no-segments --parts cp-sat,scip --budgets 10,25
 
 Cells are instances and budgets as in `certificate.py`: 0, 2 and 10 % of the way from the smallest peak to everything
 kept, and 25 % of chains made from formulas. Each solve is a process of its own, one at a time, since the
@@ -35,7 +35,7 @@ from instances import INSTANCES
 from ckptplan.core.errors import InfeasibleBudgetError
 from ckptplan.core.request import Limits
 from ckptplan.solving import planner
-from ckptplan.solving.bound import scip
+from ckptplan.solving.bound import process
 from ckptplan.solving.bound.pricing import Bound, _Bounder
 from ckptplan.solving.bound.trees import MissingColumns
 from ckptplan.solving.cost import Evaluator
@@ -99,9 +99,9 @@ def of_mixed(search: _PlanSearch, *args: Any) -> bool:
     return search.part == "mixed-integer program"
 
 
-def modelling(search: _PlanSearch) -> bool:
-    """Whether there is time for CP-SAT."""
-    return search.left_s() >= planner.MODEL_LEAST_S + len(search.menu) * planner.MODEL_S_PER_STAGE
+def begun_with(solver: process.Solver) -> Callable[..., bool]:
+    """Whether a process of this solver begins."""
+    return lambda asked, *args: asked == solver
 
 
 PARTS: dict[str, tuple[Switch, ...]] = {
@@ -123,20 +123,7 @@ PARTS: dict[str, tuple[Switch, ...]] = {
         Switch(_PlanSearch, "search", applies=searching),
     ),
     "polish": (Switch(_PlanSearch, "polish", applies=searching),),
-    "first-search": (
-        Switch(
-            _PlanSearch,
-            "search",
-            applies=lambda search, rounds, share: rounds == planner.ROUNDS_AT_FIRST and searching(search),
-        ),
-    ),
-    "last-search": (
-        Switch(
-            _PlanSearch,
-            "search",
-            applies=lambda search, rounds, share: rounds == planner.ROUNDS_AT_LAST and searching(search),
-        ),
-    ),
+    "last-search": (Switch(_PlanSearch, "search", applies=searching),),
     "transfers": (Switch(_PlanSearch, "refine", applies=refining), Switch(Evaluator, "transferred")),
     "linear-bound": (Switch(planner, "lower_bound", lambda original, *args, **options: Bound(0.0, None, False)),),
     "columns": (
@@ -149,7 +136,9 @@ PARTS: dict[str, tuple[Switch, ...]] = {
     ),
     "held-dp": (Switch(_Bounder, "sharpen"),),
     "bound-plans": (Switch(_Bounder, "offer"), Switch(_Bounder, "suit")),
-    "mixed": (Switch(scip, "begin"),),
+    "mixed": (Switch(process, "begin"),),
+    "scip": (Switch(process, "begin", applies=begun_with("scip")),),
+    "cp-sat": (Switch(process, "begin", applies=begun_with("cp_sat")),),
     "mixed-bound": (
         Switch(
             _PlanSearch,
@@ -162,7 +151,6 @@ PARTS: dict[str, tuple[Switch, ...]] = {
         Switch(Evaluator, "transferred"),
         Switch(_PlanSearch, "refine", applies=lambda search, share, lazy=None: lazy is not None),
     ),
-    "cp-sat": (Switch(_PlanSearch, "run_model", applies=modelling),),
 }
 """Name -> what switches the part off. Searches of the disk tier aren't here: no instance has one."""
 
@@ -302,7 +290,7 @@ def main() -> None:
     parser.add_argument("--parts", help=f"comma-separated, of {', '.join(PARTS)}")
     parser.add_argument("--budgets", help="per cent from smallest peak to keep-all, of budgets.json")
     parser.add_argument("--seconds", type=float, default=15.0, help="time limit of a solve")
-    parser.add_argument("--no-segments", action="store_true", help="plans without segments, for which CP-SAT runs")
+    parser.add_argument("--no-segments", action="store_true", help="plans without segments")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
     limits = Limits(time_limit_s=args.seconds, gap=0.0, segments=not args.no_segments)

@@ -1,4 +1,4 @@
-"""Profile to plan: chain DP, exact search, fluid CP-SAT model, planner. Imports core alone; OR-Tools lazily."""
+"""Profile to plan: searches, bounds and the planner. Imports core alone; OR-Tools lazily."""
 
 from ckptplan.solving.planner import MinPeak, plan_space, smallest_peak, solve_profile
 

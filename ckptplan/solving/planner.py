@@ -109,7 +109,7 @@ LONG_CHAIN_LOCAL_SHARE = 0.6
 LATER_LOCAL_SHARE = 0.3
 REFINE_SHARE = 0.1
 LAST_LOCAL_SHARE = 0.85
-MIXED_SHARE = 0.8
+MIXED_SHARE = 0.9
 SEGMENT_SHARE = 0.2
 STILL_SEGMENT_SHARE = 0.6
 """Of the segment program where nothing moves."""
@@ -287,7 +287,7 @@ class _PlanSearch:
         if self.space.count(PLANS_LOOKED_AT_FIRST, MOST_FORESTS) <= PLANS_LOOKED_AT_FIRST:
             self.enumerate(ENUMERATION_SHARE)
             if not self.closed():  # storages too many, or the time too short, to try all parts of what may move
-                self.begin_mixed("cp_sat")
+                self.begin_mixed("scip")
                 self.run_bound()
                 self.take_mixed(wait=True)
             return self.result("exact search")

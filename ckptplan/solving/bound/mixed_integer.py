@@ -473,6 +473,7 @@ class MixedModel:
         if not self.moved or rate == math.inf:
             return 0.0
         whole = most_put[-1]
+        put = self.put if lane == 0 else [self.sum([put, *self.late(k)]) for k, put in enumerate(self.put)]
         stalls = [self.amount(whole) for _ in range(n)]  # in bytes that the link carries meanwhile
         self.require(carried[0] == 0)
         for k in range(n):
@@ -480,12 +481,25 @@ class MixedModel:
             during = [min(rate * compute_s[k], whole)]
             during += [min(rate * seconds, whole) * var for seconds, var in self.added_s[k] if lane == 1]
             self.require(carried[k + 1] - carried[k] <= self.sum(during) + stalls[k])
-            self.require(carried[k + 1] <= self.put[k] + stalls[k])
-            self.require(carried[k + 1] <= self.put[k + 1])
+            self.require(carried[k + 1] <= put[k] + stalls[k])
+            self.require(carried[k + 1] <= put[k + 1])
             # What is away must be when the last point before that the runtime can meet comes.
             self.require(self.away[lane][k] <= carried[enforced[k - 1] + 1 if k else 0])
         self.require(carried[enforced[-1] + 1] >= self.put[n])
         return self.sum([1 / rate * stall for stall in stalls])
+
+    def late(self, k: int) -> list[Any]:
+        """Minus the bytes of stages before `k` that are back before the backward step of `k` or a later stage.
+
+        They are needed in its sweep: in reversed time they join when that step has run.
+        """
+        late = []
+        for o, moved in self.moved.items():
+            if o < k and (o, k) in self.sums:
+                var = self.amount(self.most_moved[o])
+                self.require(var >= moved - self.most_moved[o] * (1 - self.whole(o, k)))
+                late.append(-var)
+        return late
 
     def add_memory(self) -> None:
         """Every step fits the budget, and every run of a sweep does."""
