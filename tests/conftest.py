@@ -88,9 +88,11 @@ def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
     The mixed-integer program, which takes all the time that it is given, is left out.
     """
     from ckptplan.solving import planner
+    from ckptplan.solving.bound import mixed_integer
 
-    for name, value in (("ROUNDS", 20), ("MOST_LABELS", 250), ("MIXED_STAGES", 0)):
+    for name, value in (("ROUNDS", 20), ("MOST_LABELS", 250)):
         monkeypatch.setattr(planner, name, value)
+    monkeypatch.setattr(mixed_integer, "MOST_STAGES", 0)
 
 
 @pytest.fixture

@@ -1,8 +1,10 @@
 """The smallest budget for which a plan exists: a search, and a proof of how much less none can do with.
 
-The bound is the larger of two. One step at a time: no plan needs less for a step than the leanest way to run its stage,
-beside what is there whatever is decided. All at once: where the linear program of `bound/pricing.py` finds no shares of
-options and segments that fit a budget, its multipliers, scaled up until time no longer counts, prove that no plan fits.
+The bound is the largest of three. One step at a time: no plan needs less for a step than the leanest way to run its
+stage, beside what is there whatever is decided. All at once: CP-SAT, in whole bytes, up to where nothing is left out of
+its program (`bound/mixed_integer.py`). On chains that are too long for it: where the linear program of
+`bound/pricing.py` finds no shares of options and segments that fit a budget, its multipliers, scaled up until time no
+longer counts, prove that no plan fits.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from ckptplan.core.option import Action
 from ckptplan.core.profile import Profile
 from ckptplan.core.request import NO_LIMITS, Limits
 from ckptplan.core.stage import Phase
+from ckptplan.solving.bound import cp_sat, mixed_integer
 from ckptplan.solving.bound.linear_program import Master
 from ckptplan.solving.bound.relaxation import Chain, Intervals
 from ckptplan.solving.bound.trees import Costs, LinearTrees, MissingColumns
@@ -42,7 +45,7 @@ BOUND_SHIFT = 12
 """The bisections of the label DP and of the linear bound end when what is left is the peak shifted right by this."""
 ROUNDS = 150
 """Rounds of local search that may give nothing."""
-SEGMENTS_UNTIL, SEARCH_UNTIL, LABELS_UNTIL, LAST_SEARCH_UNTIL = 0.3, 0.4, 0.6, 0.8
+SEGMENTS_UNTIL, SEARCH_UNTIL, LABELS_UNTIL, LAST_SEARCH_UNTIL, PROOF_UNTIL = 0.2, 0.3, 0.4, 0.5, 0.9
 """Shares of the time by which each part ends; the last part, the bound, has the rest."""
 MULTIPLIER_FACTOR = 1e6
 """Multipliers so much larger make any excess of bytes cost more than any plan's time."""
@@ -142,6 +145,8 @@ class _PeakRun:
             self.smaller_budgets(until(LABELS_UNTIL))
         if not self.done:
             self.local(until(LAST_SEARCH_UNTIL), 1)
+        if not self.done and len(self.space.menu) <= mixed_integer.MOST_STAGES:
+            self.prove(until(PROOF_UNTIL))
         if not self.done:
             self.raise_bound(deadline)
 
@@ -188,6 +193,20 @@ class _PeakRun:
             )
             if True not in [self.offer(plan.codes, plan.segments) for plan in found]:
                 low = middle + 1
+
+    def prove(self, deadline: float) -> None:
+        """CP-SAT's bound, and its plan."""
+        model = mixed_integer.PeakModel(
+            self.profile,
+            self.space.menu,
+            self.least,
+            host_bytes=self.evaluator.host_bytes,
+            segments=self.space.segments,
+        )
+        bound, found = cp_sat.smallest_peak(model, deadline)
+        self.bound = max(self.bound, bound)
+        if found is not None:
+            self.offer(found.codes, found.segments)
 
     def raise_bound(self, deadline: float) -> None:
         """Bisection: the largest budget for which the linear program proves that nothing fits."""

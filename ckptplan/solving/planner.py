@@ -17,7 +17,7 @@ from ckptplan.core.profile import Profile
 from ckptplan.core.request import NO_LIMITS, Limits
 from ckptplan.core.schedule import EQUAL_S
 from ckptplan.core.units import format_bytes
-from ckptplan.solving.bound import process
+from ckptplan.solving.bound import mixed_integer, process
 from ckptplan.solving.bound.linear_program import Master
 from ckptplan.solving.bound.pricing import lower_bound
 from ckptplan.solving.bound.relaxation import Chain, Floats
@@ -68,8 +68,6 @@ LOCAL_SEARCH_STARTS = 2
 """Finalists with distinct segments from which local search starts."""
 SLOWER_FACTOR = 1.01
 """The label DP drops what its fluid links, which are inexact, make slower than the best plan by more."""
-MIXED_STAGES = 100
-"""Longer chains take the mixed-integer program more than the time there is."""
 MIXED_LEAST_S = 1.0
 """Least seconds for it: its process takes half a second to start."""
 MIXED_GAP_SHARE = 0.25
@@ -422,7 +420,7 @@ class _PlanSearch:
     def begin_mixed(self, solver: process.Solver) -> None:
         """Let a solver of the mixed-integer program run beside what follows."""
         share_s = MIXED_SHARE * self.left_s()
-        if self.closed() or len(self.menu) > MIXED_STAGES or share_s < MIXED_LEAST_S:
+        if self.closed() or len(self.menu) > mixed_integer.MOST_STAGES or share_s < MIXED_LEAST_S:
             return
         assert self.best is not None
         problem = process.Problem(

@@ -14,8 +14,9 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from ckptplan.solving.bound.mixed_integer import MixedModel
+from ckptplan.solving.bound.mixed_integer import MixedModel, PeakModel, Suggestion
 from ckptplan.solving.bound.process import Found, Problem
+from ckptplan.solving.interruptible import interruptible
 
 UNITS = 1 << 20
 """Units of an amount: U."""
@@ -69,9 +70,13 @@ class WholeModel:
                 self.add_row([(number, -a) for number, a in terms], -row.lower_bound)
         self.offset = mixed.model.objective.offset
         terms = [(term.variable.id, term.coefficient) for term in mixed.model.objective.linear_terms()]
-        self.per_cost = LARGEST_COST / max(1.0, self.reach(terms))
+        self.per_cost = 1.0 if self.is_whole(terms) else LARGEST_COST / max(1.0, self.reach(terms))
         self.cost = sum(math.floor(a * self.per_cost / self.units[number]) * self.vars[number] for number, a in terms)
         self.model.minimize(self.cost)
+
+    def is_whole(self, terms: Iterable[tuple[int, float]]) -> bool:
+        """Whether nothing need be rounded."""
+        return all(number not in self.amounts and (a / self.units[number]).is_integer() for number, a in terms)
 
     def reach(self, terms: Iterable[tuple[int, float]]) -> float:
         """The sum of terms at their largest."""
@@ -80,13 +85,22 @@ class WholeModel:
     def add_row(self, terms: Iterable[tuple[int, float]], most: float) -> None:
         """Sum of terms <= most, relaxed."""
         terms = list(terms)
-        of_amounts = [a for number, a in terms if number in self.amounts]
-        fine = 1 if all(a.is_integer() for a in of_amounts) else FINE
         reach = abs(most) + self.reach(terms)
-        times = min(float(UNITS * fine), LARGEST / max(1.0, reach))
-        room = (most + ROUNDING * reach - sum(a for a in of_amounts if a < 0) / UNITS) * times
+        most += ROUNDING * reach
+        if self.is_whole(terms):
+            times, room = 1.0, math.floor(most)
+        else:
+            of_amounts = [a for number, a in terms if number in self.amounts]
+            fine = 1 if all(a.is_integer() for a in of_amounts) else FINE
+            times = min(float(UNITS * fine), LARGEST / max(1.0, reach))
+            room = math.ceil((most - sum(a for a in of_amounts if a < 0) / UNITS) * times)
         row = [(number, math.floor(a * times / self.units[number])) for number, a in terms]
-        self.model.add(sum(a * self.vars[number] for number, a in row if a) <= math.ceil(room))
+        self.model.add(sum(a * self.vars[number] for number, a in row if a) <= room)
+
+    def read(self, solver: Any) -> Suggestion:
+        """A solution as a plan."""
+        values = {number: solver.value(var) / self.units[number] for number, var in self.vars.items()}
+        return self.mixed.read({number: value for number, value in values.items() if value})
 
     def bound_s(self, cost: float) -> float:
         """The makespan in seconds that a bound on the cost stands for."""
@@ -100,17 +114,10 @@ def solve(problem: Problem, deadline: float, gap: float) -> Found:
     from ortools.sat.python import cp_model
 
     whole = WholeModel(problem.model())
+    solver = _solver(deadline, problem.seed, problem.workers)
     limit = problem.limit_s / whole.mixed.second - whole.offset
     if limit < math.inf:
         whole.model.add(whole.cost <= math.ceil(limit * whole.per_cost))
-    solver = cp_model.CpSolver()
-    for name, value in PARAMETERS.items():
-        setattr(solver.parameters, name, value)
-    solver.parameters.max_time_in_seconds = max(0.0, deadline - time.monotonic())
-    solver.parameters.random_seed = problem.seed % MOST_SEEDS
-    # One worker is deterministic as it is, several only where they take turns.
-    solver.parameters.num_workers = problem.workers
-    solver.parameters.interleave_search = problem.workers > 1
     solver.parameters.relative_gap_limit = gap
     enough_s = problem.below_s / (1 + gap)
 
@@ -125,6 +132,40 @@ def solve(problem: Problem, deadline: float, gap: float) -> Found:
     bound_s = whole.bound_s(solver.best_objective_bound)
     solution = None
     if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        values = {number: solver.value(var) / whole.units[number] for number, var in whole.vars.items()}
-        solution = whole.mixed.read({number: value for number, value in values.items() if value})
+        solution = whole.read(solver)
     return Found(bound_s, solution, status == cp_model.OPTIMAL or bound_s >= enough_s)
+
+
+def smallest_peak(model: PeakModel, deadline: float, seed: int = 0) -> tuple[int, Suggestion | None]:
+    """Minimise until `deadline`, in this process.
+
+    Returns
+    -------
+    int, Suggestion or None
+        Bytes below which nothing fits, and a plan that may have the smallest peak.
+    """
+    from ortools.sat.python import cp_model
+
+    whole = WholeModel(model)
+    solver = _solver(deadline, seed)
+    status = interruptible(lambda: solver.solve(whole.model), stop=solver.stop_search)
+    if status == cp_model.INFEASIBLE:  # a plan is known: a defect
+        return 0, None
+    solution = whole.read(solver) if status in (cp_model.OPTIMAL, cp_model.FEASIBLE) else None
+    return math.ceil(max(0.0, solver.best_objective_bound) - HALF), solution
+
+
+def _solver(deadline: float, seed: int, workers: int = 1) -> Any:
+    from ortools.sat.python import cp_model
+
+    solver = cp_model.CpSolver()
+    for name, value in PARAMETERS.items():
+        setattr(solver.parameters, name, value)
+    solver.parameters.max_time_in_seconds = max(0.0, deadline - time.monotonic())
+    solver.parameters.random_seed = seed % MOST_SEEDS
+    # One worker is deterministic as it is, several only where they take turns.
+    solver.parameters.num_workers = workers
+    solver.parameters.interleave_search = workers > 1
+    # Catching it, CP-SAT would leave the process without Python's handler: the next Ctrl-C would kill it.
+    solver.parameters.catch_sigint_signal = False
+    return solver

@@ -16,10 +16,11 @@ makes the optimum lower.
 | z[s,k]    | the transfer of storage s, a large one, is done when step k starts; one for each lane              |
 | f[o,k]    | so are those of all large storages that stage o moves; forward alone                               |
 | put[o]    | bytes that the stages before o move                                                                |
-| L[k]      | bytes that a link has carried when step k starts; backward is a lane in reversed time (cost.py)    |
+| L[k]      | bytes that a link has carried when step k starts; backward is a lane in reversed time (cost.py),   |
+|           | which what a segment moves joins when its sweep has run                                            |
 
-Bytes are in units of the budget, seconds in units of the baseline. The model takes its time in a process of its own
-(`scip.py`), which Ctrl-C ends.
+Bytes are in units of the budget, seconds in units of the baseline. Its solvers, `scip.py` and `cp_sat.py`, run in
+processes of their own (`process.py`). `PeakModel` asks for the smallest budget instead of the shortest step.
 
 Never above the truth. In forward a storage is there from its birth on if any stage holds it, in backward from its
 first holder on: an OR of holders, exact. In a sweep, what a stage keeps is a copy unless the stage held the storage all
@@ -45,6 +46,8 @@ from ckptplan.core.segment import Segment
 from ckptplan.solving.bound.relaxation import LEAST_SECOND, RATE_ROUNDING
 from ckptplan.solving.enumerate import PlanSpace
 
+MOST_STAGES = 100
+"""Longer chains take the program more than the time there is."""
 MOST_BASELINES = 1e4
 """Steps with everything kept, above which a bound isn't believed."""
 WHOLE = 0.02
@@ -53,6 +56,22 @@ HALF = 0.5
 """Above it, a whole variable is 1."""
 DONE = 0.05
 """Share of the budget from which on the transfer of a storage is whole."""
+
+
+class Suggestion(NamedTuple):
+    """A plan as a solver sees it, which may not fit.
+
+    Attributes
+    ----------
+    codes : list of int
+    segments : tuple of Segment
+    transfers : list of (int, list of int)
+        Stages and storages, in the order in which they come back.
+    """
+
+    codes: list[int]
+    segments: tuple[Segment, ...]
+    transfers: list[tuple[int, list[int]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +133,8 @@ class MixedModel:
         Most bytes moved in all.
     segments : bool
         Whether plans may have segments.
+    most_s : float
+        Seconds of a step: segments whose sweeps alone take it longer are left out.
     """
 
     def __init__(
@@ -124,12 +145,16 @@ class MixedModel:
         *,
         host_bytes: int | None = None,
         segments: bool = True,
+        most_s: float = math.inf,
     ) -> None:
         from ortools.math_opt.python import mathopt
 
         self.profile, self.menu, self.n = profile, menu, len(profile.stages)
         self.space = PlanSpace(profile, menu, segments=segments)
         self.unit, self.second = float(max(1, budget_bytes)), max(profile.baseline_step_s, LEAST_SECOND)
+        self.room: Any = 1.0
+        self.most = 1.0
+        self.slack_s = most_s - profile.baseline_compute_s
         self.model: Any = mathopt.Model()
         self.span = 0.0  # of all variables together, by which dual tolerances count
         self.parts_of: dict[int, int] = {}  # variables that aren't 0 or 1 in a plan -> of how many parts, 0: any
@@ -137,11 +162,7 @@ class MixedModel:
         self.backward_s = [stage.backward_s / self.second for stage in profile.stages]
         self.added_s: list[list[tuple[float, Any]]] = [[] for _ in profile.stages]
         self.launch_s: list[tuple[float, Any]] = []
-        self.add_segments()
-        self.add_choices()
-        self.add_inner_segments()
-        self.add_holders()
-        self.add_moves(host_bytes)
+        self.add_plans(host_bytes)
         self.away: list[list[Any]] = []
         self.done: list[dict[tuple[int, int], list[Any]]] = []
         stalls = [self.add_lane(lane) for lane in (0, 1)]
@@ -149,6 +170,18 @@ class MixedModel:
         added_s = [seconds * var for terms in self.added_s for seconds, var in terms]
         lanes = sum(self.forward_s) + sum(self.backward_s) + self.sum([*stalls, *added_s])
         self.model.minimize(lanes + self.beyond(lanes))
+
+    def is_large(self, nbytes: int) -> bool:
+        """Whether a storage of this size moves whole or not at all."""
+        return nbytes / self.unit >= WHOLE
+
+    def add_plans(self, host_bytes: int | None) -> None:
+        """What a plan may choose, who holds what then, and what may move."""
+        self.add_segments()
+        self.add_choices()
+        self.add_inner_segments()
+        self.add_holders()
+        self.add_moves(host_bytes)
 
     def beyond(self, lanes: Any) -> Any:
         """By how much the host takes longer to launch the step than its lanes take."""
@@ -198,8 +231,11 @@ class MixedModel:
 
     def add_segments(self) -> None:
         """y[a,b], and Y[a,k], the sum of y[a',b] over a' <= a and b >= k."""
-        n = len(self.profile.stages)
-        self.y = {(a, b): self.choice() for a in range(n) for b in self.space.ends(a, a + 1, n)}
+        n = self.n
+        self.sweeps = {
+            (a, b): rules.sweep_of(self.profile, Segment(a, b)) for a in range(n) for b in self.space.ends(a, a, n)
+        }
+        self.y = {c: self.choice() for c in self.sweeps if c[0] < c[1] and self.segment_s(c) <= self.slack_s}
         self.around = [[c for c in self.y if c[0] <= i <= c[1]] for i in range(n)]
         self.sums: dict[tuple[int, int], Any] = {}
         for a in range(n):
@@ -239,15 +275,18 @@ class MixedModel:
         self.m = {i: self.choice() for i in range(n) if self.around[i] and self.moving[i] is not None}
         for i, var in self.m.items():
             self.require(var <= self.whole(i, i))
-        self.sweeps = {(a, b): rules.sweep_of(p, Segment(a, b)) for a in range(n) for b in self.space.ends(a, a, n)}
-        for (a, b), var in self.y.items():
-            self.add_sweep_time(a, b, var)
+        for c, var in self.y.items():
+            self.add_sweep_time(c, var)
 
-    def add_sweep_time(self, a: int, b: int, var: Any) -> None:
-        """A segment a..b, outer or inner, takes the time of its sweep and of the recompute of its last stage."""
-        again = self.again(b)
-        launch_s = sum(stage.rerun_launch_s for stage in self.profile.stages[a:b]) + again.launch_s
-        self.added_s[b].append(((self.sweeps[a, b].seconds + again.added_s) / self.second, var))
+    def segment_s(self, c: tuple[int, int]) -> float:
+        """Seconds that a segment takes, outer or inner: those of its sweep and of the recompute of its last stage."""
+        return self.sweeps[c].seconds + self.again(c[1]).added_s
+
+    def add_sweep_time(self, c: tuple[int, int], var: Any) -> None:
+        """Add the seconds of a segment in which `var` is 1."""
+        a, b = c
+        launch_s = sum(stage.rerun_launch_s for stage in self.profile.stages[a:b]) + self.again(b).launch_s
+        self.added_s[b].append((self.segment_s(c) / self.second, var))
         self.launch_s.append((launch_s, var))
 
     def again(self, i: int) -> Option:
@@ -282,12 +321,12 @@ class MixedModel:
         """Segments in a sweep run their stages once more, and recompute their last one."""
         n = self.n
         self.w: dict[tuple[int, int], Any] = {}
-        for a in range(n):
-            for b in self.space.ends(a, a, n):
-                if any(c[1] > b for c in self.around[a]):
-                    var = self.w[a, b] = self.choice()
-                    self.require(var <= self.whole(a, b + 1))
-                    self.add_sweep_time(a, b, var)
+        for a, b in self.sweeps:
+            outer_s = [self.segment_s(c) for c in self.around[a] if c[1] > b]
+            if outer_s and min(outer_s) + self.segment_s((a, b)) <= self.slack_s:
+                var = self.w[a, b] = self.choice()
+                self.require(var <= self.whole(a, b + 1))
+                self.add_sweep_time((a, b), var)
         self.ending = [[var for (_, b), var in self.w.items() if b == k] for k in range(n)]
         for ending in self.ending:
             self.require(self.sum(ending) <= 1)
@@ -309,7 +348,7 @@ class MixedModel:
         for s, holders in self._holders().items():
             storage = p.storages[s]
             size = storage.nbytes / self.unit
-            alone = s if size >= WHOLE else -storage.nbytes
+            alone = s if self.is_large(storage.nbytes) else -storage.nbytes
             key = (storage.born, storage.program_until, storage.stays, tuple(holders), alone)
             if key in found:
                 found[key].size += size
@@ -393,7 +432,7 @@ class MixedModel:
                 if isinstance(ways, float) or holder.stage not in rules.movers(storage, n):
                     continue
                 # Of several small ones of one size, any number may move.
-                one = storage.nbytes / self.unit >= WHOLE
+                one = self.is_large(storage.nbytes)
                 var = self.choice() if one else self.share(len(group.storages))
                 self.require(var <= ways)
                 if holder.moves_in_segment and holder.linked and holder.in_segment:
@@ -526,8 +565,8 @@ class MixedModel:
                 backward.append((self.again(k).backward_bytes - stage.keep.backward_bytes) / self.unit * var)
             backward += self._copies(k)
             out, back = self.away[0][k], self.away[1][k]
-            self.require(self.sum(forward) - out <= 1 - self.base[0][k])
-            self.require(self.sum(there + backward) - back <= 1 - self.base[1][k])
+            self.require(self.sum(forward) - out <= self.room - self.base[0][k])
+            self.require(self.sum(there + backward) - back <= self.room - self.base[1][k])
             self.add_sweeps(k, self.sum(there) - back)
 
     def add_sweeps(self, k: int, resident: Any) -> None:
@@ -538,12 +577,12 @@ class MixedModel:
                 runs[j].append(nbytes / self.unit * var)
         if not runs:
             return
-        there = self.amount(1.0)
+        there = self.amount(self.most)
         self.require(there >= resident)
         for run, most in runs.items():
             less = [-self._dropped(j, run) * self.e[j, k] for j in range(run + 1) if (j, k) in self.e]
             less += [-self._held_instead(j) * self.m[j] for j in range(run + 1) if j in self.m and self.more[j]]
-            self.require(there + self.sum(most + less) <= 1 - self.base[1][k])
+            self.require(there + self.sum(most + less) <= self.room - self.base[1][k])
 
     def _held_instead(self, j: int) -> float:
         """Bytes that stage `j` holds if it moves, of which the sweep makes copies otherwise."""
@@ -616,18 +655,13 @@ class MixedModel:
             return self.profile.baseline_step_s
         return max(self.profile.baseline_step_s, (value * (1 - tolerance) - self.span * tolerance) * self.second)
 
-    def read(self, values: Mapping[int, float]) -> tuple[list[int], tuple[Segment, ...], list[tuple[int, list[int]]]]:
-        """Option codes, segments and transfers of a solution.
+    def read(self, values: Mapping[int, float]) -> Suggestion:
+        """The plan of a solution.
 
         Parameters
         ----------
         values : mapping
             Number of each variable above 0 -> its value.
-
-        Returns
-        -------
-        list of int, tuple of Segment, list of (int, list of int)
-            The transfers are stages and storages, in the order in which they come back.
         """
         ones = {number for number, value in values.items() if value > HALF}
         outer = sorted(c for c, var in self.y.items() if var.id in ones)
@@ -645,7 +679,75 @@ class MixedModel:
                     awaited = next((o + k for k, z in enumerate(steps, 1) if z.id in ones), self.n)
                     transfers.append((awaited, o, list(part.storages)))
         transfers.sort()
-        return codes, tuple(_tree(c, inner) for c in outer), [(o, storages) for _, o, storages in transfers]
+        forest = tuple(_tree(c, inner) for c in outer)
+        return Suggestion(codes, forest, [(o, storages) for _, o, storages in transfers])
+
+
+class PeakModel(MixedModel):
+    """The smallest budget for which a plan exists: the same choices and rows without time, in whole bytes.
+
+    Parameters
+    ----------
+    profile, menu, host_bytes, segments
+        As of a `MixedModel`.
+    most_bytes : int
+        The peak of a plan that is known.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        menu: Sequence[Sequence[int]],
+        most_bytes: int,
+        *,
+        host_bytes: int | None = None,
+        segments: bool = True,
+    ) -> None:
+        from ortools.math_opt.python import mathopt
+
+        self.profile, self.menu, self.n = profile, menu, len(profile.stages)
+        self.space = PlanSpace(profile, menu, segments=segments)
+        self.unit = self.second = 1.0
+        self.most = float(most_bytes)
+        self.model = mathopt.Model()
+        self.span = 0.0
+        self.parts_of = {}
+        self.added_s = [[] for _ in profile.stages]
+        self.launch_s = []
+        self.slack_s = math.inf
+        self.room = self.amount(self.most)
+        self.require(self.room >= profile.update_peak_bytes)
+        self.add_plans(host_bytes)
+        self.away = [self.away_in(lane) for lane in (0, 1)]
+        self.done = [{}, {}]
+        self.add_memory()
+        self.model.minimize(self.room)
+
+    def amount(self, upper: float) -> Any:
+        """A variable from 0 to `upper`, whole bytes."""
+        var = super().amount(upper)
+        self.parts_of[var.id] = 1
+        return var
+
+    def is_large(self, nbytes: int) -> bool:
+        """No storage is: how many of one size move is a whole number."""
+        return False
+
+    def away_in(self, lane: int) -> list[Any]:
+        """Per step, bytes that may be away: all that moves, unless it is needed in a sweep."""
+        away: list[list[Any]] = [[] for _ in range(self.n)]
+        for o, moved in self.moved.items():
+            for k in range(o + 1, self.n):
+                if lane == 0:
+                    away[k] += [part.size * part.moves for part in self.parts[o] if k >= part.gone]
+                elif (o, k) in self.sums:
+                    var = self.amount(self.most_moved[o])
+                    self.require(var <= moved)
+                    self.require(var <= self.most_moved[o] * (1 - self.whole(o, k)))
+                    away[k].append(var)
+                else:
+                    away[k].append(moved)
+        return [self.sum(terms) for terms in away]
 
 
 def _tree(segment: tuple[int, int], inner: Sequence[tuple[int, int]]) -> Segment:

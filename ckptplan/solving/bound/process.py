@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from typing import IO, Literal, NamedTuple
 
 from ckptplan.core.profile import Profile
-from ckptplan.core.segment import Segment
-from ckptplan.solving.bound.mixed_integer import MixedModel
+from ckptplan.solving.bound.mixed_integer import MixedModel, Suggestion
 
 Solver = Literal["scip", "cp_sat"]
 
@@ -54,7 +53,12 @@ class Problem:
     def model(self) -> MixedModel:
         """The program."""
         return MixedModel(
-            self.profile, self.menu, self.budget_bytes, host_bytes=self.host_bytes, segments=self.segments
+            self.profile,
+            self.menu,
+            self.budget_bytes,
+            host_bytes=self.host_bytes,
+            segments=self.segments,
+            most_s=self.limit_s,
         )
 
 
@@ -64,14 +68,13 @@ class Found(NamedTuple):
     Attributes
     ----------
     bound_s : float
-    solution : (codes, segments, transfers), optional
-        As `MixedModel.read` returns them.
+    solution : Suggestion, optional
     complete : bool
         Whether the solver came to its end before the time did: more time, or another solver, would give no more.
     """
 
     bound_s: float
-    solution: tuple[list[int], tuple[Segment, ...], list[tuple[int, list[int]]]] | None
+    solution: Suggestion | None
     complete: bool
 
 
