@@ -45,7 +45,7 @@ BOUND_SHIFT = 12
 """The bisections of the label DP and of the linear bound end when what is left is the peak shifted right by this."""
 ROUNDS = 150
 """Rounds of local search that may give nothing."""
-SEGMENTS_UNTIL, SEARCH_UNTIL, LABELS_UNTIL, LAST_SEARCH_UNTIL, PROOF_UNTIL = 0.2, 0.3, 0.4, 0.5, 0.9
+SEGMENTS_UNTIL, SEARCH_UNTIL, LABELS_UNTIL, LAST_SEARCH_UNTIL, PROOF_UNTIL = 0.2, 0.3, 0.4, 0.5, 0.7
 """Shares of the time by which each part ends; the last part, the bound, has the rest."""
 MULTIPLIER_FACTOR = 1e6
 """Multipliers so much larger make any excess of bytes cost more than any plan's time."""

@@ -148,6 +148,7 @@ def smallest_peak(model: PeakModel, deadline: float, seed: int = 0) -> tuple[int
 
     whole = WholeModel(model)
     solver = _solver(deadline, seed)
+    solver.best_bound_callback = lambda cost: solver.stop_search() if cost > model.most - 1 else None
     status = interruptible(lambda: solver.solve(whole.model), stop=solver.stop_search)
     if status == cp_model.INFEASIBLE:  # a plan is known: a defect
         return 0, None
