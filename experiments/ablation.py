@@ -1,7 +1,7 @@
 """What each part of the solver adds: plan, bound and time to a gap of 1 % with the part switched off.
 
     python experiments/ablation.py --out experiments/results
-    python experiments/ablation.py --only segformer,unet-14 --parts held-dp,last-search --budgets 0,10 --seconds 10
+    python experiments/ablation.py --only segformer,unet-14 --parts columns,last-search --budgets 0,10 --seconds 10
     python experiments/ablation.py --no-segments --parts cp-sat,scip --budgets 10,25
 
 Cells are instances and budgets as in `certificate.py`: 0, 2 and 10 % of the way from the smallest peak to everything
@@ -36,7 +36,7 @@ from ckptplan.core.errors import InfeasibleBudgetError
 from ckptplan.core.request import Limits
 from ckptplan.solving import planner
 from ckptplan.solving.bound import process
-from ckptplan.solving.bound.pricing import Bound, _Bounder
+from ckptplan.solving.bound.pricing import Bound
 from ckptplan.solving.bound.trees import MissingColumns
 from ckptplan.solving.cost import Evaluator
 from ckptplan.solving.enumerate import PlanSpace
@@ -134,8 +134,6 @@ PARTS: dict[str, tuple[Switch, ...]] = {
             lambda columns, master, trees, duals: bool(trees.missing(duals.stage, columns.longest)),
         ),
     ),
-    "held-dp": (Switch(_Bounder, "sharpen"),),
-    "bound-plans": (Switch(_Bounder, "offer"), Switch(_Bounder, "suit")),
     "mixed": (Switch(process, "begin"),),
     "scip": (Switch(process, "begin", applies=begun_with("scip")),),
     "cp-sat": (Switch(process, "begin", applies=begun_with("cp_sat")),),

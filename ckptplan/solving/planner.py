@@ -395,7 +395,7 @@ class _PlanSearch:
         return dp.complete
 
     def run_bound(self) -> Steering | None:
-        """Prove a bound and offer the plans that its programs suggest; return the worth of bytes by its prices."""
+        """Prove a bound; return the worth of bytes by its prices."""
         assert self.best is not None
         self.begin("bound")
         bound = lower_bound(
@@ -405,9 +405,7 @@ class _PlanSearch:
             host_bytes=self.host_bytes,
             segments=self.space.segments,
             deadline=time.monotonic() + BOUND_SHARE * self.left_s(),
-            upper_s=self.best.step_s + self.more_s,
             enough_s=self.best.step_s / (1 + self.gap) + self.more_s,
-            on_candidate=self.offer,
             on_bound=self.prove,
         )
         self.prove(float(bound.bound_s))

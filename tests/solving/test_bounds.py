@@ -99,20 +99,7 @@ def test_a_smaller_space_has_no_smaller_bound() -> None:
         budget = (least + most) // 2
         whole = bound(profile, budget).bound_s
         for smaller in ({"segments": False}, {"host_bytes": 0}, {"menu": menu_of(profile, ("keep", "recompute"))}):
-            # At other optimal multipliers the held-bytes programs find less or more.
-            assert bound(profile, budget, **smaller).bound_s >= whole * 0.99, (seed, smaller)
-
-
-def test_infinite_only_where_nothing_fits() -> None:
-    proven = 0
-    for seed in range(60):
-        profile = random_chain(seed, 1 + seed % 4, most_options=4)
-        space = combinations(profile)
-        least = smallest_peak(profile, within=space)
-        assert bound(profile, least).bound_s < math.inf
-        if least:
-            proven += bound(profile, least - 1).bound_s == math.inf
-    assert proven > 45
+            assert bound(profile, budget, **smaller).bound_s >= whole * (1 - 1e-4), (seed, smaller)
 
 
 def test_an_update_that_does_not_fit_is_no_plan() -> None:
@@ -135,17 +122,6 @@ def test_tight_on_equal_stages(link_ratio: float) -> None:
         found = bound(profile, least + (most - least) * percent // 100)
         # What remains is whole transfers, and the bytes of parts of a stage.
         assert step_s / 1.008 <= found.bound_s <= step_s * (1 + 1e-6), percent
-
-
-def test_candidates_are_good_where_the_link_is_fast() -> None:
-    profile = homogeneous_chain(40, link_ratio=1.0)
-    least, most = peak_of(profile, "recompute"), peak_of(profile, "keep")
-    for percent in (20, 40, 60, 80):
-        budget = least + (most - least) * percent // 100
-        candidates: list[tuple[tuple[int, ...], tuple[Segment, ...]]] = []
-        found = bound(profile, budget, on_candidate=lambda *candidate: candidates.append(candidate))  # noqa: B023
-        best = min(seconds_of(profile, budget, *candidate) for candidate in candidates)
-        assert best <= found.bound_s * 1.01, percent
 
 
 def test_segments_lower_the_bound_of_a_chain_without_a_link() -> None:
@@ -189,8 +165,8 @@ def test_equal_calls_give_equal_answers() -> None:
     budget = (peak_of(profile, "recompute") + peak_of(profile, "keep")) // 2
     answers = []
     for _ in range(2):
-        candidates: list[object] = []
-        answers.append((repr(bound(profile, budget, on_candidate=lambda *c: candidates.append(c))), candidates))  # noqa: B023
+        bounds: list[float] = []
+        answers.append((repr(bound(profile, budget, on_bound=bounds.append)), bounds))
     assert answers[0] == answers[1]
 
 
@@ -198,11 +174,3 @@ def test_a_deadline_that_has_passed_leaves_the_baseline() -> None:
     profile = homogeneous_chain(10, link_ratio=0.5)
     found = bound(profile, peak_of(profile, "recompute"), deadline=time.monotonic() - 1)
     assert (found.bound_s, found.prices, found.complete) == (profile.baseline_step_s, None, False)
-
-
-def test_a_known_plan_ends_the_proof() -> None:
-    profile = homogeneous_chain(30, link_ratio=0.5)
-    budget = (peak_of(profile, "recompute") + peak_of(profile, "keep")) // 2
-    free = bound(profile, budget).bound_s
-    assert bound(profile, budget, upper_s=free * 1.01).bound_s == pytest.approx(free, rel=1e-6)
-    assert bound(profile, budget, upper_s=free * 0.999).bound_s >= free * 0.999 * (1 - 1e-6)

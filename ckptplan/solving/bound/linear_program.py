@@ -29,7 +29,6 @@ all move it; of the others the two nearest are asked. Everything left out makes 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,7 +86,6 @@ class Master:
         self.lp: Any = pywraplp.Solver.CreateSolver("GLOP")
         self.big = big = self.lp.infinity()
         self.x: list[list[Any]] = []
-        self.y: list[tuple[Column, Any]] = []
         n = c.n
         lp = self.lp
         self.excess = lp.NumVar(0, big, "z")
@@ -207,7 +205,6 @@ class Master:
         """Add a segment."""
         a, b = column.tree.first, column.tree.last
         var = self.lp.NumVar(0, self.big, "")
-        self.y.append((column, var))
         self._takes(var, float(column.seconds.sum()), column.launch)
         for k in range(a, b + 1):
             self.cover[k].SetCoefficient(var, 1)
@@ -224,30 +221,6 @@ class Master:
         if self.lanes and column.moves:
             _, limit = self._moved(a, b)
             limit.SetCoefficient(var, -float(column.moves))
-
-    def with_segments(self, trees: Sequence[Segment], share: float, seconds: float) -> tuple[int, ...] | None:
-        """Options that suit these segments (columns by now) and this share of the budget; None where there is none."""
-        c = self.chain
-        for column, var in self.y:
-            var.SetBounds(*((1, 1) if column.tree in trees else (0, 0)))
-        self._allow(share)
-        codes = None
-        if self._solved(seconds) and self.excess.solution_value() < TOLERANCE:
-            codes = tuple(
-                m.codes[max(range(len(row)), key=lambda o: row[o].solution_value())]
-                for m, row in zip(c.menus, self.x, strict=True)
-            )
-        for _, var in self.y:
-            var.SetBounds(0, self.big)
-        self._allow(1.0)
-        return codes
-
-    def _allow(self, share: float) -> None:
-        """Limit the bytes of each step to this share of the budget."""
-        c = self.chain
-        for k in range(c.n):
-            self.forward[k].SetUb(c.budget * share - c.base_forward[k])
-            self.backward[k].SetUb(c.budget * share - c.base_backward[k])
 
     def _solved(self, seconds: float) -> bool:
         """Solve within `seconds`."""

@@ -131,12 +131,6 @@ class Chain:
         if self.host is not None:
             self.most_put = np.minimum(self.most_put, self.host)
 
-    def inside(self, i: int) -> int:
-        """The option that stage i has in a segment; the one that moves where there is one."""
-        options = self.profile.stages[i].options
-        names = ("keep",) if self.glue[i] else ("recompute+swap", "recompute")
-        return next(c for name in names for c in (*self.menu[i], 0) if options[c].name == name)
-
     def _rate(self, nbytes: int, seconds: float) -> float:
         """Bytes per second, in the units of this class."""
         if nbytes == 0:

@@ -45,8 +45,6 @@ class Costs:
     ----------
     linear : array (2, stages)
         Price of a byte in each forward and backward step, in the linear bound.
-    away : array (2, stages)
-        What a byte over the budget costs in each step; infinite where nothing can move.
     tau : array (stages,)
         What a second of compute in a backward step costs; below 1 where the link uses it, or launching matters.
     launch : float
@@ -60,7 +58,6 @@ class Costs:
     """
 
     linear: Floats
-    away: Floats
     tau: Floats
     launch: float
     options: list[Floats]
@@ -71,15 +68,12 @@ class Costs:
     constant: float
 
     @classmethod
-    def of(cls, chain: Chain, duals: Duals, *, scale: float = 1.0, apart: bool = False) -> Costs:
-        """Make multipliers of the solver's, which are right up to its tolerance alone.
-
-        `apart`: leave out the rows "no more is away than was put" (r), for a program that heeds them itself.
-        """
+    def of(cls, chain: Chain, duals: Duals, *, scale: float = 1.0) -> Costs:
+        """Make multipliers of the solver's, which are right up to its tolerance alone."""
         c, n = chain, chain.n
         lanes_price = 1.0 - duals.launch
         constant = duals.launch * (c.launch - 1.0)
-        away, moves, taus, linear = [], [], [], []
+        moves, taus, linear = [], [], []
         lanes = ((c.out, c.forward_s, duals.forward), (c.back, c.backward_s, duals.backward))
         for lane, (rate, seconds, memory) in enumerate(lanes):
             p, q = duals.drain[lane], duals.queue[lane]
@@ -89,11 +83,8 @@ class Costs:
             price = before[:n] - p / rate
             price[0 if c.most_put[-1] > 0 else slice(None)] = np.inf
             wanted = memory * scale
-            if apart:
-                wanted = np.minimum(wanted, np.where(np.isfinite(price), np.maximum(price, 0.0), 0.0))
             # Where the link alone doesn't pay for what must be away, what was put does.
             r = np.maximum(0.0, wanted - price)
-            away.append(np.maximum(price, wanted))
             linear.append(wanted)
             # P[k] for k < n costs -(q / rate + r); at the turn everything is away.
             late = np.concatenate([(q / rate + r), [0.0]])
@@ -118,7 +109,6 @@ class Costs:
             options.append(cost)
         return cls(
             linear=np.stack(linear),
-            away=np.stack(away),
             tau=taus[1],
             launch=duals.launch,
             options=options,
@@ -230,23 +220,6 @@ class LinearTrees:
                 best = min(best, float((behind[a + 1 + i] + self.segment[i, a]).min()))
             behind[a] = best
         return ahead, behind
-
-    def best_path(self) -> tuple[tuple[int, ...], tuple[Segment, ...]]:
-        """Option codes and segments of the cheapest path."""
-        ahead, _ = self.path()
-        n, w = self.chain.n, self.intervals.longest
-        codes = [m.codes[int(cost.argmin())] for m, cost in zip(self.chain.menus, self.options, strict=True)]
-        segments = []
-        b = n
-        while b > 0:
-            i = np.arange(min(w, b))
-            through = ahead[b - 1 - i] + self.segment[i, b - 1 - i]
-            if w and through.min() < ahead[b - 1] + self.single[b - 1]:
-                length = int(through.argmin())
-                segments.append(self.structure(b - 1 - length, b - 1))
-                b -= length
-            b -= 1
-        return tuple(codes), tuple(reversed(segments))
 
     def missing(self, stage_prices: Floats, longest: int) -> list[tuple[int, int]]:
         """Segments cheaper than the stages they replace: the best from each first and to each last stage."""
