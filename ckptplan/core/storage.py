@@ -23,7 +23,8 @@ class Storage:
     program_until : int
         Last forward step at whose start a variable of the program holds it; `born` if there is none.
     to_end : bool
-        Whether the caller, the program or its graph holds it until the end of the step, like the model's output.
+        Whether it counts until the end of the step: the caller keeps it, like the model's output, or the program or its
+        graph holds it when forward ends.
     stays : bool
         Whether it never moves, because a transfer would cost more than it frees.
     dropped_bytes : int

@@ -195,15 +195,19 @@ class _PeakRun:
                 low = middle + 1
 
     def prove(self, deadline: float) -> None:
-        """CP-SAT's bound, and its plan."""
-        model = mixed_integer.PeakModel(
-            self.profile,
-            self.space.menu,
-            self.least,
-            host_bytes=self.evaluator.host_bytes,
-            segments=self.space.segments,
-        )
-        bound, found = cp_sat.smallest_peak(model, deadline)
+        """CP-SAT's bound, and its plan, if there is time for its model."""
+        try:
+            model = mixed_integer.PeakModel(
+                self.profile,
+                self.space.menu,
+                self.least,
+                host_bytes=self.evaluator.host_bytes,
+                segments=self.space.segments,
+                deadline=deadline,
+            )
+            bound, found = cp_sat.smallest_peak(model, deadline)
+        except TimeoutError:
+            return
         self.bound = max(self.bound, bound)
         if found is not None:
             self.offer(found.codes, found.segments)

@@ -271,8 +271,9 @@ class _PlanSearch:
             self.interrupted()
             raise
         finally:
-            while self.beside:
-                self.beside.pop().end()
+            for running in self.beside:
+                running.end()
+            self.beside.clear()
 
     def parts(self) -> tuple[Schedule, float]:
         """The parts of the search, one after the other."""
@@ -449,12 +450,14 @@ class _PlanSearch:
     def take_from(self, running: process.Running) -> None:
         """The bound of a solver that has ended, and the plan that it suggests."""
         self.begin("mixed-integer program")
-        self.beside.remove(running)
         found = running.found(self.deadline)
+        self.beside.remove(running)
         if found is not None:
             self.prove(found.bound_s)
-            while found.complete and self.beside:
-                self.beside.pop().end()
+            if found.complete:
+                for other in self.beside:
+                    other.end()
+                self.beside.clear()
             if found.solution is not None:
                 codes, segments, transfers = found.solution
                 self.offer(codes, segments)
@@ -724,7 +727,8 @@ class _PlanSearch:
         until = time.monotonic() + share * self.left_s()
         for codes, segments, _ in search.search(self.lazy.codes, self.lazy.segments, until, rounds=ROUNDS):
             self.offer(codes, segments)
-            if self.closed() or any(running.done for running in self.beside):
+            self.take_mixed()
+            if self.closed():
                 break
         self.report("local search")
 

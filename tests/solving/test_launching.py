@@ -126,7 +126,7 @@ def test_the_way_for_long_chains_is_sound_on_short_ones(
     monkeypatch.setattr(peak, "PLANS_LOOKED_AT", 0)
     for name in ("PLANS_LOOKED_AT_FIRST", "PLANS_LOOKED_AT_LAST"):
         monkeypatch.setattr(planner, name, 0)
-    monkeypatch.setattr(planner, "ROUNDS_AT_LAST", 20)
+    monkeypatch.setattr(planner, "ROUNDS", 20)
     optimal = near = count = 0
     for seed in range(8):
         profile, rng = drawn(seed, 3 + seed % 3), random.Random(seed)

@@ -575,7 +575,7 @@ def test_the_way_for_long_chains_is_sound_on_short_ones(monkeypatch: pytest.Monk
     monkeypatch.setattr(peak, "PLANS_LOOKED_AT", 0)
     for name in ("PLANS_LOOKED_AT_FIRST", "PLANS_LOOKED_AT_LAST"):
         monkeypatch.setattr(planner, name, 0)
-    monkeypatch.setattr(planner, "ROUNDS_AT_LAST", 20)  # where each search ends, long before its time limit
+    monkeypatch.setattr(planner, "ROUNDS", 20)  # where each search ends, long before its time limit
     optimal, near, count = 0, 0, 0
     # A few: a search takes 0.3 s, and experiments/exactness.py compares by the hundred.
     for seed in range(4):

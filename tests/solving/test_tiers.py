@@ -134,7 +134,7 @@ def test_the_way_for_long_chains_is_sound_on_short_ones(monkeypatch: pytest.Monk
         monkeypatch.setattr(planner, name, 0)
     monkeypatch.setattr(tiers, "ALL_DIVIDED", 0)
     monkeypatch.setattr(tiers, "MOST_SUMS", 8)
-    monkeypatch.setattr(planner, "ROUNDS_AT_LAST", 20)  # where each search ends, long before its time limit
+    monkeypatch.setattr(planner, "ROUNDS", 20)  # where each search ends, long before its time limit
     equal = count = on_disk = 0
     # Half of these plans use the disk, of the first thirty seeds' one in six. A search takes 0.4 s.
     for seed in (1, 3, 6, 8, 9, 12, 14, 15, 20, 26):

@@ -117,8 +117,8 @@ class Replay:
         Storages of the model's output.
     held : set
         Storages that the program still holds when forward ends, the output left out; of a replay that saves nothing
-        alone. Backward doesn't free them: tensors in attributes, and leaves that `requires_grad_` made in forward,
-        which their gradients' nodes hold.
+        alone: tensors in attributes and in hooks, and leaves that `requires_grad_` made in forward, which their
+        gradients' nodes hold. They count until the end of the step, though backward may free some.
     results : dict
         The same of "output" and "loss", each alone.
     has_loss : bool
@@ -940,11 +940,14 @@ class _Tracing:
         return self.kinds[g]
 
     def _first_holders(self) -> dict[Sid, int]:
-        """Storage -> the first stage of the chain with an option that holds it."""
+        """Storage -> the first stage of the chain with an option that holds it, but for those that the caller keeps.
+
+        What the program holds when forward ends may go within backward, unless a stage holds it.
+        """
         names = list(self.index)
         first: dict[Sid, int] = {}
         for k, menu in enumerate(self.menus):
-            for s in {s for option in menu.values() for s in option.all if not self.storages[s].to_end}:
+            for s in {s for option in menu.values() for s in option.all if names[s] not in self.kept.output}:
                 first.setdefault(names[s], k)
         return first
 

@@ -48,9 +48,14 @@ class WholeModel:
     Attributes
     ----------
     model : cp_model.CpModel
+
+    Raises
+    ------
+    TimeoutError
+        If it isn't built by `deadline` (of `time.monotonic()`).
     """
 
-    def __init__(self, mixed: MixedModel) -> None:
+    def __init__(self, mixed: MixedModel, deadline: float = math.inf) -> None:
         from ortools.sat.python import cp_model
 
         self.mixed = mixed
@@ -63,6 +68,8 @@ class WholeModel:
             for number, most in self.most.items()
         }
         for row in mixed.model.linear_constraints():
+            if time.monotonic() > deadline:
+                raise TimeoutError
             terms = [(term.variable.id, term.coefficient) for term in row.terms()]
             if row.upper_bound < math.inf:
                 self.add_row(terms, row.upper_bound)
@@ -86,10 +93,10 @@ class WholeModel:
         """Sum of terms <= most, relaxed."""
         terms = list(terms)
         reach = abs(most) + self.reach(terms)
-        most += ROUNDING * reach
         if self.is_whole(terms):
-            times, room = 1.0, math.floor(most)
+            times, room = 1.0, math.floor(most + min(ROUNDING * reach, HALF))
         else:
+            most += ROUNDING * reach
             of_amounts = [a for number, a in terms if number in self.amounts]
             fine = 1 if all(a.is_integer() for a in of_amounts) else FINE
             times = min(float(UNITS * fine), LARGEST / max(1.0, reach))
@@ -143,10 +150,15 @@ def smallest_peak(model: PeakModel, deadline: float, seed: int = 0) -> tuple[int
     -------
     int, Suggestion or None
         Bytes below which nothing fits, and a plan that may have the smallest peak.
+
+    Raises
+    ------
+    TimeoutError
+        If there is no time to build the model.
     """
     from ortools.sat.python import cp_model
 
-    whole = WholeModel(model)
+    whole = WholeModel(model, deadline)
     solver = _solver(deadline, seed)
     solver.best_bound_callback = lambda cost: solver.stop_search() if cost > model.most - 1 else None
     status = interruptible(lambda: solver.solve(whole.model), stop=solver.stop_search)

@@ -32,6 +32,7 @@ sweep is left out while it runs.
 from __future__ import annotations
 
 import math
+import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -692,6 +693,13 @@ class PeakModel(MixedModel):
         As of a `MixedModel`.
     most_bytes : int
         The peak of a plan that is known.
+    deadline : float
+        Of `time.monotonic()`.
+
+    Raises
+    ------
+    TimeoutError
+        If it isn't built by then.
     """
 
     def __init__(
@@ -702,6 +710,7 @@ class PeakModel(MixedModel):
         *,
         host_bytes: int | None = None,
         segments: bool = True,
+        deadline: float = math.inf,
     ) -> None:
         from ortools.math_opt.python import mathopt
 
@@ -715,6 +724,7 @@ class PeakModel(MixedModel):
         self.added_s = [[] for _ in profile.stages]
         self.launch_s = []
         self.slack_s = math.inf
+        self.deadline = deadline
         self.room = self.amount(self.most)
         self.require(self.room >= profile.update_peak_bytes)
         self.add_plans(host_bytes)
@@ -728,6 +738,12 @@ class PeakModel(MixedModel):
         var = super().amount(upper)
         self.parts_of[var.id] = 1
         return var
+
+    def require(self, row: Any) -> None:
+        """Add a constraint, in time."""
+        if time.monotonic() > self.deadline:
+            raise TimeoutError
+        super().require(row)
 
     def is_large(self, nbytes: int) -> bool:
         """No storage is: how many of one size move is a whole number."""
