@@ -307,3 +307,12 @@ def test_sameness_is_told_by_identity() -> None:
     held.put()
     assert module.names == {"a"}
     assert not hasattr(module, "extra")
+
+
+def test_a_sparse_attribute_that_the_step_does_not_use_is_no_obstacle() -> None:
+    model, x = made(_Counts)
+    model.graph = torch.eye(WIDTH).to_sparse()  # type: ignore[assignment]
+    plan = ckptplan.solve(model, budget="50%", inputs=x, time_limit_s=0.2, cache=False)
+    with ckptplan.apply(model, plan):
+        model(x).sum().backward()
+    assert model.graph.is_sparse

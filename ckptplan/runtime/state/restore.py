@@ -150,6 +150,11 @@ def _stepped() -> Iterator[Callable[[], None]]:
         put()
 
 
+def _size(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor; of a sparse one, those of the dense tensor like it."""
+    return tensor.numel() * tensor.element_size()
+
+
 _LARGE_BYTES = 16 << 20  # copies of smaller tensors take no time to speak of
 
 _ONE_AT_A_TIME = threading.RLock()
@@ -183,7 +188,7 @@ def restored(model: nn.Module, others: Iterable[Any] = (), *, runs: bool = True)
         gradients = [(p, p.grad) for m in found.modules for p in m._parameters.values() if p is not None and p.is_leaf]
         buffers = [buffer for m in found.modules for buffer in m._buffers.values() if buffer is not None]
         tensors = [*buffers, *(t for _, t in (*found.tensors, *found.distant) if not isinstance(t, nn.Parameter))]
-        values = tensor_state(t for t in tensors if runs or not t.is_floating_point() or t.nbytes < _LARGE_BYTES)
+        values = tensor_state(t for t in tensors if runs or not t.is_floating_point() or _size(t) < _LARGE_BYTES)
         generators = random_state(found.generators)
 
         def rewind(seed: int | None = None) -> None:
