@@ -253,7 +253,7 @@ class Limits:
         Seed of local search and CP-SAT. The same seed and workers give the same plan unless the time limit ends the
         search.
     workers : int, optional
-        Threads of CP-SAT, which proves bounds on chains of up to 100 stages in a process of its own; default: 1. All
+        Threads of CP-SAT, which proves bounds on chains of up to 40 stages in a process of its own; default: 1. All
         other searches use one thread, and SCIP another process.
     on_progress : callable
         Called with a description of the present work: `print`, or `shown` of ``with ckptplan.progress() as shown``.

@@ -145,7 +145,7 @@ class _PeakRun:
             self.smaller_budgets(until(LABELS_UNTIL))
         if not self.done:
             self.local(until(LAST_SEARCH_UNTIL), 1)
-        if not self.done and len(self.space.menu) <= mixed_integer.MOST_STAGES:
+        if not self.done and len(self.space.menu) <= cp_sat.MOST_STAGES:
             self.prove(until(PROOF_UNTIL))
         if not self.done:
             self.raise_bound(deadline)

@@ -17,7 +17,7 @@ from ckptplan.core.profile import Profile
 from ckptplan.core.request import NO_LIMITS, Limits
 from ckptplan.core.schedule import EQUAL_S
 from ckptplan.core.units import format_bytes
-from ckptplan.solving.bound import mixed_integer, process
+from ckptplan.solving.bound import cp_sat, mixed_integer, process
 from ckptplan.solving.bound.linear_program import Master
 from ckptplan.solving.bound.pricing import lower_bound
 from ckptplan.solving.bound.relaxation import Chain, Floats
@@ -333,7 +333,8 @@ class _PlanSearch:
                 self.refine(REFINE_SHARE)
             if not complete:
                 break
-        self.begin_mixed("cp_sat")
+        if n <= cp_sat.MOST_STAGES:
+            self.begin_mixed("cp_sat")
         if not self.closed():
             self.search(LAST_LOCAL_SHARE if n <= SEARCHED_STAGES else 1.0)
         self.take_mixed(wait=True)

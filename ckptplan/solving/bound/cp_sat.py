@@ -18,6 +18,8 @@ from ckptplan.solving.bound.mixed_integer import MixedModel, PeakModel, Suggesti
 from ckptplan.solving.bound.process import Found, Problem
 from ckptplan.solving.interruptible import interruptible
 
+MOST_STAGES = 40
+"""Longer chains take it more than the time there is, which others use better."""
 UNITS = 1 << 20
 """Units of an amount: U."""
 FINE = 1 << 10
