@@ -1,8 +1,8 @@
 """The smallest budget for which a plan exists: a search, and a proof of how much less none can do with.
 
 The bound is the largest of three. One step at a time: no plan needs less for a step than the leanest way to run its
-stage, beside what is there whatever is decided. All at once: CP-SAT, in whole bytes, up to where nothing is left out of
-its program (`bound/mixed_integer.py`). On chains that are too long for it: where the linear program of
+stage, beside what is there whatever is decided. All at once, in whole bytes: CP-SAT on `PeakModel`
+(`bound/mixed_integer.py`), on chains that aren't too long for it. All at once, in shares: where the linear program of
 `bound/pricing.py` finds no shares of options and segments that fit a budget, its multipliers, scaled up until time no
 longer counts, prove that no plan fits.
 """

@@ -271,9 +271,7 @@ class _PlanSearch:
             self.interrupted()
             raise
         finally:
-            for running in self.beside:
-                running.end()
-            self.beside.clear()
+            self.end_mixed()
 
     def parts(self) -> tuple[Schedule, float]:
         """The parts of the search, one after the other."""
@@ -333,7 +331,7 @@ class _PlanSearch:
                 self.refine(REFINE_SHARE)
             if not complete:
                 break
-        if n <= cp_sat.MOST_STAGES:
+        if self.beside and n <= cp_sat.MOST_STAGES:  # where SCIP has come to its end, CP-SAT would find no more
             self.begin_mixed("cp_sat")
         if not self.closed():
             self.search(LAST_LOCAL_SHARE if n <= SEARCHED_STAGES else 1.0)
@@ -448,6 +446,12 @@ class _PlanSearch:
             else:
                 break
 
+    def end_mixed(self) -> None:
+        """End those that are still at work."""
+        for running in self.beside:
+            running.end()
+        self.beside.clear()
+
     def take_from(self, running: process.Running) -> None:
         """The bound of a solver that has ended, and the plan that it suggests."""
         self.begin("mixed-integer program")
@@ -456,9 +460,7 @@ class _PlanSearch:
         if found is not None:
             self.prove(found.bound_s)
             if found.complete:
-                for other in self.beside:
-                    other.end()
-                self.beside.clear()
+                self.end_mixed()
             if found.solution is not None:
                 codes, segments, transfers = found.solution
                 self.offer(codes, segments)

@@ -145,7 +145,7 @@ def solve(problem: Problem, deadline: float, gap: float) -> Found:
     return Found(bound_s, solution, status == cp_model.OPTIMAL or bound_s >= enough_s)
 
 
-def smallest_peak(model: PeakModel, deadline: float, seed: int = 0) -> tuple[int, Suggestion | None]:
+def smallest_peak(model: PeakModel, deadline: float) -> tuple[int, Suggestion | None]:
     """Minimise until `deadline`, in this process.
 
     Returns
@@ -161,7 +161,7 @@ def smallest_peak(model: PeakModel, deadline: float, seed: int = 0) -> tuple[int
     from ortools.sat.python import cp_model
 
     whole = WholeModel(model, deadline)
-    solver = _solver(deadline, seed)
+    solver = _solver(deadline)
     solver.best_bound_callback = lambda cost: solver.stop_search() if cost > model.most - 1 else None
     status = interruptible(lambda: solver.solve(whole.model), stop=solver.stop_search)
     if status == cp_model.INFEASIBLE:  # a plan is known: a defect
@@ -170,7 +170,7 @@ def smallest_peak(model: PeakModel, deadline: float, seed: int = 0) -> tuple[int
     return math.ceil(max(0.0, solver.best_objective_bound) - HALF), solution
 
 
-def _solver(deadline: float, seed: int, workers: int = 1) -> Any:
+def _solver(deadline: float, seed: int = 0, workers: int = 1) -> Any:
     from ortools.sat.python import cp_model
 
     solver = cp_model.CpSolver()

@@ -148,21 +148,12 @@ class MixedModel:
         segments: bool = True,
         most_s: float = math.inf,
     ) -> None:
-        from ortools.math_opt.python import mathopt
-
-        self.profile, self.menu, self.n = profile, menu, len(profile.stages)
-        self.space = PlanSpace(profile, menu, segments=segments)
-        self.unit, self.second = float(max(1, budget_bytes)), max(profile.baseline_step_s, LEAST_SECOND)
+        self.begin(profile, menu, segments, max(1, budget_bytes), max(profile.baseline_step_s, LEAST_SECOND))
         self.room: Any = 1.0
         self.most = 1.0
         self.slack_s = most_s - profile.baseline_compute_s
-        self.model: Any = mathopt.Model()
-        self.span = 0.0  # of all variables together, by which dual tolerances count
-        self.parts_of: dict[int, int] = {}  # variables that aren't 0 or 1 in a plan -> of how many parts, 0: any
         self.forward_s = [stage.forward_s / self.second for stage in profile.stages]
         self.backward_s = [stage.backward_s / self.second for stage in profile.stages]
-        self.added_s: list[list[tuple[float, Any]]] = [[] for _ in profile.stages]
-        self.launch_s: list[tuple[float, Any]] = []
         self.add_plans(host_bytes)
         self.away: list[list[Any]] = []
         self.done: list[dict[tuple[int, int], list[Any]]] = []
@@ -171,6 +162,21 @@ class MixedModel:
         added_s = [seconds * var for terms in self.added_s for seconds, var in terms]
         lanes = sum(self.forward_s) + sum(self.backward_s) + self.sum([*stalls, *added_s])
         self.model.minimize(lanes + self.beyond(lanes))
+
+    def begin(
+        self, profile: Profile, menu: Sequence[Sequence[int]], segments: bool, unit: float, second: float
+    ) -> None:
+        """An empty program, with its units of bytes and seconds."""
+        from ortools.math_opt.python import mathopt
+
+        self.profile, self.menu, self.n = profile, menu, len(profile.stages)
+        self.space = PlanSpace(profile, menu, segments=segments)
+        self.unit, self.second = float(unit), second
+        self.model: Any = mathopt.Model()
+        self.span = 0.0  # of all variables together, by which dual tolerances count
+        self.parts_of: dict[int, int] = {}  # variables that aren't 0 or 1 in a plan -> of how many parts, 0: any
+        self.added_s: list[list[tuple[float, Any]]] = [[] for _ in profile.stages]
+        self.launch_s: list[tuple[float, Any]] = []
 
     def is_large(self, nbytes: int) -> bool:
         """Whether a storage of this size moves whole or not at all."""
@@ -712,17 +718,8 @@ class PeakModel(MixedModel):
         segments: bool = True,
         deadline: float = math.inf,
     ) -> None:
-        from ortools.math_opt.python import mathopt
-
-        self.profile, self.menu, self.n = profile, menu, len(profile.stages)
-        self.space = PlanSpace(profile, menu, segments=segments)
-        self.unit = self.second = 1.0
+        self.begin(profile, menu, segments, 1.0, 1.0)
         self.most = float(most_bytes)
-        self.model = mathopt.Model()
-        self.span = 0.0
-        self.parts_of = {}
-        self.added_s = [[] for _ in profile.stages]
-        self.launch_s = []
         self.slack_s = math.inf
         self.deadline = deadline
         self.room = self.amount(self.most)
