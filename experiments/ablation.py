@@ -40,6 +40,7 @@ from ckptplan.solving.bound.pricing import Bound
 from ckptplan.solving.bound.trees import MissingColumns
 from ckptplan.solving.cost import Evaluator
 from ckptplan.solving.enumerate import PlanSpace
+from ckptplan.solving.incumbent import Incumbent
 from ckptplan.solving.planner import _PlanSearch
 
 SCHEMA = "ckptplan.ablation/1"
@@ -78,25 +79,24 @@ class Switch:
 count = PlanSpace.count  # a switch replaces it
 
 
-def few(space: PlanSpace, most: int, most_forests: int) -> bool:
+def few(space: PlanSpace, most: int, forests: int) -> bool:
     """Whether the planner would enumerate."""
-    limits = (planner.PLANS_LOOKED_AT_FIRST, planner.PLANS_LOOKED_AT_LAST)
-    return most in limits and count(space, most, most_forests) <= most
+    return count(space, most, forests) <= most
 
 
-def searching(search: _PlanSearch, *args: Any) -> bool:
+def searching(search: _PlanSearch, until: float) -> bool:
     """Whether a local search begins."""
-    return search.lazy is not None and not search.closed()
+    return search.incumbent.lazy is not None
 
 
-def refining(search: _PlanSearch, share: float, lazy: Any = None) -> bool:
+def refining(search: _PlanSearch, until: float) -> bool:
     """Whether a search for transfers begins."""
-    return not search.closed() and (lazy is not None or search.lazy is not search.refined)
+    return search.incumbent.lazy is not search.refined
 
 
-def of_mixed(search: _PlanSearch, *args: Any) -> bool:
+def of_mixed(incumbent: Incumbent, *args: Any) -> bool:
     """Whether the mixed-integer program is at work."""
-    return search.part == "mixed-integer program"
+    return incumbent.part == "mixed-integer program"
 
 
 def begun_with(solver: process.Solver) -> Callable[..., bool]:
@@ -104,27 +104,28 @@ def begun_with(solver: process.Solver) -> Callable[..., bool]:
     return lambda asked, *args: asked == solver
 
 
+def later(search: _PlanSearch, until: float) -> bool:
+    """Whether this is a round of the label DP after the first, which alone has a share of the time."""
+    return search.incumbent.best is not None and until == search.deadline
+
+
 PARTS: dict[str, tuple[Switch, ...]] = {
     "exact-search": (Switch(PlanSpace, "count", lambda original, space, most, forests: most + 1, few),),
-    "segment-dp": (Switch(_PlanSearch, "run_segments", applies=lambda search: search.space.segments),),
-    "label-dp": (Switch(_PlanSearch, "run_dp", lambda *args: False),),
-    "later-rounds": (
-        Switch(
-            _PlanSearch,
-            "run_dp",
-            lambda *args: False,
-            # The first round has a share of the time, and one without a plan before it is the last resort.
-            lambda search, width, steer, depth, deadline: search.best is not None and deadline == search.deadline,
-        ),
-    ),
-    "prices": (Switch(_PlanSearch, "steering"), Switch(_PlanSearch, "steered_by")),
+    "segment-dp": (Switch(_PlanSearch, "segments", applies=lambda search, until: search.space.segments),),
+    "label-dp": (Switch(_PlanSearch, "labels"),),
+    "later-rounds": (Switch(_PlanSearch, "labels", applies=later),),
+    "prices": (Switch(_PlanSearch, "prices"), Switch(_PlanSearch, "steered_by")),
     "local-search": (
         Switch(_PlanSearch, "polish", applies=searching),
         Switch(_PlanSearch, "search", applies=searching),
     ),
     "polish": (Switch(_PlanSearch, "polish", applies=searching),),
     "last-search": (Switch(_PlanSearch, "search", applies=searching),),
-    "transfers": (Switch(_PlanSearch, "refine", applies=refining), Switch(Evaluator, "transferred")),
+    "transfers": (
+        Switch(_PlanSearch, "transfers", applies=refining),
+        Switch(_PlanSearch, "retimed"),
+        Switch(Evaluator, "transferred"),
+    ),
     "linear-bound": (Switch(planner, "lower_bound", lambda original, *args, **options: Bound(0.0, None, False)),),
     "columns": (
         Switch(
@@ -139,15 +140,15 @@ PARTS: dict[str, tuple[Switch, ...]] = {
     "cp-sat": (Switch(process, "begin", applies=begun_with("cp_sat")),),
     "mixed-bound": (
         Switch(
-            _PlanSearch,
+            Incumbent,
             "prove",
-            applies=lambda search, bound_s: of_mixed(search) and bound_s - search.more_s > search.bound_s,
+            applies=lambda incumbent, bound_s: of_mixed(incumbent) and bound_s > incumbent.bound_s,
         ),
     ),
     "mixed-plan": (
-        Switch(_PlanSearch, "offer", applies=of_mixed),
+        Switch(Incumbent, "offer", applies=of_mixed),
         Switch(Evaluator, "transferred"),
-        Switch(_PlanSearch, "refine", applies=lambda search, share, lazy=None: lazy is not None),
+        Switch(_PlanSearch, "retimed", applies=lambda search, *args: of_mixed(search.incumbent)),
     ),
 }
 """Name -> what switches the part off. Searches of the disk tier aren't here: no instance has one."""

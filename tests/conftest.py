@@ -87,12 +87,9 @@ def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
 
     The mixed-integer program, which takes all the time that it is given, is left out.
     """
-    from ckptplan.solving import planner
-    from ckptplan.solving.bound import mixed_integer
+    from steered import steer
 
-    for name, value in (("ROUNDS", 20), ("MOST_LABELS", 250)):
-        monkeypatch.setattr(planner, name, value)
-    monkeypatch.setattr(mixed_integer, "MOST_STAGES", 0)
+    steer(monkeypatch, rounds=20, most_width=250, mixed_stages=0)
 
 
 @pytest.fixture

@@ -37,6 +37,7 @@ from ckptplan.core.schedule import (
 )
 from ckptplan.core.segment import Segment
 from ckptplan.core.stage import Phase
+from ckptplan.solving.parameters import DEFAULT, Parameters
 from ckptplan.solving.points import Moves, MovesSearch, Room
 
 Codes = NDArray[np.int8]
@@ -47,10 +48,6 @@ Segments = tuple[Segment, ...]
 
 KEEP = 0
 """The code of "keep", the first option of every menu."""
-CELLS_AT_ONCE = 1 << 18
-"""Plans times stages evaluated at once: bounds memory."""
-CACHED_FORESTS = 8
-"""Sets of segments whose tables are kept: bounds memory; local search goes back and forth between a few."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,11 +196,13 @@ class Evaluator:
     profile : Profile
     host_bytes : int, optional
         Limit on what is moved in all.
-
+    parameters : Parameters, optional
+        Numbers that bound time and memory.
     """
 
-    def __init__(self, profile: Profile, host_bytes: int | None = None) -> None:
+    def __init__(self, profile: Profile, host_bytes: int | None = None, *, parameters: Parameters = DEFAULT) -> None:
         self.profile = profile
+        self.parameters = parameters
         self.host_bytes = host_bytes
         self.holders = holders_of(profile)
         self._glue = [stage.is_glue for stage in profile.stages]
@@ -232,7 +231,8 @@ class Evaluator:
     def _tables(self, segments: Segments) -> _Tables:
         found = self._forests.get(segments)
         if found is None:
-            if len(self._forests) >= CACHED_FORESTS:
+            # The local search goes back and forth between many.
+            if len(self._forests) > self.parameters.cells // (len(self.profile.stages) * self._width):
                 self._forests.pop(next(iter(self._forests)))
             plain = self._plain
             found = plain if plain is not None and not segments else _TablesOf(self, segments).build(plain)
@@ -290,7 +290,7 @@ class Evaluator:
 
     def makespans(self, codes: Codes, budget_bytes: int, segments: Segments = ()) -> NDArray[np.float64]:
         """Makespan of each row's lazy schedule, infinite where the row doesn't fit."""
-        step = max(1, CELLS_AT_ONCE // codes.shape[1])
+        step = max(1, self.parameters.cells // codes.shape[1])
         parts = [self._makespans(codes[a : a + step], budget_bytes, segments) for a in range(0, len(codes), step)]
         return np.concatenate(parts) if parts else np.zeros(0)
 
@@ -300,7 +300,7 @@ class Evaluator:
         Links as fluids: bytes leave as they flow, in any order, at the rate of the largest transfer (see
         `bound/linear_program.py`).
         """
-        step = max(1, CELLS_AT_ONCE // codes.shape[1])
+        step = max(1, self.parameters.cells // codes.shape[1])
         parts = [self._least_s(codes[a : a + step], budget_bytes, segments) for a in range(0, len(codes), step)]
         return np.concatenate(parts) if parts else np.zeros(0)
 
@@ -410,7 +410,7 @@ class Evaluator:
 
         Everything that moves is away, up to the last stage that the host limit lets move.
         """
-        step = max(1, CELLS_AT_ONCE // codes.shape[1])
+        step = max(1, self.parameters.cells // codes.shape[1])
         parts = [self._smallest_peaks(codes[a : a + step], segments) for a in range(0, len(codes), step)]
         return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
@@ -476,7 +476,7 @@ class Evaluator:
 
     def search(self, codes: Sequence[int], budget_bytes: int, segments: Segments = ()) -> MovesSearch:
         """A search over what one plan moves, and when."""
-        return MovesSearch(self.profile, self.options(codes), segments, self.room(budget_bytes))
+        return MovesSearch(self.profile, self.options(codes), segments, self.room(budget_bytes), self.parameters)
 
     def improved(self, lazy: Schedule, budget_bytes: int, deadline: float) -> Schedule | None:
         """A lazy schedule with transfers that make it faster; None if none are found."""

@@ -9,6 +9,7 @@ the best step lies between the two, all that may move and all orders are tried (
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
@@ -21,13 +22,7 @@ from ckptplan.core.profile import Profile
 from ckptplan.core.schedule import EQUAL_S
 from ckptplan.core.segment import Segment
 from ckptplan.solving.cost import Codes, Evaluator, Menu, Schedule, Segments
-
-ROWS_AT_ONCE = 1 << 14
-"""Decision vectors made at once: bounds memory, and how late the deadline is seen."""
-MOST_REFINED = 200
-"""Plans with too many parts for all to be tried whose transfers are improved in place of that."""
-NO_PLAN_BYTES = 1 << 62
-"""More than any peak."""
+from ckptplan.solving.parameters import DEFAULT, Parameters
 
 
 class PlanSpace:
@@ -39,10 +34,15 @@ class PlanSpace:
         Codes per stage.
     segments : bool
         Whether stages may be recomputed together.
+    parameters : Parameters, optional
+        Numbers that searches of this space go by.
     """
 
-    def __init__(self, profile: Profile, menu: Menu, *, segments: bool = True) -> None:
+    def __init__(
+        self, profile: Profile, menu: Menu, *, segments: bool = True, parameters: Parameters = DEFAULT
+    ) -> None:
         self.profile = profile
+        self.parameters = parameters
         self.menu = menu
         self.segments = segments
         n = len(menu)
@@ -177,11 +177,11 @@ def inside_codes(profile: Profile, menu: Menu, i: int) -> tuple[int, ...]:
     return found if any(stage.options[c].name == "recompute" for c in found) else ()
 
 
-def vectors(menu: Menu) -> Iterator[Codes]:
-    """All decision vectors in chunks, the last stage changing fastest."""
-    total = math.prod(len(codes) for codes in menu)
-    for start in range(0, total, ROWS_AT_ONCE):
-        index = np.arange(start, min(start + ROWS_AT_ONCE, total), dtype=np.int64)
+def vectors(menu: Menu, cells: int) -> Iterator[Codes]:
+    """All decision vectors in chunks of at most so many codes, the last stage changing fastest."""
+    total, rows = math.prod(len(codes) for codes in menu), max(1, cells // len(menu))
+    for start in range(0, total, rows):
+        index = np.arange(start, min(start + rows, total), dtype=np.int64)
         block = np.empty((len(index), len(menu)), np.int8)
         for i in reversed(range(len(menu))):
             index, digit = np.divmod(index, len(menu[i]))
@@ -208,11 +208,11 @@ def fastest_of_all(
     best_s = below_s
     baseline_s = space.profile.baseline_compute_s
     complete = True
-    refined = 0
+    refined, most_refined = 0, space.parameters.least_width
     for forest in space.forests():
         if baseline_s + space.least_extra_s(forest) >= best_s * (1 - EQUAL_S):
             break
-        for block in vectors(space.menu_in(forest)):
+        for block in vectors(space.menu_in(forest), space.parameters.cells):
             if time.monotonic() > deadline:
                 return False
             block = block[evaluator.compute_s(block, forest) < best_s * (1 - EQUAL_S)]
@@ -228,7 +228,7 @@ def fastest_of_all(
                 on_found(found)
             # Once some choice has too many parts for all to be tried, there is no proof here.
             least = np.full(len(block), np.inf)
-            if complete or refined < MOST_REFINED:
+            if complete or refined < most_refined:
                 least = evaluator.least_s(block, budget_bytes, forest)
             for row in np.argsort(least, kind="stable").tolist():
                 if least[row] >= best_s * (1 - EQUAL_S):
@@ -243,7 +243,7 @@ def fastest_of_all(
                 complete = complete and search.complete
                 if moves is None and not search.complete:
                     refined += 1
-                    if refined > MOST_REFINED:
+                    if refined > most_refined:
                         break
                     lazy = evaluator.schedule(codes, budget_bytes, forest)
                     found = None if lazy is None else evaluator.improved(lazy, budget_bytes, deadline)
@@ -259,13 +259,13 @@ def smallest_of_all(
     evaluator: Evaluator, space: PlanSpace, deadline: float
 ) -> tuple[NDArray[np.int8], Segments, int, bool]:
     """The plan with the smallest peak, that peak in bytes, and whether all plans were seen before `deadline`."""
-    best, best_bytes = np.zeros(len(space.menu), np.int8), NO_PLAN_BYTES
+    best, best_bytes = np.zeros(len(space.menu), np.int8), sys.maxsize
     best_forest: Segments = ()
     complete = True
     for forest in space.forests():
-        if best_bytes < NO_PLAN_BYTES and time.monotonic() > deadline:
+        if best_bytes < sys.maxsize and time.monotonic() > deadline:
             return best, best_forest, best_bytes, False
-        for block in vectors(space.menu_in(forest)):
+        for block in vectors(space.menu_in(forest), space.parameters.cells):
             peaks = evaluator.smallest_peaks(block, forest)
             row = int(peaks.argmin())
             if peaks[row] < best_bytes:

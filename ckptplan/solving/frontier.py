@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import replace
 from itertools import pairwise
@@ -15,19 +16,9 @@ from ckptplan.core.schedule import residency, tightest_peak
 from ckptplan.core.units import format_bytes
 from ckptplan.solving.bound.pricing import lower_bound
 from ckptplan.solving.cost import menus
+from ckptplan.solving.parameters import CLOSE, DEFAULT, ROUNDING, Parameters
 from ckptplan.solving.planner import OnProgress, Start, smallest_peak, solve_profile
 from ckptplan.solving.tiers import all_bytes, check_disk
-
-PEAK_PRECISION = 0.002
-"""The search for the smallest peak ends when what is left is this share of it."""
-BOUNDS = 10
-"""Budgets tried to prove that less won't do; each halves what is left."""
-PEAK_PART, SOLVE_PART, BOUND_PART = 8, 4, 4
-"""Parts of the time: of all for the smallest peak, of what is left for a plan, of all for the bounds together."""
-LEAST_SOLVE_S = 0.05
-MOST_OVERHEAD = 1e6
-EQUAL_STEP = 1e-9
-"""Relative difference of two predicted steps that is rounding."""
 
 
 def everything_kept_bytes(profile: Profile) -> int:
@@ -39,6 +30,7 @@ def frontier_profile(
     profile: Profile,
     points: int = 12,
     limits: Limits = NO_LIMITS,
+    parameters: Parameters | None = None,
 ) -> tuple[Plan, ...]:
     """Plans along the trade-off, smallest peak first; the last one keeps everything.
 
@@ -68,13 +60,15 @@ def frontier_profile(
     began_s = time.monotonic()
     each = replace(limits, time_limit_s=limits.time_limit_s / (points + 1), on_plan=None)
     limits.on_progress(limited("looking for the smallest peak", each.time_limit_s))
-    least = smallest_peak(profile, each)
+    least = smallest_peak(profile, each, parameters)
     most = max(everything_kept_bytes(profile), least.peak_bytes)
 
     def solve(budget_bytes: int, start: Start | None = None) -> Plan:
         what = f"budget {len(found) + 1} of {points}"
         report = _reporting(limits, what, began_s, done=len(found) + 1, total=points)
-        plan = _solved(profile, budget_bytes, each, limits.on_plan, start=start, on_progress=report)
+        plan = _solved(
+            profile, budget_bytes, each, limits.on_plan, start=start, on_progress=report, parameters=parameters
+        )
         if limits.on_plan is not None:
             limits.on_plan(plan)
         return plan
@@ -96,7 +90,7 @@ def frontier_profile(
         found = _passed_along(found)
     out: list[Plan] = []
     for plan in _passed_along(found):
-        if not out or plan.step_s < out[-1].step_s * (1 - EQUAL_STEP):
+        if not out or plan.step_s < out[-1].step_s * (1 - ROUNDING):
             out.append(plan)
     return tuple(out)
 
@@ -121,12 +115,13 @@ def _solved(
     *,
     start: Start | None = None,
     on_progress: OnProgress | None = None,
+    parameters: Parameters | None = None,
 ) -> Plan:
     """`solve_profile` without `on_plan`; a plan found before an interrupt goes to `on_interrupt`."""
     handed: list[Plan] = []
     within = replace(limits, on_plan=handed.append)
     try:
-        return solve_profile(profile, budget_bytes, within, start=start, on_progress=on_progress)
+        return solve_profile(profile, budget_bytes, within, start=start, on_progress=on_progress, parameters=parameters)
     except KeyboardInterrupt:
         if handed and on_interrupt is not None:
             on_interrupt(handed[-1])
@@ -154,6 +149,7 @@ def smallest_within(
     profile: Profile,
     max_overhead: float,
     limits: Limits = NO_LIMITS,
+    parameters: Parameters | None = None,
 ) -> Plan:
     """The smallest peak found whose step is at most `max_overhead` longer than with everything kept.
 
@@ -169,28 +165,28 @@ def smallest_within(
     InvalidInputError
         If `max_overhead` is not a number, 0 or more.
     """
-    if (
-        isinstance(max_overhead, bool)
-        or not isinstance(max_overhead, (int, float))
-        or not 0 <= max_overhead < MOST_OVERHEAD
-    ):
+    if isinstance(max_overhead, bool) or not isinstance(max_overhead, (int, float)) or not 0 <= max_overhead < math.inf:
         raise InvalidInputError(f"max_overhead={max_overhead!r} must be a number, 0 or more; 0.10 stands for 10 %")
+    parameters = parameters or DEFAULT
+    share = parameters.small_share
     began_s = time.monotonic()
-    deadline = began_s + limits.time_limit_s
-    limit_s = profile.baseline_step_s * (1 + max_overhead) * (1 + EQUAL_STEP)
-    limits.on_progress(limited("looking for the smallest peak", limits.time_limit_s / PEAK_PART))
-    least = smallest_peak(profile, replace(limits, time_limit_s=limits.time_limit_s / PEAK_PART))
+    end = began_s + limits.time_limit_s
+    deadline = end - share * limits.time_limit_s  # the rest is for the bound
+    limit_s = profile.baseline_step_s * (1 + max_overhead) * (1 + ROUNDING)
+    peak_s = share * limits.time_limit_s
+    limits.on_progress(limited("looking for the smallest peak", peak_s))
+    least = smallest_peak(profile, replace(limits, time_limit_s=peak_s), parameters)
     proven = least.bound_bytes  # no plan within the slowdown needs less than this
 
     def solve(budget_bytes: int) -> Plan | None:
         """The plan for a budget if it is fast enough; else what its bound proves is noted."""
         nonlocal proven
-        share_s = max(LEAST_SOLVE_S, (deadline - time.monotonic()) / SOLVE_PART)
+        share_s = share * max(parameters.least_s, deadline - time.monotonic())
         report = _reporting(limits, f"trying {format_bytes(budget_bytes)}", began_s)
         # Whether any plan is fast enough has to be decided, however close the best one is.
         within = replace(limits, time_limit_s=share_s, gap=0.0)
         try:
-            plan = _solved(profile, budget_bytes, within, fast_enough, on_progress=report)
+            plan = _solved(profile, budget_bytes, within, fast_enough, on_progress=report, parameters=parameters)
         except InfeasibleBudgetError:
             return None
         if plan.step_s <= limit_s:
@@ -211,27 +207,25 @@ def smallest_within(
     if best is None:
         best = solve(max(everything_kept_bytes(profile), low))
         assert best is not None  # everything fits, and keeping it is no slowdown
-        while best.peak_bytes - low > max(1, PEAK_PRECISION * best.peak_bytes) and time.monotonic() < deadline:
+        while best.peak_bytes - low > max(1, CLOSE * best.peak_bytes) and time.monotonic() < deadline:
             middle = (low + best.peak_bytes) // 2
             found = solve(middle)
             low, best = (middle, best) if found is None else (low, found)
-    limits.on_progress(limited("proving how much memory is needed", limits.time_limit_s / BOUND_PART))
+    limits.on_progress(limited("proving how much memory is needed", max(0.0, end - time.monotonic())))
     # What the search above happened to prove, and what bounds alone prove further up.
     # What holds with all copies at the link's rate holds with some to the disk.
     moved = all_bytes(limits.host_bytes, check_disk(profile, limits.host_bytes, limits.disk_bytes))
     menu = menus(profile, limits.actions, host_bytes=moved)
     high = best.peak_bytes
-    for _ in range(BOUNDS):
+    while high - proven > CLOSE * high and (left_s := end - time.monotonic()) > 0:
         middle = (proven + high) // 2
-        if high - proven <= PEAK_PRECISION * high:
-            break
         bound = lower_bound(
             profile,
             menu,
             middle,
             host_bytes=moved,
             segments=limits.segments and "recompute" in limits.actions,
-            deadline=time.monotonic() + limits.time_limit_s / BOUNDS / BOUND_PART,
+            deadline=end - (1 - share) * left_s,
         )
         proven, high = (middle + 1, high) if bound.bound_s > limit_s else (proven, middle)
     return replace(best, budget_bytes=best.peak_bytes, peak_bound_bytes=min(proven, best.peak_bytes))

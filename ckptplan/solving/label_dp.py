@@ -18,7 +18,7 @@ backward of the stage reached (`sweep_copies`), the most bytes of copies and of 
 
 Three bit masks say which storages that several stages may hold are held, fixed to the device, and held late enough to
 move (rule 4). Bytes are exact integers. A transfer frees its bytes when it is done, so what the queues hold is kept
-item by item for the last `WINDOW` items (`ends`: how many bytes the newest 1, 2, ... items have together); a longer
+item by item for a window of the last ones (`ends`: how many bytes the newest 1, 2, ... items have together); a longer
 backlog is taken as if its items were like the window's oldest one. The evaluator has the last word on each plan.
 
 What makes it fast is pruning: labels fall into cells of a coarse grid over their bytes, and one that isn't faster than
@@ -28,6 +28,7 @@ every plan is truly feasible, and the loss is a matter of how many labels there 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -42,25 +43,11 @@ from ckptplan.core.profile import Profile
 from ckptplan.core.segment import Segment
 from ckptplan.solving.cost import Segments, holders_of
 from ckptplan.solving.enumerate import PlanSpace
+from ckptplan.solving.parameters import ROUNDING, Parameters
 
-MOST_TRACKED = 62
-"""Storages remembered by name at once: bits of a 64-bit integer, the sign and one more left out."""
-WINDOW = 8
-"""Newest items of a queue that are told one by one; more take time and memory in every label."""
-LEAST_WIDTH = 24
-"""Labels are never cut to fewer than these to meet a deadline."""
-HELD_CELLS = 8
-"""Cells along the held bytes for one along each other axis: they decide what fits."""
-LEAST_CELLS = 8.0
-"""Cells per combination of what neighbours hold, at least."""
-MOST_CLASSES = 16
-"""Such combinations that are told apart: with more there would be too few cells for each."""
-CLASS_FACTOR = 3
-"""Makes one number of two bit masks; it keeps most combinations apart, and those that it doesn't share cells."""
-SCORED, SCORED_CELLS = 8, 4
-"""Labels with the best scores, and cells they fall into, per label that is kept by its score."""
-BELOW_ONE = 1 - 1e-12
-"""Puts the largest value of a column into its last cell."""
+CELLS = 8
+"""Cells along the held bytes, which decide what fits, for one along each other axis; and cells per label that is kept
+by its score. Fewer lose plans for small budgets, more take time."""
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
@@ -150,16 +137,20 @@ class LabelDp:
     space : PlanSpace
     budget_bytes : int
     host_bytes : int, optional
-    depth : int
-        Deepest nesting of segments; 0 for none.
+    depth : int, optional
+        Deepest nesting of segments, that of the space's parameters where left out; 0 for none.
     """
 
-    def __init__(self, space: PlanSpace, budget_bytes: int, *, host_bytes: int | None = None, depth: int = 2) -> None:
+    def __init__(
+        self, space: PlanSpace, budget_bytes: int, *, host_bytes: int | None = None, depth: int | None = None
+    ) -> None:
         self.profile: Profile = space.profile
         self.space = space
         self.budget_bytes = budget_bytes
         self.host_bytes = host_bytes
-        self.depth = depth if any(space.inside) and space.segments else 0
+        self.parameters: Parameters = space.parameters
+        nesting = self.parameters.nesting if depth is None else depth
+        self.depth = nesting if any(space.inside) and space.segments else 0
         self.tracker = _Tracker(self.profile)
         self.complete = True
         """Whether the last run had time for all its labels."""
@@ -250,7 +241,8 @@ class LabelDp:
         if self.profile.update_peak_bytes > self.budget_bytes:
             return []
         begin = time.monotonic()
-        pools = [_empty(1, self.depth)] + [_empty(0, self.depth) for _ in range(self.depth)]
+        least_width, window = self.parameters.least_width, max(2, self.parameters.window)
+        pools = [_empty(int(level == 0), self.depth, window) for level in range(self.depth + 1)]
         history: list[list[_Labels]] = []
         self.moves: list[list[list[tuple[int, _Move]]]] = []
         for k in range(n):
@@ -258,9 +250,9 @@ class LabelDp:
             if now > deadline:
                 self.complete = False
                 return []
-            if k and (now - begin) / k * (n - k) > deadline - now and width > LEAST_WIDTH:
+            if k and (now - begin) / k * (n - k) > deadline - now and width > least_width:
                 # Too slow at this width: a plan from fewer labels is better than none.
-                width = max(LEAST_WIDTH, width // 2)
+                width = max(least_width, width // 2)
                 self.complete = False
             grown: list[list[_Labels]] = [[] for _ in pools]
             taken: list[list[tuple[int, _Move]]] = [[] for _ in pools]
@@ -276,7 +268,7 @@ class LabelDp:
                 taken[to].append((level, move))
                 grown[to].append(after)
             pools = [
-                self._prune(_join(labels, self.depth), k + 1, to, width, prices, below_s)
+                self._prune(_join(labels, self.depth, window), k + 1, to, width, prices, below_s)
                 for to, labels in enumerate(grown)
             ]
             history.append([_trace(pool) for pool in pools])
@@ -443,20 +435,15 @@ class LabelDp:
             columns.append(labels.sweep_copies[:level, rows].sum(axis=0).astype(float))
         if self.host_bytes is not None:
             columns.append(labels.moved_total[rows].astype(float))
-        near = self.tracker.near[min(boundary, len(self.tracker.near) - 1)]
-        classes = _classes(labels.held[rows] & near, labels.fixed[rows] & near)
         seconds = labels.elapsed_s[rows] + labels.sweep_s[:level, rows].sum(axis=0) if level else labels.elapsed_s[rows]
         if prices is None:
-            return _keep(labels, np.sort(rows[_sparse(columns, seconds, seconds, classes, width)]))
+            return _keep(labels, np.sort(rows[_sparse(columns, seconds, seconds, width)]))
         worth = [prices.held[boundary], prices.out[boundary], prices.back[boundary], prices.copies[boundary]]
         score = seconds + sum(price * values for price, values in zip(worth, columns, strict=False))
         # Half of the labels by what they promise at these prices, half spread over all there is: prices can mislead.
-        order = np.argsort(score, kind="stable")[: SCORED * width]
-        chosen = order[
-            _sparse([c[order] for c in columns], score[order], seconds[order], classes[order], SCORED_CELLS * width)
-        ]
+        chosen = _sparse(columns, score, seconds, CELLS * width)
         chosen = chosen[np.argsort(score[chosen], kind="stable")[: width // 2]]
-        spread = _sparse(columns, score, seconds, classes, width)
+        spread = _sparse(columns, score, seconds, width)
         if len(spread) > width // 2:
             spread = spread[np.argsort(score[spread], kind="stable")[:: -(-2 * len(spread) // width)]]
         return _keep(labels, rows[np.union1d(chosen, spread)])
@@ -502,59 +489,52 @@ def _put(backlog: Floats, ends: Floats, moved: Ints, latency_bytes: float) -> tu
     return backlog + size, np.where(some, longer, ends)
 
 
-def _sparse(columns: Sequence[Floats], score: Floats, seconds: Floats, classes: Ints, cells: int) -> Ints:
+def _sparse(columns: Sequence[Floats], score: Floats, seconds: Floats, cells: int) -> Ints:
     """The row with the best score per cell, unless one in a cell with fewer bytes has fewer seconds."""
-    count = int(classes.max()) + 1
-    shape = _shape(columns, cells, count)
-    index = classes
+    shape = _shape(columns, cells)
+    index: Ints = np.zeros(len(score), np.int64)
     for values, size in zip(columns, shape, strict=True):
         if size > 1:
             low, high = float(values.min()), float(values.max())
-            index = index * size + ((values - low) * (size / (high - low) * BELOW_ONE)).astype(np.int64)
+            # The largest value falls into the last cell.
+            index = index * size + ((values - low) * (size / (high - low) * (1 - ROUNDING))).astype(np.int64)
     rows = np.lexsort((columns[0], score, index))
     index = index[rows]
     firsts = np.flatnonzero(np.r_[True, index[1:] != index[:-1]])
     index, rows = index[firsts], rows[firsts]
-    grid = np.full(int(np.prod(shape)) * count, np.inf)
+    grid = np.full(math.prod(shape), np.inf)
     grid[index] = seconds[rows]
-    grid = grid.reshape(count, *shape)
-    for axis in range(1, grid.ndim):
-        if grid.shape[axis] > 1:
+    grid = grid.reshape(shape)
+    for axis, size in enumerate(shape):
+        if size > 1:
             np.minimum.accumulate(grid, axis=axis, out=grid)
     return np.asarray(rows[seconds[rows] <= grid.reshape(-1)[index]])
 
 
-def _shape(columns: Sequence[Floats], cells: int, classes: int) -> list[int]:
-    """How many cells each column gets: the first (held bytes) `HELD_CELLS` times as many as the others."""
+def _shape(columns: Sequence[Floats], cells: int) -> list[int]:
+    """How many cells each column gets: the first (held bytes) `CELLS` times as many as the others."""
     varies = [float(values.max()) > float(values.min()) for values in columns]
     others = sum(varies[1:])
-    per_class = max(LEAST_CELLS, cells / classes)
     if not varies[0]:
-        each = per_class ** (1 / others) if others else 1.0
+        each = cells ** (1 / others) if others else 1.0
         return [int(max(2, each)) if v else 1 for v in varies]
-    each = (per_class / HELD_CELLS) ** (1 / (others + 1))
-    return [int(HELD_CELLS * each)] + [int(max(2, each)) if v else 1 for v in varies[1:]]
+    each = (cells / CELLS) ** (1 / (others + 1))
+    return [int(max(2, CELLS * each))] + [int(max(2, each)) if v else 1 for v in varies[1:]]
 
 
-def _classes(held: Ints, fixed: Ints) -> Ints:
-    """A small number per combination of what neighbours hold, the same for the same combination."""
-    _, inverse = np.unique(held * CLASS_FACTOR + fixed, return_inverse=True)
-    return np.asarray(inverse.reshape(-1) % MOST_CLASSES, np.int64)
-
-
-def _empty(count: int, depth: int) -> _Labels:
+def _empty(count: int, depth: int, window: int) -> _Labels:
     """Labels of nothing decided yet."""
     floats = {"elapsed_s", "out", "back", "out_due", "back_due"}
     found: dict[str, NDArray[Any]] = {name: np.zeros(count, float if name in floats else np.int64) for name in _FIELDS}
     found |= {name: np.zeros((depth, count), np.int64) for name in ("first", "sweep_copies", "sweep_peak", "copied")}
-    found |= {name: np.zeros((WINDOW, count)) for name in ("out_ends", "back_ends")}
+    found |= {name: np.zeros((window, count)) for name in ("out_ends", "back_ends")}
     found["sweep_s"] = np.zeros((depth, count))
     return _Labels(**found, parent=np.zeros(count, np.int64), move=np.zeros(count, np.int16))
 
 
-def _join(labels: list[_Labels], depth: int) -> _Labels:
+def _join(labels: list[_Labels], depth: int, window: int) -> _Labels:
     if not labels:
-        return _empty(0, depth)
+        return _empty(0, depth, window)
     return _Labels(*[np.concatenate([getattr(x, f) for x in labels], axis=-1) for f in (*_FIELDS, "parent", "move")])
 
 
@@ -566,7 +546,7 @@ def _keep(labels: _Labels, rows: Ints) -> _Labels:
 
 def _trace(labels: _Labels) -> _Labels:
     """Only what leads back to the decisions."""
-    none = _empty(0, 0)
+    none = _empty(0, 0, 0)
     none.parent, none.move = labels.parent.astype(np.int32), labels.move
     return none
 
@@ -587,7 +567,6 @@ class _Tracker:
         self.bit: dict[int, np.int64] = {}
         self.left_out: set[int] = set()
         self.expiring: list[list[int]] = [[] for _ in range(n)]
-        self.near: list[np.int64] = []
         self._overlapping: list[list[int]] = [[] for _ in range(n)]
         begins: list[list[tuple[int, int]]] = [[] for _ in range(n)]
         for s, (storage, holders) in enumerate(zip(profile.storages, holders_of(profile), strict=True)):
@@ -600,7 +579,7 @@ class _Tracker:
             until = max(holders[-1].stage, program.stop - 1)
             if until > holders[0].stage:
                 begins[holders[0].stage].append((s, until))
-        free = list(range(MOST_TRACKED))
+        free = list(range(np.iinfo(np.int64).bits - 1))  # without the sign
         open_: list[tuple[int, int, int]] = []
         self._clear: list[np.int64] = []
         for k in range(n):
@@ -615,7 +594,6 @@ class _Tracker:
                             self._overlapping[j].append(s)
                 else:
                     self.left_out.add(s)
-            self.near.append(np.int64(sum(1 << number for _, until, number in open_ if until <= k + 1)))
             gone = [number for _, until, number in open_ if until == k]
             self._clear.append(~np.int64(sum(1 << number for number in gone)))
             free.extend(gone)

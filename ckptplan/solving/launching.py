@@ -17,9 +17,7 @@ from ckptplan.core.link import Link
 from ckptplan.core.option import Option
 from ckptplan.core.profile import Profile
 from ckptplan.core.stage import Stage
-
-LEAST_COPY = 0.01
-"""Share of their time that copies take at least: no link carries everything in no time."""
+from ckptplan.solving.parameters import CLOSE
 
 
 def mixed(profile: Profile, share: float) -> Profile:
@@ -44,7 +42,7 @@ def mixed(profile: Profile, share: float) -> Profile:
             rerun_overhead_launch_s=0.0,
         )
 
-    copying = max(1 - share, LEAST_COPY)
+    copying = max(1 - share, CLOSE)  # no link carries everything in no time
 
     def link(way: Link) -> Link:
         out, back = way.out_bytes_per_s / copying, way.in_bytes_per_s / copying

@@ -17,51 +17,6 @@ from ckptplan.core.segment import Segment
 from ckptplan.solving.cost import Codes, Evaluator, Segments
 from ckptplan.solving.enumerate import PlanSpace
 
-LEAST_ROWS_AT_ONCE = 64
-CELLS_AT_ONCE = 1 << 17
-"""Plans evaluated at once, at least, and plans times stages: bounds memory, and how late the deadline is seen."""
-ROUNDS = 300
-"""The search ends when this many random choices of stages in a row gave nothing."""
-WINDOW_PLANS = 4096
-"""Most combinations of options of neighbouring stages that are tried together."""
-NEAR = 1.02
-"""Other segments are worth a closer look where the first plan with them is slower by no more than this factor."""
-CLOSER_LOOKS = 8
-"""The best of them that get one."""
-MOST_PAIRS = 2000
-"""Pairs of changes tried from each plan; of more, as many drawn at random."""
-CLOSER_PAIRS = 200
-"""The same in a closer look."""
-EXCHANGE_STAGES = 400
-"""Stages up to which all exchanges between two stages are pairs: their number grows with the square."""
-ALL_APART_STAGES, APART = 12, 4
-"""Stages up to which any two are changed together; in longer chains those less than `APART` stages apart."""
-KICK_PLANS = 600
-"""Most combinations of options of stages drawn at random that are tried together."""
-KICKED_STAGES = 12
-"""Most stages drawn at random."""
-KICK_CHANGES = 3
-"""Of these, the stages whose option is drawn, too."""
-KICK_REACH = 6
-"""Neighbours on either side from which stages close to each other are drawn."""
-CLOSE_SHARE = 0.6
-"""Probability with which a stage is drawn from these; else from all."""
-MOVED_SEGMENT_SHARE = 0.5
-"""Probability with which a segment is changed, too."""
-WORSE = 0.01
-"""The search goes on from a changed plan that is slower by no more than this share."""
-CYCLE = 40
-"""Rounds in which this share falls to nothing; then the search goes back to the best plan."""
-NEW_SEGMENT = 4
-"""Stages of the longest segment that is put where there was none."""
-EVERY_TOGETHER = 16
-"""Of changes that help, the best 1, 2, 4, 8 and multiples of this many are tried together."""
-PATTERN_CELLS = 300_000
-"""Rows times stages of the starting points, about."""
-PATTERN_CUTS, PATTERN_STEPS = 8, (2, 3, 4)
-"""Two options are combined with one before, the other after each multiple of an eighth; or one at every second, ..."""
-PATTERNS_PER_PAIR = PATTERN_CUTS - 1 + len(PATTERN_STEPS)
-
 _Plan = tuple[list[int], Segments, float]
 _Change = tuple[tuple[int, int], ...]
 """(stage, code) of each stage that changes."""
@@ -71,22 +26,22 @@ OnBetter = Callable[[Sequence[int], Segments], None]
 
 
 def patterns(space: PlanSpace) -> Codes:
-    """Starting points: each option alone, one before a stage and another after it, one at every second to fourth stage.
+    """Starting points: each option alone, one before a stage and another after it, one at every second, third, ...
 
     In longer chains fewer options are combined.
     """
-    n = len(space.menu)
+    n, parts = len(space.menu), max(1, space.parameters.window)
     stages = space.profile.stages
     seen = [stages[i].options[code].name for i, codes in enumerate(space.menu) for code in codes]
     usual = ("keep", "recompute", "swap", "recompute+swap")
     names = sorted(set(seen), key=lambda name: (usual.index(name) if name in usual else len(usual), name))
     columns = {name: [_code(space, i, name) for i in range(n)] for name in names}
     rows = [columns[name] for name in names]
-    fractions = [n * part // PATTERN_CUTS for part in range(1, PATTERN_CUTS)]
-    most = max(2, math.isqrt(PATTERN_CELLS // n // PATTERNS_PER_PAIR))
-    for a, b in itertools.permutations(names[:most], 2):
-        rows.extend(columns[a][:cut] + columns[b][cut:] for cut in fractions)
-        rows.extend([columns[a if i % every == 0 else b][i] for i in range(n)] for every in PATTERN_STEPS)
+    cuts, steps = [n * part // parts for part in range(1, parts)], range(2, parts + 1)
+    most = math.isqrt(space.parameters.cells // max(1, n * (len(cuts) + len(steps))))
+    for a, b in itertools.permutations(names[: max(2, most)], 2):
+        rows.extend(columns[a][:cut] + columns[b][cut:] for cut in cuts)
+        rows.extend([columns[a if i % every == 0 else b][i] for i in range(n)] for every in steps)
     return np.unique(np.array(rows, np.int8), axis=0)
 
 
@@ -150,6 +105,7 @@ class LocalSearch:
     ) -> None:
         self.evaluator = evaluator
         self.space = space
+        self.parameters = space.parameters
         self.budget_bytes = budget_bytes
         self.random = random.Random(seed)
         self._on_better = on_better
@@ -168,15 +124,16 @@ class LocalSearch:
         return self.evaluator.compute_s(rows, segments)
 
     def improve(
-        self, codes: Sequence[int], segments: Segments, deadline: float, *, pairs: int = MOST_PAIRS
+        self, codes: Sequence[int], segments: Segments, deadline: float, *, pairs: int | None = None
     ) -> tuple[tuple[int, ...], Segments, float]:
         """The plan reached when no change helps any more, or at `deadline`, and its makespan in seconds.
 
         Parameters
         ----------
         pairs : int
-            Most pairs of changes to try from each plan.
+            Most pairs of changes to try from each plan; `Parameters.pairs` by default.
         """
+        pairs = self.parameters.pairs if pairs is None else pairs
         best, best_s = list(codes), self.cost(codes, segments)
         while time.monotonic() < deadline:
             best, value = self._options(best, segments, best_s, deadline, pairs)
@@ -187,13 +144,15 @@ class LocalSearch:
         return tuple(best), segments, best_s
 
     def search(
-        self, codes: Sequence[int], segments: Segments, deadline: float, *, rounds: int = ROUNDS
+        self, codes: Sequence[int], segments: Segments, deadline: float, *, rounds: int | None = None
     ) -> Iterator[tuple[tuple[int, ...], Segments, float]]:
-        """Ever better plans, until nothing helped for `rounds` rounds, or `deadline`.
+        """Ever better plans, until nothing helped for `rounds` rounds (`Parameters.rounds` by default), or `deadline`.
 
         Windows of stages are solved exactly, and other segments are tried with options to suit; then the same from
         plans changed at random, which may be somewhat worse.
         """
+        near, cycle = self.parameters.near, max(1, self.parameters.cycle)
+        rounds = self.parameters.rounds if rounds is None else rounds
         best = self._settle((list(codes), segments, self.cost(codes, segments)), deadline)
         best_s = best[2]
         yield tuple(best[0]), best[1], best_s
@@ -204,15 +163,15 @@ class LocalSearch:
             if found is None:
                 continue
             if found[2] < at[2] * (1 - EQUAL_S):
-                found = self._settle(found, deadline) if found[2] < best_s * (1 + WORSE / 2) else found
+                found = self._settle(found, deadline) if found[2] < best_s * (1 + near) else found
             if found[2] < best_s * (1 - EQUAL_S):
                 best, best_s, idle = found, found[2], 0
                 yield tuple(best[0]), best[1], best_s
             # Worse plans are gone on from less and less.
-            allowed = WORSE * (1 - (idle % CYCLE) / CYCLE)
+            allowed = near * (1 - (idle % cycle) / cycle)
             if found[2] <= best_s * (1 + allowed):
                 at = found
-            if idle % CYCLE == 0:
+            if idle % cycle == 0:
                 at = best
 
     def _settle(self, plan: _Plan, deadline: float) -> _Plan:
@@ -226,7 +185,7 @@ class LocalSearch:
                 codes, segments, value = found
                 continue
             before = value
-            codes, value = self._options(codes, segments, value, deadline, MOST_PAIRS)
+            codes, value = self._options(codes, segments, value, deadline, self.parameters.pairs)
             if value >= before * (1 - EQUAL_S):
                 break
         return codes, segments, value
@@ -235,7 +194,7 @@ class LocalSearch:
         """Options or segments changed at random, and what is around them solved anew; None where nothing fits."""
         codes, segments, value = plan
         codes = list(codes)
-        if self.space.segments and self.random.random() < MOVED_SEGMENT_SHARE:
+        if self.space.segments and self.random.choice((True, False)):
             changes = list(self._moved(codes, segments))
             if changes:
                 codes, segments = suited(self.space, codes, self.random.choice(changes))
@@ -243,9 +202,8 @@ class LocalSearch:
         free = [i for i, allowed in enumerate(menu) if len(allowed) > 1]
         if not free:
             return None
-        chosen = self._draw(free, menu)
-        for i in chosen[:KICK_CHANGES]:
-            codes[i] = self.random.choice(menu[i])
+        changed = self.random.choice(free)
+        codes[changed] = self.random.choice(menu[changed])
         value = self.cost(codes, segments)
         codes, value = self._all_of(codes, segments, value, menu, self._draw(free, menu), deadline)
         if value == math.inf:
@@ -255,16 +213,17 @@ class LocalSearch:
 
     def _draw(self, free: Sequence[int], menu: Sequence[Sequence[int]]) -> list[int]:
         """Stages to solve together: some close to each other, the others anywhere."""
-        at = self.random.randrange(len(free))
-        near = free[max(0, at - KICK_REACH) : at + KICK_REACH + 1]
+        at, reach = self.random.randrange(len(free)), self.parameters.window
+        near = free[max(0, at - reach) : at + reach + 1]
+        rest = [self.random.sample(stages, len(stages)) for stages in (near, free)]
         chosen: list[int] = []
         size = 1
-        for _ in range(KICKED_STAGES):
-            i = self.random.choice(near if self.random.random() < CLOSE_SHARE else free)
+        while any(rest):
+            i = self.random.choice([stages for stages in rest if stages]).pop()
             if i in chosen:
                 continue
             size *= len(menu[i])
-            if size > KICK_PLANS:
+            if size > self.parameters.tried:
                 break
             chosen.append(i)
         return chosen
@@ -276,7 +235,7 @@ class LocalSearch:
         at = 0
         while at < len(free) and time.monotonic() < deadline:
             end, size = at, 1
-            while end < len(free) and (end == at or size * len(menu[free[end]]) <= WINDOW_PLANS):
+            while end < len(free) and (end == at or size * len(menu[free[end]]) <= self.parameters.tried):
                 size *= len(menu[free[end]])
                 end += 1
             codes, value = self._all_of(codes, segments, value, menu, free[at:end], deadline)
@@ -309,7 +268,7 @@ class LocalSearch:
 
     def _batches(self, items: Batch) -> Iterator[Batch]:
         """As many of them at once as are evaluated together."""
-        size = max(LEAST_ROWS_AT_ONCE, CELLS_AT_ONCE // len(self.space.menu))
+        size = max(1, self.parameters.cells // len(self.space.menu))
         return (items[at : at + size] for at in range(0, len(items), size))
 
     def _forests(
@@ -321,6 +280,7 @@ class LocalSearch:
         """
         if not self.space.segments:
             return None
+        near_s = value * (1 + self.parameters.near)
         promising: list[tuple[float, int, list[int], Segments]] = []
         for number, changed in enumerate(self._moved(codes, segments)):
             if time.monotonic() > deadline:
@@ -337,17 +297,17 @@ class LocalSearch:
                 ],
                 np.int8,
             )
-            rows = rows[self.least(rows, forest) < value * NEAR]
+            rows = rows[self.least(rows, forest) < near_s]
             if len(rows) == 0:
                 continue
             costs = self.costs(rows, forest)
             row = int(costs.argmin())
             if costs[row] < value * (1 - EQUAL_S):
                 return rows[row].tolist(), forest, float(costs[row])
-            if costs[row] < value * NEAR:
+            if costs[row] < near_s:
                 promising.append((float(costs[row]), number, rows[row].tolist(), forest))
-        for cost, _, row_codes, forest in sorted(promising)[:CLOSER_LOOKS]:
-            found, cost = self._options(row_codes, forest, cost, deadline, CLOSER_PAIRS)
+        for cost, _, row_codes, forest in sorted(promising)[: self.parameters.window]:
+            found, cost = self._options(row_codes, forest, cost, deadline, 0)
             if cost < value * (1 - EQUAL_S):
                 return found, forest, cost
         return None
@@ -401,7 +361,7 @@ class LocalSearch:
                 for i, code in change:
                     together[i] = code
                 count += 1
-                if count & (count - 1) == 0 or count % EVERY_TOGETHER == 0:
+                if count & (count - 1) == 0:
                     trials.append(list(together))
         costs = self.costs(np.array(trials, np.int8), segments)
         best = int(costs.argmin())
@@ -417,8 +377,8 @@ class LocalSearch:
             if names[i] != names[j]
             and (b := _code(self.space, i, names[j])) in menu[i]
             and (a := _code(self.space, j, names[i])) in menu[j]
-        ] if n <= EXCHANGE_STAGES else []  # fmt: skip
-        for apart in range(1, n if n <= ALL_APART_STAGES else APART):
+        ] if n <= self.parameters.long_chain else []  # fmt: skip
+        for apart in range(1, min(n, self.parameters.window + 1)):
             for i in range(n - apart):
                 found += [
                     ((i, a), (i + apart, b))
@@ -467,8 +427,9 @@ class LocalSearch:
                 inner = [(segment.first, segment.last, (Segment(segment.first, cut),))]
                 yield from self._kept(before, inner, after, low, high)
         taken = {i for segment in segments for i in range(segment.first, segment.last + 1)}
+        longest = max(2, self.parameters.window // 2)  # longer ones come of these, step by step
         for first in range(n):
-            for last in self.space.ends(first, first + 1, min(n, first + NEW_SEGMENT)):
+            for last in self.space.ends(first, first + 1, min(n, first + longest)):
                 if taken.isdisjoint(range(first, last + 1)):
                     yield tuple(sorted((*segments, Segment(first, last)), key=lambda s: s.first))
 

@@ -10,8 +10,10 @@ longer counts, prove that no plan fits.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from ckptplan.core import rules
 from ckptplan.core.option import Action
@@ -26,31 +28,9 @@ from ckptplan.solving.cost import Evaluator, Segments, menus
 from ckptplan.solving.enumerate import PlanSpace, smallest_of_all
 from ckptplan.solving.label_dp import LabelDp
 from ckptplan.solving.local_search import PeakSearch, even_segments, patterns
-from ckptplan.solving.segment_dp import SegmentDp
+from ckptplan.solving.parameters import CLOSE, DEFAULT, LARGE, SOLVER_ERROR, Parameters
+from ckptplan.solving.segment_dp import REACH, SegmentDp
 from ckptplan.solving.tiers import all_bytes, check_disk, evaluator_of
-
-PLANS_LOOKED_AT = 400_000
-"""Up to this many plans, looking at each is fastest."""
-MOST_FORESTS = 5000
-"""Most ways to choose segments among which plans are looked at one by one: all of seven stages."""
-LABEL_WIDTH = 250
-LABEL_PLANS = 8
-"""Labels per boundary, and plans looked at, in each step of the bisection by the label DP."""
-SEGMENT_WORK = 200_000_000
-"""Additions of the segment program; about a second per billion."""
-ESTIMATES = (0.9, 0.95, 1.0, 1.05, 1.1, 1.15, 1.2)
-"""Where the segment program's bytes are an estimate: budgets tried, as shares of the smallest it has a plan for."""
-SEARCH_SHIFT = 10
-BOUND_SHIFT = 12
-"""The bisections of the label DP and of the linear bound end when what is left is the peak shifted right by this."""
-ROUNDS = 150
-"""Rounds of local search that may give nothing."""
-SEGMENTS_UNTIL, SEARCH_UNTIL, LABELS_UNTIL, LAST_SEARCH_UNTIL, PROOF_UNTIL = 0.2, 0.3, 0.4, 0.5, 0.7
-"""Shares of the time by which each part ends; the last part, the bound, has the rest."""
-MULTIPLIER_FACTOR = 1e6
-"""Multipliers so much larger make any excess of bytes cost more than any plan's time."""
-ROUNDING = 1e-6
-"""Relative error, at most, of a value at such multipliers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +62,7 @@ class MinPeak:
     proven: bool
 
 
-def smallest_peak(profile: Profile, limits: Limits = NO_LIMITS) -> MinPeak:
+def smallest_peak(profile: Profile, limits: Limits = NO_LIMITS, parameters: Parameters | None = None) -> MinPeak:
     """The smallest budget for which a plan exists, in exact bytes.
 
     Raises
@@ -90,21 +70,26 @@ def smallest_peak(profile: Profile, limits: Limits = NO_LIMITS) -> MinPeak:
     InvalidInputError
         On a disk limit without a disk tier.
     """
+    parameters = parameters or DEFAULT
     host_bytes = limits.host_bytes
     disk = check_disk(profile, host_bytes, limits.disk_bytes)
-    space = plan_space_of(profile, limits.actions, limits.segments, all_bytes(host_bytes, disk))
-    return least_peak(evaluator_of(profile, host_bytes, disk), space, time.monotonic() + limits.time_limit_s)
+    space = plan_space_of(profile, limits.actions, limits.segments, all_bytes(host_bytes, disk), parameters)
+    evaluator = evaluator_of(profile, host_bytes, disk, parameters)
+    return least_peak(evaluator, space, time.monotonic() + limits.time_limit_s)
 
 
-def plan_space_of(profile: Profile, actions: Sequence[Action], segments: bool, host_bytes: int | None) -> PlanSpace:
+def plan_space_of(
+    profile: Profile, actions: Sequence[Action], segments: bool, host_bytes: int | None, parameters: Parameters
+) -> PlanSpace:
     """The plans that use these actions alone."""
     menu = menus(profile, actions, host_bytes=host_bytes)
-    return PlanSpace(profile, menu, segments=segments and "recompute" in actions)
+    return PlanSpace(profile, menu, segments=segments and "recompute" in actions, parameters=parameters)
 
 
 def least_peak(evaluator: Evaluator, space: PlanSpace, deadline: float, enough: int = 0) -> MinPeak:
     """`smallest_peak` by `deadline` (of `time.monotonic()`), or as soon as a plan fits in `enough` bytes."""
-    if space.count(PLANS_LOOKED_AT, MOST_FORESTS) <= PLANS_LOOKED_AT:
+    few = space.parameters.few_plans
+    if space.count(few, space.parameters.tried) <= few:
         row, segments, peak, complete = smallest_of_all(evaluator, space, deadline)
         codes = tuple(row.tolist())
         bound = peak if complete else step_bound(space)
@@ -121,6 +106,7 @@ class _PeakRun:
 
     def __init__(self, evaluator: Evaluator, space: PlanSpace, enough: int) -> None:
         self.evaluator, self.space, self.profile = evaluator, space, evaluator.profile
+        self.parameters = space.parameters
         self.enough = enough
         starts = patterns(space)
         peaks = evaluator.smallest_peaks(starts)
@@ -130,25 +116,22 @@ class _PeakRun:
 
     def run(self, deadline: float) -> None:
         """Cheap plans; local search, ever smaller budgets for the label DP, and the bound, until they meet."""
-        begin = time.monotonic()
-
-        def until(share: float) -> float:
-            return begin + share * (deadline - begin)
-
+        p = self.parameters
         if self.space.segments:
             for plan in even_segments(self.space):
                 self.offer(*plan)
-            self.segment_program(until(SEGMENTS_UNTIL))
-        if not self.done:
-            self.local(until(SEARCH_UNTIL), 0)
-        if not self.done:
-            self.smaller_budgets(until(LABELS_UNTIL))
-        if not self.done:
-            self.local(until(LAST_SEARCH_UNTIL), 1)
-        if not self.done and len(self.space.menu) <= cp_sat.MOST_STAGES:
-            self.prove(until(PROOF_UNTIL))
-        if not self.done:
-            self.raise_bound(deadline)
+        parts: list[tuple[Callable[[float], None], float]] = [
+            (self.segment_program, p.small_share),
+            (lambda until: self.local(until, 0), p.small_share),
+            (self.smaller_budgets, p.small_share),
+            (lambda until: self.local(until, 1), p.small_share),
+            (self.prove, p.large_share),
+            (self.raise_bound, 1.0),
+        ]
+        for part, share in parts:
+            if not self.done:
+                now = time.monotonic()
+                part(now + share * max(0.0, deadline - now))
 
     @property
     def done(self) -> bool:
@@ -164,12 +147,14 @@ class _PeakRun:
         return False
 
     def segment_program(self, deadline: float) -> None:
-        """Where nothing moves, the best nested segments."""
-        dp = SegmentDp(self.space, self.least, max_work=SEGMENT_WORK)
+        """Where nothing moves, the best nested segments; budgets up to `REACH` times its own where that estimates."""
+        if not self.space.segments:
+            return
+        dp = SegmentDp(self.space, self.least, max_work=self.parameters.additions)
         if not dp.run(deadline) or (budget := dp.least_bytes()) is None:
             return
-        for share in (1.0,) if dp.exact else ESTIMATES:
-            found = dp.plan(int(share * budget))
+        for asked in [budget] if dp.exact else np.linspace(budget, REACH * budget, self.parameters.window):
+            found = dp.plan(int(asked))
             if found is not None:
                 self.offer(*found)
         if dp.exact and not self.space.moves:
@@ -178,7 +163,7 @@ class _PeakRun:
     def local(self, deadline: float, seed: int) -> None:
         """Small changes."""
         search = PeakSearch(self.evaluator, self.space, seed)
-        for codes, segments, _ in search.search(*self.best, deadline, rounds=ROUNDS):
+        for codes, segments, _ in search.search(*self.best, deadline):
             self.offer(codes, segments)
             if self.done:
                 break
@@ -186,16 +171,18 @@ class _PeakRun:
     def smaller_budgets(self, deadline: float) -> None:
         """The label DP by bisection."""
         low = self.bound  # no plan was found for `low - 1` bytes or fewer
-        while not self.done and low < self.least - (self.least >> SEARCH_SHIFT) and time.monotonic() < deadline:
+        p = self.parameters
+        while not self.done and low < self.least * (1 - CLOSE) and time.monotonic() < deadline:
             middle = (low + self.least - 1) // 2
-            found = LabelDp(self.space, middle, host_bytes=self.evaluator.host_bytes).run(
-                LABEL_WIDTH, deadline, count=LABEL_PLANS
-            )
+            dp = LabelDp(self.space, middle, host_bytes=self.evaluator.host_bytes)
+            found = dp.run(p.width_factor * p.least_width, deadline, count=p.least_width)
             if True not in [self.offer(plan.codes, plan.segments) for plan in found]:
                 low = middle + 1
 
     def prove(self, deadline: float) -> None:
         """CP-SAT's bound, and its plan, if there is time for its model."""
+        if len(self.space.menu) > self.parameters.cp_sat_stages:
+            return
         try:
             model = mixed_integer.PeakModel(
                 self.profile,
@@ -215,7 +202,7 @@ class _PeakRun:
     def raise_bound(self, deadline: float) -> None:
         """Bisection: the largest budget for which the linear program proves that nothing fits."""
         high = self.least  # for `high` bytes there is no proof
-        while high - self.bound > self.least >> BOUND_SHIFT and time.monotonic() < deadline:
+        while high - self.bound > CLOSE * self.least and time.monotonic() < deadline:
             middle = (self.bound + high) // 2
             proven = nothing_fits(self.space, middle, self.evaluator.host_bytes, deadline)
             if proven:
@@ -273,12 +260,10 @@ def nothing_fits(space: PlanSpace, budget_bytes: int, host_bytes: int | None, de
         duals = master.solve(left)
         if duals is None or duals.excess <= 0:
             return False
-        large = replace(
-            duals, host=duals.host * MULTIPLIER_FACTOR, ask={key: w * MULTIPLIER_FACTOR for key, w in duals.ask.items()}
-        )
-        scaled = LinearTrees(intervals, Costs.of(chain, large, scale=MULTIPLIER_FACTOR))
-        value = 1.0 + scaled.constant + float(scaled.path()[0][-1])
-        if value * chain.second * (1 - ROUNDING) > longest_s:
+        large = replace(duals, host=duals.host * LARGE, ask={key: w * LARGE for key, w in duals.ask.items()})
+        scaled = LinearTrees(intervals, Costs.of(chain, large, scale=LARGE))
+        value = scaled.constant + float(scaled.path()[0][-1])  # and the baseline, which is left to rounding
+        if value * chain.second * (1 - SOLVER_ERROR) > longest_s:
             return True
         trees = LinearTrees(intervals, Costs.of(chain, duals))
         if not columns.add_to(master, trees, duals):

@@ -29,12 +29,8 @@ from ckptplan.core.plan import Decision
 from ckptplan.core.profile import Profile
 from ckptplan.core.schedule import EQUAL_S, Sending, Sendings, residency
 from ckptplan.core.segment import Segment
+from ckptplan.solving.parameters import DEFAULT, Parameters
 from ckptplan.solving.queues import Lane, Leaving, Queue
-
-MOST_PARTS = 4096
-"""Choices of what moves, in which transfers, up to which all are tried."""
-MOST_APART = 8
-"""Storages of a stage that are tried in transfers of their own, the largest ones; the rest stay together."""
 
 
 class Moves(NamedTuple):
@@ -96,8 +92,15 @@ class MovesSearch:
         Whether all choices were looked at so far.
     """
 
-    def __init__(self, profile: Profile, options: Sequence[Option], segments: Sequence[Segment], room: Room) -> None:
-        self.profile, self.options, self.room = profile, options, room
+    def __init__(
+        self,
+        profile: Profile,
+        options: Sequence[Option],
+        segments: Sequence[Segment],
+        room: Room,
+        parameters: Parameters = DEFAULT,
+    ) -> None:
+        self.profile, self.options, self.room, self.parameters = profile, options, room, parameters
         self.residency = r = residency(profile, options, segments)
         self.n = len(options)
         self.complete = True
@@ -126,7 +129,7 @@ class MovesSearch:
         """Per stage, every choice of its transfers, those of all that it may move first.
 
         Of choices that differ by nothing but which of equal storages moves there is one. None if there are more than
-        `MOST_PARTS` in all.
+        `Parameters.tried` in all.
         """
         found = []
         count = 1
@@ -141,7 +144,7 @@ class MovesSearch:
                     for way in ways:
                         key = tuple(sorted(tuple(sorted((sizes[q], until[q]) for q in group)) for group in way))
                         choices.setdefault(key, way)
-                if count * len(choices) > MOST_PARTS:
+                if count * len(choices) > self.parameters.tried:
                     self.complete = False
                     return None
             count *= len(choices)
@@ -188,15 +191,15 @@ class MovesSearch:
         needs, needed, most = self.needs(items), self.residency.needed, self.room.device_bytes
         if max(*needs[0], *needs[1], self.profile.update_peak_bytes) > most:
             return None
-        links = self.links(on_disk)
+        links, orders = self.links(on_disk), self.parameters.few_plans
         out = [
             Leaving(item.stage, item.stage + 1, self.frees(item), links[item.stage].out_s(item.nbytes))
             for item in items
         ]
         back = [Leaving(i, needed[i] + 1, ((needed[i] + 1, nbytes),), links[i].in_s(nbytes)) for i, _, nbytes in items]
         return (
-            Lane(out, needs[0], most, self.forward_s, self.last_release, ranked=True),
-            Lane(back, needs[1], most, self.residency.backward_s, self.last_prefetch, ranked=False),
+            Lane(out, needs[0], most, self.forward_s, self.last_release, orders, ranked=True),
+            Lane(back, needs[1], most, self.residency.backward_s, self.last_prefetch, orders, ranked=False),
         )
 
     def frees(self, item: Item) -> tuple[tuple[int, int], ...]:
@@ -277,10 +280,10 @@ class MovesSearch:
         return self.moves(items, out, back, on_disk)
 
     def apart(self, stage: int) -> list[Item]:
-        """All that a stage may move, the largest storages by themselves."""
+        """All that a stage may move, the largest storages by themselves, as many as a window has, the rest together."""
         largest = sorted(self.sizes_of[stage], key=lambda p: -self.sizes_of[stage][p])
-        rest = sorted(largest[MOST_APART:])
-        return [self.item(stage, group) for group in (*([p] for p in largest[:MOST_APART]), rest) if group]
+        apart, rest = largest[: self.parameters.window], sorted(largest[self.parameters.window :])
+        return [self.item(stage, group) for group in (*([p] for p in apart), rest) if group]
 
     def improved(self, start: Moves, deadline: float) -> Moves:
         """`start` with parts added, taken off and divided, and neighbours in the queue exchanged, while that is faster.

@@ -17,9 +17,6 @@ from typing import NamedTuple
 
 from ckptplan.core.schedule import EQUAL_S
 
-MOST_NODES = 20_000
-"""Orders begun in one search, after which it gives up."""
-
 
 class Leaving(NamedTuple):
     """A copy in its lane (NOTE [Lanes]).
@@ -73,6 +70,8 @@ class Lane:
         Of each step.
     enforced : sequence of int
         Per step, the last point at or before it that the runtime can meet.
+    most_orders : int
+        Orders begun in one search, after which it gives up.
     ranked : bool
         Whether copies leave in the order of their ranks.
 
@@ -87,6 +86,7 @@ class Lane:
     room_bytes: int
     compute_s: Sequence[float]
     enforced: Sequence[int]
+    most_orders: int
     ranked: bool
     complete: bool = True
     checks: list[list[int]] = field(init=False)
@@ -183,7 +183,7 @@ class Lane:
                 now += self.compute_s[step]
                 step += 1
                 joined_s[step] = now
-            if nodes > MOST_NODES:
+            if nodes > self.most_orders:
                 self.complete = False
                 return
             for i in self._next(step, left):

@@ -45,22 +45,10 @@ from ckptplan.core.segment import Segment
 from ckptplan.solving.cost import Menu, Segments
 from ckptplan.solving.enumerate import PlanSpace
 
-MOST_EXACT_UNITS = 4000
-"""Budgets of up to this many units of the sizes' greatest common divisor are exact."""
-LEAST_SLOTS = 600
-"""Units where they aren't, at least."""
-SLOTS_PER_STAGE = 3
-"""Each stage's bytes round up to units: fewer would make long chains look much larger than they are."""
-MOST_CELLS = 20_000_000
-"""Of all rows, at 8 bytes: bounds memory."""
-MOST_RUNS = 300_000
-"""Runs of stages that are told apart: bounds memory and the time for telling."""
 CALL_ADDITIONS = 3000
 """A call of numpy takes as long as this many additions."""
 REACH = 1.25
 """Tables whose bytes are an estimate go up to this many times the budget."""
-MOST_WORK = 1_500_000_000
-"""Additions in all; about a second per billion."""
 
 Floats = NDArray[np.float64]
 
@@ -196,8 +184,8 @@ class SegmentDp:
     space : PlanSpace
     limit_bytes : int
         The largest budget asked for.
-    max_work : int
-        Most additions: fewer make segments shorter.
+    max_work : int, optional
+        Most additions, `still_additions` of the space's parameters where left out: fewer make segments shorter.
     span : int, optional
         Longest segment; as long as the work allows where left out.
 
@@ -208,7 +196,7 @@ class SegmentDp:
     """
 
     def __init__(
-        self, space: PlanSpace, limit_bytes: int, *, span: int | None = None, max_work: int = MOST_WORK
+        self, space: PlanSpace, limit_bytes: int, *, span: int | None = None, max_work: int | None = None
     ) -> None:
         self.space, self.profile = space, space.profile
         self.menu = [
@@ -220,11 +208,12 @@ class SegmentDp:
         self.floor = min(*self.chain.base_forward, *self.chain.base_backward)
         limit = max((limit_bytes if self.chain.textbook else int(limit_bytes * REACH)) - self.floor, 0)
         unit = math.gcd(*self._sizes()) or 1
-        exact = limit // unit <= MOST_EXACT_UNITS
-        self.unit = unit if exact else -(-limit // max(LEAST_SLOTS, SLOTS_PER_STAGE * n))
+        most = max(1, space.parameters.units)
+        exact = limit // unit <= most
+        self.unit = unit if exact else -(-limit // most)
         self.units = limit // self.unit + 1
-        self.span = min(n, span or n, max(1, MOST_RUNS // n)) if space.segments else 0
-        self._tell_apart(max_work)
+        self.span = min(n, span or n) if space.segments else 0
+        self._tell_apart(space.parameters.still_additions if max_work is None else max_work)
         self.exact = exact and self.chain.textbook and self.span in (0, n)
         self.complete = False
         self._known: dict[int, list[_Way]] = {}
@@ -281,7 +270,7 @@ class SegmentDp:
     def _tell_apart(self, max_work: int) -> None:
         """Which runs of stages share a row, and how long runs may be for the rows to stay few.
 
-        `which[s, t - s]` is the row of the run s..t, `by[s, t - s]` the units it is shifted by, and `new[length]` has
+        `which[t - s][s]` is the row of the run s..t, `by[t - s][s]` the units it is shifted by, and `new[length]` has
         the first stages of the runs that rows are made for. The last one of equal runs has its own, since there the
         bases are smallest and the row reaches furthest; where they are not, more than one has.
         """
@@ -309,13 +298,14 @@ class SegmentDp:
 
         of_stage = [number(("stage", *alike(k))) for k in range(n)]
         now = list(of_stage)
-        self.which = np.zeros((n, max(self.span, 1)), np.int64)
-        self.by = np.zeros((n, max(self.span, 1)), np.int64)
+        self.which: list[NDArray[np.int64]] = []  # by length and first stage: its row
+        self.by: list[NDArray[np.int64]] = []  # and the row's shift
         self.new: list[list[int]] = []
         count, work = 0, 0
         for length in range(self.span):
             firsts: list[int] = []
             made: dict[int, tuple[int, int]] = {}
+            which, by = np.zeros((2, n - length), np.int64)
             for s in reversed(range(n - length)):
                 t = s + length
                 if length:
@@ -325,17 +315,20 @@ class SegmentDp:
                 if row is None or row[1] > at:
                     row = made[now[s]] = (count + len(firsts), at)
                     firsts.append(s)
-                self.which[s, length], self.by[s, length] = row[0], at - row[1]
+                which[s], by[s] = row[0], at - row[1]
             count += len(firsts)
             work += (len(firsts) * length + n - length) * (self.units + CALL_ADDITIONS)
-            if length and (count * self.units > MOST_CELLS or work > max_work):
+            nbytes = count * self.units * np.dtype(float).itemsize
+            if length and (nbytes > self.space.parameters.additions or work > max_work):
                 self.span = length
                 break
             self.new.append(firsts)
+            self.which.append(which)
+            self.by.append(by)
 
     def _row(self, s: int, t: int, less: int = 0) -> _Row:
         """I(s, t, m - less) for each m, as a row and its shift."""
-        return self.rows[self.which[s, t - s]], int(self.by[s, t - s]) + less
+        return self.rows[self.which[t - s][s]], int(self.by[t - s][s]) + less
 
     def _value(self, s: int, t: int, m: int) -> float:
         row, by = self._row(s, t)

@@ -33,24 +33,8 @@ from ckptplan.core.link import Link
 from ckptplan.core.profile import Profile
 from ckptplan.core.schedule import EQUAL_S
 from ckptplan.solving.cost import Codes, Evaluator, Queued, Schedule, Segments, copies_s
+from ckptplan.solving.parameters import DEFAULT, ROUNDING, Parameters
 from ckptplan.solving.points import Room
-
-ALL_DIVIDED = 10
-"""Moving stages up to which every division that matters is tried: 2**10 at most."""
-MOST_SUMS = 1 << 12
-"""Sums of bytes looked at to find a division that fits at all; of more, some are passed over."""
-MOST_EXCHANGES = 4096
-"""Exchanges tried in one round of improving a division."""
-MOST_REMEMBERED = 1 << 14
-"""Lists of sizes whose divisions are kept: bounds memory."""
-DIVIDED_CELLS_AT_ONCE = 1 << 18
-"""Divisions times stages evaluated at once: bounds memory."""
-GOLDEN = 0.6180339887498949
-"""Multiples of the golden ratio, less their whole part, fill the gaps that those before them left."""
-QUARTERS = 4
-"""The host is also filled from the second, third and fourth part of the stages on."""
-RATE_ROUNDING = 1 + 1e-9
-"""Factor on the seconds that a slower link adds, so that rounding makes no bound too large."""
 
 Bools = NDArray[np.bool_]
 
@@ -79,11 +63,13 @@ def all_bytes(host_bytes: int | None, disk_bytes: int) -> int | None:
     return None if host_bytes is None else host_bytes + disk_bytes
 
 
-def evaluator_of(profile: Profile, host_bytes: int | None, disk_bytes: int) -> Evaluator:
+def evaluator_of(
+    profile: Profile, host_bytes: int | None, disk_bytes: int, parameters: Parameters = DEFAULT
+) -> Evaluator:
     """The evaluator of plans that use these tiers."""
     if host_bytes is None or not disk_bytes:
-        return Evaluator(profile, host_bytes)
-    return TieredEvaluator(profile, host_bytes, disk_bytes)
+        return Evaluator(profile, host_bytes, parameters=parameters)
+    return TieredEvaluator(profile, host_bytes, disk_bytes, parameters=parameters)
 
 
 def slower_link(profile: Profile, host_bytes: int, share: float) -> tuple[Profile, float]:
@@ -105,7 +91,8 @@ def slower_link(profile: Profile, host_bytes: int, share: float) -> tuple[Profil
     )
     slower = Link(1 / (1 / link.out_bytes_per_s + out_s), 1 / (1 / link.in_bytes_per_s + in_s), link.latency_s)
     more_s = host_bytes * (out_s + in_s)
-    return replace(profile, link=slower, disk=disk.behind(slower)), more_s * RATE_ROUNDING
+    # Rounding makes no bound too large.
+    return replace(profile, link=slower, disk=disk.behind(slower)), more_s * (1 + ROUNDING)
 
 
 class TieredEvaluator(Evaluator):
@@ -117,6 +104,8 @@ class TieredEvaluator(Evaluator):
         With a disk tier.
     host_bytes, disk_bytes : int
         Limits of the two.
+    parameters : Parameters, optional
+        Numbers that bound time and memory.
 
     Attributes
     ----------
@@ -124,8 +113,8 @@ class TieredEvaluator(Evaluator):
         Both limits together: what may move in all.
     """
 
-    def __init__(self, profile: Profile, host_bytes: int, disk_bytes: int) -> None:
-        super().__init__(profile, host_bytes + disk_bytes)
+    def __init__(self, profile: Profile, host_bytes: int, disk_bytes: int, *, parameters: Parameters = DEFAULT) -> None:
+        super().__init__(profile, host_bytes + disk_bytes, parameters=parameters)
         self.nearer_bytes, self.disk_bytes = host_bytes, disk_bytes
         self._divided: dict[tuple[int, ...], Bools] = {}
 
@@ -155,7 +144,7 @@ class TieredEvaluator(Evaluator):
         if len(beyond) == 0:
             return seconds
         seconds[beyond] = math.inf
-        most = max(1, DIVIDED_CELLS_AT_ONCE // queued.moved.shape[1])
+        most = max(1, self.parameters.cells // queued.moved.shape[1])
         which: list[NDArray[np.int64]] = []
         divided: list[Bools] = []
         count = 0
@@ -182,19 +171,23 @@ class TieredEvaluator(Evaluator):
     def divisions(self, moved: NDArray[np.int64]) -> Bools:
         """Per division, whether each stage's moves go to the disk; shape (divisions, stages), empty where none fits.
 
-        Every division that matters where at most `ALL_DIVIDED` stages move, else some.
+        Every division that matters where no more than `Parameters.tried` are to be looked at, else some.
         """
         movers = np.flatnonzero(moved)
         sizes = tuple(moved[movers].tolist())
         found = self._divided.get(sizes)
         if found is None:
-            if len(self._divided) > MOST_REMEMBERED:
+            if len(self._divided) > self.parameters.tried:  # bounds memory
                 self._divided.clear()
-            found = self._all(sizes) if len(sizes) <= ALL_DIVIDED else self._some(sizes)
+            found = self._all(sizes) if self._few(len(sizes)) else self._some(sizes)
             self._divided[sizes] = found
         out = np.zeros((len(found), len(moved)), bool)
         out[:, movers] = found
         return out
+
+    def _few(self, movers: int) -> bool:
+        """Whether all divisions of what so many stages move are tried."""
+        return 1 << movers <= self.parameters.tried
 
     def _all(self, sizes: Sequence[int]) -> Bools:
         masks = np.arange(1 << len(sizes))[:, None]
@@ -207,17 +200,14 @@ class TieredEvaluator(Evaluator):
         return np.asarray(on_disk[fits & full])
 
     def _some(self, sizes: Sequence[int]) -> Bools:
-        n = len(sizes)
+        """The host filled from each of several stages on, from the last one back, and by size."""
+        n, parts = len(sizes), max(1, self.parameters.window)
         every = range(n)
         orders = [
-            list(every),
+            *([*every[n * part // parts :], *every[: n * part // parts]] for part in range(parts)),
             list(reversed(every)),
             sorted(every, key=lambda i: -sizes[i]),
             sorted(every, key=lambda i: sizes[i]),
-            sorted(every, key=lambda i: abs(2 * i - n)),
-            sorted(every, key=lambda i: -abs(2 * i - n)),
-            sorted(every, key=lambda i: (i * GOLDEN) % 1),
-            *([*every[step:], *every[:step]] for step in (n // QUARTERS, n // 2, (QUARTERS - 1) * n // QUARTERS)),
         ]
         found = {mask for order in orders if (mask := self._filled(sizes, order)) is not None}
         if not found:
@@ -250,9 +240,10 @@ class TieredEvaluator(Evaluator):
         """Bytes that may be on the host -> stages that are there, with one more stage there or not."""
         room = self.nearer_bytes - nbytes
         grown = {**{total + nbytes: mask | bit for total, mask in sums.items() if total <= room}, **sums}
-        if len(grown) > MOST_SUMS:
+        most = self.parameters.tried
+        if len(grown) > most:
             keys = sorted(grown)
-            grown = {key: grown[key] for key in (*keys[:: len(keys) // (MOST_SUMS // 2) + 1], keys[-1])}
+            grown = {key: grown[key] for key in (*keys[:: len(keys) // max(1, most // 2) + 1], keys[-1])}
         return grown
 
     def step_s(self, codes: Sequence[int], budget_bytes: int, segments: Segments = ()) -> float:
@@ -288,7 +279,7 @@ class TieredEvaluator(Evaluator):
             return divisions[seconds.argmin()], float(seconds.min())
 
         best, best_s = best_of(self.divisions(moved))
-        while (moved > 0).sum() > ALL_DIVIDED:
+        while not self._few(int((moved > 0).sum())):
             neighbours = self._exchanged(moved, best)
             if len(neighbours) == 0:
                 break
@@ -315,7 +306,7 @@ class TieredEvaluator(Evaluator):
         host, disk = int(moved[away].sum()), int(moved[back].sum())
         pairs = [(b, a) for b in back.tolist() for a in (-1, *away.tolist())]
         out = []
-        for b, a in pairs[:: len(pairs) // MOST_EXCHANGES + 1]:
+        for b, a in pairs[:: len(pairs) // max(1, self.parameters.tried) + 1]:
             more = int(moved[b]) - (int(moved[a]) if a >= 0 else 0)
             if host + more <= self.nearer_bytes and disk - more <= self.disk_bytes:
                 other = on_disk.copy()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from exactly import Limits, solve_profile
 from random_chains import homogeneous_chain, random_chain
+from steered import steer
 
 import ckptplan
 from ckptplan.core.errors import InvalidInputError
@@ -55,9 +56,9 @@ def test_a_search_that_does_not_find_the_smallest_peak_again_begins_with_it(monk
     profile = random_chain(1, 6)
     least = smallest_peak(profile).peak_bytes
     monkeypatch.setattr(planner, "least_peak", cut_short)
-    monkeypatch.setattr(planner, "PLANS_LOOKED_AT_FIRST", 0)
-    for search in ("run_segments", "run_dp"):
-        monkeypatch.setattr(planner._PlanSearch, search, lambda *args: False)
+    steer(monkeypatch, few_plans=0)
+    for search in ("segments", "labels"):
+        monkeypatch.setattr(planner._PlanSearch, search, lambda *args: None)
     plans = frontier_profile(profile, points=2, limits=Limits(time_limit_s=LONG_S))
     assert plans[0].peak_bytes == least
     assert validate(profile, plans[0], least) == ()

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import pytest
 from random_chains import homogeneous_chain, rich_chain
+from steered import steer
 
 import ckptplan
 from ckptplan.core.plan import Plan
@@ -112,8 +113,7 @@ def test_what_a_local_search_has_come_to_is_handed_out(monkeypatch: pytest.Monke
 
 
 def test_bounds_and_plans_are_reported_within_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "REPORT_S", 0.0)
-    monkeypatch.setattr(planner, "REPORT_SHARE", 1e9)
+    steer(monkeypatch, least_s=0.0)
     profile = rich_chain(random.Random(6), 24)
     told: list[tuple[str, float, float]] = []
     seen: list[Plan] = []
@@ -131,7 +131,7 @@ def test_bounds_and_plans_are_reported_within_parts(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("number", [2, 6])
 def test_with_a_disk_the_best_of_all_searches_is_handed_out(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """Each has a link of its own, and the last one leaves the disk alone."""
-    monkeypatch.setattr(planner, "PLANS_LOOKED_AT_FIRST", 0)
+    steer(monkeypatch, few_plans=0)
     chain = homogeneous_chain(12, link_ratio=0.3)
     profile = replace(chain, disk=chain.link)
     budget = everything_kept_bytes(profile) // 2

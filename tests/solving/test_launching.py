@@ -16,13 +16,13 @@ from random_chains import (
     rich_chain,
     textbook_chain,
 )
+from steered import steer
 
 from ckptplan.core.option import ACTIONS, Action
 from ckptplan.core.profile import Profile
 from ckptplan.core.request import Limits
 from ckptplan.core.schedule import StepNeed, evaluate, residency, tightest_peak
 from ckptplan.referee import simulate, validate
-from ckptplan.solving import peak, planner
 from ckptplan.solving.bound.pricing import lower_bound
 from ckptplan.solving.cost import menus
 from ckptplan.solving.frontier import everything_kept_bytes, smallest_within
@@ -123,10 +123,7 @@ def test_equals_brute_force(part: int) -> None:
 def test_the_way_for_long_chains_is_sound_on_short_ones(
     actions: tuple[Action, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peak, "PLANS_LOOKED_AT", 0)
-    for name in ("PLANS_LOOKED_AT_FIRST", "PLANS_LOOKED_AT_LAST"):
-        monkeypatch.setattr(planner, name, 0)
-    monkeypatch.setattr(planner, "ROUNDS", 20)
+    steer(monkeypatch, few_plans=0, many_plans=0, rounds=20)
     optimal = near = count = 0
     for seed in range(8):
         profile, rng = drawn(seed, 3 + seed % 3), random.Random(seed)

@@ -23,6 +23,7 @@ from random_chains import (
     rich_chain,
     textbook_chain,
 )
+from steered import steer
 
 import ckptplan
 from ckptplan.core.errors import InfeasibleBudgetError, InvalidInputError
@@ -460,7 +461,7 @@ def test_same_seed_same_plan(tmp_path) -> None:  # type: ignore[no-untyped-def]
 
 def test_small_chains_are_solved_by_the_exact_search_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """In 10 to 30 ms each; the searches for longer chains take what time there is."""
-    monkeypatch.setattr(planner._PlanSearch, "improve", lambda self: pytest.fail("another search was begun"))
+    monkeypatch.setattr(planner._PlanSearch, "improvements", lambda self: pytest.fail("another search was begun"))
     for seed in range(10):
         profile = random_chain(seed, 5)
         plan = solve_profile(profile, smallest_peak(profile).peak_bytes + 5)
@@ -572,10 +573,8 @@ def test_a_search_begins_with_what_is_known() -> None:
 
 
 def test_the_way_for_long_chains_is_sound_on_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peak, "PLANS_LOOKED_AT", 0)
-    for name in ("PLANS_LOOKED_AT_FIRST", "PLANS_LOOKED_AT_LAST"):
-        monkeypatch.setattr(planner, name, 0)
-    monkeypatch.setattr(planner, "ROUNDS", 20)  # where each search ends, long before its time limit
+    # Each search ends with its rounds, long before its time limit.
+    steer(monkeypatch, few_plans=0, many_plans=0, rounds=20)
     optimal, near, count = 0, 0, 0
     # A few: a search takes 0.3 s, and experiments/exactness.py compares by the hundred.
     for seed in range(4):

@@ -17,6 +17,7 @@ from exactly import Limits, solve_profile
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from random_chains import homogeneous_chain, random_chain, random_options, random_segments
+from steered import steer
 from typer.testing import CliRunner
 
 import ckptplan
@@ -32,10 +33,12 @@ from ckptplan.core.units import GIB
 from ckptplan.planning.job import staged
 from ckptplan.referee import simulate, validate
 from ckptplan.report.tables import swapped
-from ckptplan.solving import peak, planner, smallest_peak, tiers
+from ckptplan.solving import planner, smallest_peak
 from ckptplan.solving.bound.pricing import lower_bound
 from ckptplan.solving.cost import Evaluator, Schedule, menus
 from ckptplan.solving.frontier import everything_kept_bytes, frontier_profile, smallest_within
+from ckptplan.solving.incumbent import Incumbent
+from ckptplan.solving.parameters import Parameters
 from ckptplan.solving.tiers import TieredEvaluator, slower_link
 
 pytestmark = pytest.mark.planning
@@ -129,12 +132,8 @@ def test_equals_brute_force(part: int) -> None:
 
 def test_the_way_for_long_chains_is_sound_on_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """No exact search, divisions by rule and exchange: never better than brute force, bounds never above it."""
-    monkeypatch.setattr(peak, "PLANS_LOOKED_AT", 0)
-    for name in ("PLANS_LOOKED_AT_FIRST", "PLANS_LOOKED_AT_LAST"):
-        monkeypatch.setattr(planner, name, 0)
-    monkeypatch.setattr(tiers, "ALL_DIVIDED", 0)
-    monkeypatch.setattr(tiers, "MOST_SUMS", 8)
-    monkeypatch.setattr(planner, "ROUNDS", 20)  # where each search ends, long before its time limit
+    # Each search ends with its rounds, long before its time limit.
+    steer(monkeypatch, few_plans=0, many_plans=0, rounds=20, tried=8)
     equal = count = on_disk = 0
     # Half of these plans use the disk, of the first thirty seeds' one in six. A search takes 0.4 s.
     for seed in (1, 3, 6, 8, 9, 12, 14, 15, 20, 26):
@@ -339,7 +338,7 @@ def test_tiered_evaluator_equals_referee() -> None:
     assert on_disk > 30
 
 
-def test_exchanges_come_close_to_the_best_division(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exchanges_come_close_to_the_best_division() -> None:
     """Ten stages that move, divided by rule and exchange, against all divisions."""
     worst = 1.0
     for seed in range(20):
@@ -349,9 +348,8 @@ def test_exchanges_come_close_to_the_best_division(monkeypatch: pytest.MonkeyPat
         budget = Evaluator(profile).peak(codes) + 5
         host = 150
         best = TieredEvaluator(profile, host, 1 << 40).schedule(codes, budget)
-        with monkeypatch.context() as patch:
-            patch.setattr(tiers, "ALL_DIVIDED", 0)
-            found = TieredEvaluator(profile, host, 1 << 40).schedule(codes, budget)
+        # Fewer than there are divisions, enough for all exchanges.
+        found = TieredEvaluator(profile, host, 1 << 40, parameters=Parameters(tried=500)).schedule(codes, budget)
         assert best is not None
         assert found is not None
         assert found.step_s >= best.step_s * (1 - 1e-9)
@@ -515,12 +513,11 @@ def test_a_swap_that_gains_nothing_is_dropped() -> None:
 
     def left_over(codes: list[int], budget: int, segments: tuple[Segment, ...] = ()) -> Schedule:
         """What the last pass makes, for a larger budget, of a plan made for the least it can do with."""
-        search = planner._PlanSearch(profile, budget, Limits(), None, time.monotonic() - 1, None, evaluator)
-        search.space = peak.plan_space_of(profile, ACTIONS, True, None)
-        search.best = search.lazy = evaluator.schedule(codes, evaluator.peak(codes, segments), segments)
-        assert search.best is not None
-        assert search.best.host_bytes > 0
-        return search.result("done")[0]
+        schedule = evaluator.schedule(codes, evaluator.peak(codes, segments), segments)
+        assert schedule is not None
+        assert schedule.host_bytes > 0
+        incumbent = Incumbent(profile, budget, Limits(), evaluator, best=schedule, lazy=schedule)
+        return planner._PlanSearch(incumbent, profile, None, time.monotonic() - 1).result()
 
     swaps = left_over([row.index("swap") for row in names], kept)
     assert (swaps.host_bytes, {choice.action for choice in swaps.choices}) == (0, {"keep"})

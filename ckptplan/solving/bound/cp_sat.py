@@ -14,25 +14,18 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
+
 from ckptplan.solving.bound.mixed_integer import MixedModel, PeakModel, Suggestion
 from ckptplan.solving.bound.process import Found, Problem
 from ckptplan.solving.interruptible import interruptible
+from ckptplan.solving.parameters import ROUNDING
 
-MOST_STAGES = 40
-"""Longer chains take it more than the time there is, which others use better."""
 UNITS = 1 << 20
-"""Units of an amount: U."""
-FINE = 1 << 10
-"""K of rows in which amounts have coefficients that aren't whole; 1 of others."""
-LARGEST = 2.0**50
-LARGEST_COST = 2.0**40
-"""Of sums. The solver wants them below 2**63, and has called plans optimal that weren't where they were larger."""
-ROUNDING = 1e-12
-"""Of the sum of a row's terms at their largest: more than floats lose."""
-HALF = 0.5
-"""The objective is a whole number; the solver's bound on it is a float."""
-MOST_SEEDS = 1 << 31
-"""The solver takes 32 bits with a sign."""
+"""Units of an amount: U. A millionth is as exact as a solver in floating-point numbers."""
+LARGEST = 1 << 40
+"""Of sums: a millionth of a unit counts. The solver wants them below 2**63, and has called plans optimal that weren't
+where they were larger."""
 PARAMETERS = {
     "linearization_level": 2,
     "optimize_with_lb_tree_search": True,
@@ -79,7 +72,7 @@ class WholeModel:
                 self.add_row([(number, -a) for number, a in terms], -row.lower_bound)
         self.offset = mixed.model.objective.offset
         terms = [(term.variable.id, term.coefficient) for term in mixed.model.objective.linear_terms()]
-        self.per_cost = 1.0 if self.is_whole(terms) else LARGEST_COST / max(1.0, self.reach(terms))
+        self.per_cost = 1.0 if self.is_whole(terms) else LARGEST / max(1.0, self.reach(terms))
         self.cost = sum(math.floor(a * self.per_cost / self.units[number]) * self.vars[number] for number, a in terms)
         self.model.minimize(self.cost)
 
@@ -96,12 +89,12 @@ class WholeModel:
         terms = list(terms)
         reach = abs(most) + self.reach(terms)
         if self.is_whole(terms):
-            times, room = 1.0, math.floor(most + min(ROUNDING * reach, HALF))
+            times, room = 1.0, round(most)  # whole as well, or not less
         else:
             most += ROUNDING * reach
             of_amounts = [a for number, a in terms if number in self.amounts]
-            fine = 1 if all(a.is_integer() for a in of_amounts) else FINE
-            times = min(float(UNITS * fine), LARGEST / max(1.0, reach))
+            finest = UNITS if all(a.is_integer() for a in of_amounts) else LARGEST
+            times = min(float(finest), LARGEST / max(1.0, reach))
             room = math.ceil((most - sum(a for a in of_amounts if a < 0) / UNITS) * times)
         row = [(number, math.floor(a * times / self.units[number])) for number, a in terms]
         self.model.add(sum(a * self.vars[number] for number, a in row if a) <= room)
@@ -112,8 +105,8 @@ class WholeModel:
         return self.mixed.read({number: value for number, value in values.items() if value})
 
     def bound_s(self, cost: float) -> float:
-        """The makespan in seconds that a bound on the cost stands for."""
-        value: float = self.offset + max(0.0, cost - HALF) / self.per_cost
+        """The makespan in seconds that a bound on the cost, a whole number, stands for."""
+        value: float = self.offset + max(0, math.floor(cost)) / self.per_cost
         found: float = max(self.mixed.profile.baseline_step_s, value * (1 - ROUNDING) * self.mixed.second)
         return found
 
@@ -167,7 +160,7 @@ def smallest_peak(model: PeakModel, deadline: float) -> tuple[int, Suggestion | 
     if status == cp_model.INFEASIBLE:  # a plan is known: a defect
         return 0, None
     solution = whole.read(solver) if status in (cp_model.OPTIMAL, cp_model.FEASIBLE) else None
-    return math.ceil(max(0.0, solver.best_objective_bound) - HALF), solution
+    return round(max(0.0, solver.best_objective_bound)), solution
 
 
 def _solver(deadline: float, seed: int = 0, workers: int = 1) -> Any:
@@ -177,7 +170,7 @@ def _solver(deadline: float, seed: int = 0, workers: int = 1) -> Any:
     for name, value in PARAMETERS.items():
         setattr(solver.parameters, name, value)
     solver.parameters.max_time_in_seconds = max(0.0, deadline - time.monotonic())
-    solver.parameters.random_seed = seed % MOST_SEEDS
+    solver.parameters.random_seed = seed % np.iinfo(np.int32).max
     # One worker is deterministic as it is, several only where they take turns.
     solver.parameters.num_workers = workers
     solver.parameters.interleave_search = workers > 1

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -37,12 +38,7 @@ import numpy as np
 from ckptplan.core.segment import Segment
 from ckptplan.solving.bound.relaxation import Chain, Floats
 from ckptplan.solving.interruptible import interruptible
-
-EXCESS_PRICE = 1e3
-"""Steps of the baseline that exceeding the budget by all of it costs: more than any plan takes."""
-MS_PER_S = 1000
-TOLERANCE = 1e-7
-"""Of the linear programs; bounds are computed from multipliers that are exactly feasible, and don't depend on it."""
+from ckptplan.solving.parameters import LARGE
 
 
 @dataclass(slots=True)
@@ -91,7 +87,8 @@ class Master:
         self.excess = lp.NumVar(0, big, "z")
         self.objective = lp.Objective()
         self.objective.SetMinimization()
-        self.objective.SetCoefficient(self.excess, EXCESS_PRICE)
+        # Exceeding the budget by all of it costs more baselines than any plan takes.
+        self.objective.SetCoefficient(self.excess, LARGE)
         self.beyond: Any = None
         if c.launch or any(m.launch.any() for m in c.menus):
             self.beyond = lp.Constraint(c.launch - 1.0, big)
@@ -227,7 +224,8 @@ class Master:
         until = time.monotonic() + seconds
         # Without preprocessing the chain's sparse rows are solved about five times as fast; numbers rarely need it.
         for preprocess in ("false", "true"):
-            self.lp.SetTimeLimit(max(1, int(MS_PER_S * (until - time.monotonic()))))
+            left = timedelta(seconds=until - time.monotonic())
+            self.lp.SetTimeLimit(max(1, left // timedelta(milliseconds=1)))
             self.lp.SetSolverSpecificParametersAsString(f"use_preprocessing: {preprocess}")
             if interruptible(self.lp.Solve, stop=self.lp.InterruptSolve) == self.lp.OPTIMAL:
                 return True

@@ -44,19 +44,11 @@ from ckptplan.core import rules
 from ckptplan.core.option import Option
 from ckptplan.core.profile import Profile
 from ckptplan.core.segment import Segment
-from ckptplan.solving.bound.relaxation import LEAST_SECOND, RATE_ROUNDING
 from ckptplan.solving.enumerate import PlanSpace
+from ckptplan.solving.parameters import CLOSE, ROUNDING
 
-MOST_STAGES = 100
-"""Longer chains take the program more than the time there is."""
-MOST_BASELINES = 1e4
-"""Steps with everything kept, above which a bound isn't believed."""
-WHOLE = 0.02
-"""Share of the budget from which on a storage moves whole or not at all."""
-HALF = 0.5
-"""Above it, a whole variable is 1."""
-DONE = 0.05
-"""Share of the budget from which on the transfer of a storage is whole."""
+WHOLE = 0.05
+"""Share of the budget from which on a storage moves whole or not at all, and its transfer is done or not."""
 
 
 class Suggestion(NamedTuple):
@@ -148,7 +140,7 @@ class MixedModel:
         segments: bool = True,
         most_s: float = math.inf,
     ) -> None:
-        self.begin(profile, menu, segments, max(1, budget_bytes), max(profile.baseline_step_s, LEAST_SECOND))
+        self.begin(profile, menu, segments, max(1, budget_bytes), profile.baseline_step_s or 1.0)
         self.room: Any = 1.0
         self.most = 1.0
         self.slack_s = most_s - profile.baseline_compute_s
@@ -486,7 +478,7 @@ class MixedModel:
                 small = []
                 for number, part in enumerate(self.parts[o]):
                     gone = lane == 1 or k >= part.gone
-                    if part.size < DONE or not part.one:
+                    if not part.one:
                         small += [part] if gone else []
                         continue
                     z = self.choice()
@@ -515,7 +507,7 @@ class MixedModel:
         self.done.append(done)
         largest = int(max(self.most_moved, default=0.0) * self.unit) + 1
         seconds = (link.out_s if lane == 0 else link.in_s)(largest) / self.second
-        rate = largest / self.unit / seconds * RATE_ROUNDING if seconds else math.inf
+        rate = largest / self.unit / seconds * (1 + ROUNDING) if seconds else math.inf
         if not self.moved or rate == math.inf:
             return 0.0
         whole = most_put[-1]
@@ -655,10 +647,10 @@ class MixedModel:
     def bound_s(self, value: float, tolerance: float) -> float:
         """The makespan in seconds that the solver's bound stands for, less what its tolerance may add to it.
 
-        A reduced cost may be wrong by the tolerance, and adds as much of its variable's range. A value beyond
-        `MOST_BASELINES`, or that nothing fits, is no bound: it comes of numbers too far apart.
+        A reduced cost may be wrong by the tolerance, and adds as much of its variable's range. A value of which
+        a baseline is less than `CLOSE`, or that nothing fits, is no bound: it comes of numbers too far apart.
         """
-        if not value < MOST_BASELINES:
+        if not value * CLOSE < 1:
             return self.profile.baseline_step_s
         return max(self.profile.baseline_step_s, (value * (1 - tolerance) - self.span * tolerance) * self.second)
 
@@ -670,7 +662,7 @@ class MixedModel:
         values : mapping
             Number of each variable above 0 -> its value.
         """
-        ones = {number for number, value in values.items() if value > HALF}
+        ones = {number for number, value in values.items() if round(value)}
         outer = sorted(c for c, var in self.y.items() if var.id in ones)
         inner = sorted((c for c, var in self.w.items() if var.id in ones), key=lambda c: (c[0] - c[1], c))
         codes = []
@@ -681,7 +673,8 @@ class MixedModel:
         transfers = []
         for o, parts in enumerate(self.parts):
             for number, part in enumerate(parts):
-                if values.get(part.moves.id, 0.0) > (HALF if part.one else 0.0):
+                share = values.get(part.moves.id, 0.0)
+                if round(share) if part.one else share > 0:
                     steps = self.done[1].get((o, number), ())
                     awaited = next((o + k for k, z in enumerate(steps, 1) if z.id in ones), self.n)
                     transfers.append((awaited, o, list(part.storages)))

@@ -11,8 +11,8 @@ columns there are. Columns that are missing are added until the bound meets the 
 
 Every value that is computed on the way is a bound by itself; the best one counts. None depends on the solver's
 tolerance: multipliers are made exactly feasible first (`Costs.of`), and what remains, rounding in sums of some
-thousand numbers, is less than the 1e-9 that is taken off at the end. Latency is counted as a lower rate, that of the
-largest transfer.
+thousand numbers, is less than what is taken off at the end (`ROUNDING`). Latency is counted as a lower rate, that of
+the largest transfer.
 """
 
 from __future__ import annotations
@@ -26,11 +26,7 @@ from ckptplan.core.profile import Profile
 from ckptplan.solving.bound.linear_program import Duals, Master
 from ckptplan.solving.bound.relaxation import Chain, Floats, Intervals
 from ckptplan.solving.bound.trees import Costs, LinearTrees, MissingColumns
-
-ROUNDING = 1e-9
-"""Relative error, at most, of a bound: rounding in sums of some thousand numbers."""
-CONVERGED = 1e-4
-"""Part of the baseline by which the best bound may be below the linear program when no more segments are sought."""
+from ckptplan.solving.parameters import CLOSE, ROUNDING
 
 OnBound = Callable[[float], None]
 """Called with each better bound, in seconds."""
@@ -176,7 +172,7 @@ class _Bounder:
             if value > self.best or self.trees is None:
                 self.duals, self.trees = duals, trees
                 self.raise_to(value)
-            converged = 1.0 + duals.objective - self.best <= CONVERGED
+            converged = 1.0 + duals.objective - self.best <= CLOSE
             if converged or not columns.add_to(master, trees, duals):
                 self.complete = True
                 return

@@ -20,13 +20,10 @@ from typing import IO, Literal, NamedTuple
 
 from ckptplan.core.profile import Profile
 from ckptplan.solving.bound.mixed_integer import MixedModel, Suggestion
+from ckptplan.solving.interruptible import POLL_S
+from ckptplan.solving.parameters import CLOSE
 
 Solver = Literal["scip", "cp_sat"]
-
-POLL_S = 0.02
-"""Seconds between two looks for one that has ended."""
-LIMIT_SLACK = 1e-4
-"""Share of a known plan's time by which a solution may be slower: so there is one, or the solver is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +44,8 @@ class Problem:
 
     @property
     def limit_s(self) -> float:
-        """No solution need be slower than this."""
-        return self.below_s * (1 + LIMIT_SLACK)
+        """No solution need be slower: above the known plan's time, so that there is one, or the solver is wrong."""
+        return self.below_s * (1 + CLOSE)
 
     def model(self) -> MixedModel:
         """The program."""

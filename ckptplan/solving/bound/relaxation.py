@@ -19,12 +19,9 @@ from numpy.typing import NDArray
 from ckptplan.core import rules
 from ckptplan.core.option import Option
 from ckptplan.core.profile import Profile
+from ckptplan.solving.parameters import ROUNDING
 
 Floats = NDArray[np.float64]
-LEAST_SECOND = 1e-12
-"""Seconds that the unit of time is at least, for chains that take none."""
-RATE_ROUNDING = 1 + 1e-12
-"""Factor on a link's rate, so that rounding makes no bound too large."""
 
 
 class _Menu:
@@ -69,7 +66,7 @@ class Chain:
         self.profile = profile
         self.n = n = len(profile.stages)
         self.unit = float(max(1, budget_bytes))
-        self.second = max(profile.baseline_compute_s, LEAST_SECOND)
+        self.second = profile.baseline_compute_s or 1.0  # any unit does for chains that take no time
         self.launch = profile.baseline_launch_s / self.second
         self.budget = budget_bytes / self.unit
         self.host = None if host_bytes is None else host_bytes / self.unit
@@ -135,7 +132,8 @@ class Chain:
         """Bytes per second, in the units of this class."""
         if nbytes == 0:
             return 1.0
-        return nbytes / self.unit / (seconds / self.second) * RATE_ROUNDING
+        # So much faster than it may be that rounding makes no bound too large.
+        return nbytes / self.unit / (seconds / self.second) * (1 + ROUNDING)
 
     def _held_sets(self, i: int) -> list[set[int]]:
         stage = self.profile.stages[i]

@@ -12,12 +12,8 @@ import time
 from typing import Any
 
 from ckptplan.solving.bound.process import Found, Problem
+from ckptplan.solving.parameters import ROUNDING, SOLVER_ERROR
 
-TOLERANCE = 1e-9
-"""Of its reduced costs. That of rows and whole numbers stays as it is, 1e-6: it only adds solutions, and with one as
-small as 1e-9, the difference at which the solver takes numbers for equal, it has called a plan optimal that wasn't."""
-LEAST_VALUE = 1e-6
-"""Of a variable that counts as above 0."""
 LEFT_OUT = {
     "propagating/probing/maxprerounds": 0,
     "presolving/sparsify/maxrounds": 0,
@@ -34,8 +30,11 @@ def solve(problem: Problem, deadline: float, gap: float) -> Found:
 
     model = problem.model()
     limit = problem.limit_s / model.second
+    # The tolerance of reduced costs, which may raise the bound. That of rows and whole numbers stays as it is, 1e-6: it
+    # only adds solutions, and with one as small as 1e-9, the difference at which the solver takes numbers for equal, it
+    # has called a plan optimal that wasn't.
     gscip: Any = gscip_pb2.GScipParameters(
-        real_params={"numerics/dualfeastol": TOLERANCE},
+        real_params={"numerics/dualfeastol": ROUNDING},
         int_params=LEFT_OUT,
     )
     if limit < math.inf:
@@ -50,7 +49,7 @@ def solve(problem: Problem, deadline: float, gap: float) -> Found:
     bound = result.termination.objective_bounds.dual_bound
     solution = None
     if result.has_primal_feasible_solution():
-        values = {var.id: value for var, value in result.variable_values().items() if value > LEAST_VALUE}
+        values = {var.id: value for var, value in result.variable_values().items() if value > SOLVER_ERROR}
         solution = model.read(values)
-    bound_s = model.bound_s(bound if bound < limit else math.inf, TOLERANCE)
+    bound_s = model.bound_s(bound if bound < limit else math.inf, ROUNDING)
     return Found(bound_s, solution, result.termination.reason == mathopt.TerminationReason.OPTIMAL)

@@ -29,12 +29,11 @@ from numpy.typing import NDArray
 
 from ckptplan.core import rules
 from ckptplan.core.segment import Segment
-from ckptplan.solving.bound.linear_program import TOLERANCE, Column, Duals, Master
+from ckptplan.solving.bound.linear_program import Column, Duals, Master
 from ckptplan.solving.bound.relaxation import Chain, Floats, Intervals
+from ckptplan.solving.parameters import SOLVER_ERROR
 
 Indices = NDArray[np.int64]
-FIRST_LENGTH = 8
-"""Stages of the longest segment asked for at first, and the square root of all stages on top."""
 
 
 @dataclass(slots=True)
@@ -232,13 +231,13 @@ class LinearTrees:
             reduced[i, : n - i] = self.segment[i, : n - i] - (total[i + 1 :] - total[: n - i])
         found = []
         for a, i in enumerate(reduced.argmin(axis=0).tolist()):
-            if reduced[i, a] < -TOLERANCE:
+            if reduced[i, a] < -SOLVER_ERROR:
                 found.append((a, a + i))
         for b in range(n):
             lengths = np.arange(min(w, b + 1))
             values = reduced[lengths, b - lengths]
             at = int(values.argmin())
-            if values[at] < -TOLERANCE:
+            if values[at] < -SOLVER_ERROR:
                 found.append((b - at, b))
         return sorted(set(found))
 
@@ -269,7 +268,7 @@ class MissingColumns:
 
     def __init__(self, intervals: Intervals) -> None:
         self.intervals = intervals
-        self.longest = FIRST_LENGTH + math.isqrt(intervals.chain.n)
+        self.longest = 1 + math.isqrt(intervals.chain.n)
         self.seen: set[Segment] = set()
 
     def add_to(self, master: Master, trees: LinearTrees, duals: Duals) -> bool:

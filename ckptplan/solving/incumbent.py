@@ -1,0 +1,223 @@
+"""The best plan and the best bound so far, and what the caller of a search learns of them."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from ckptplan.core.option import ACTIONS, Action
+from ckptplan.core.plan import OPTIMAL_GAP, Plan, plan_of
+from ckptplan.core.profile import Profile
+from ckptplan.core.request import Limits
+from ckptplan.solving.cost import KEEP, Evaluator, Schedule, Segments
+from ckptplan.solving.parameters import DEFAULT, ROUNDING, Parameters
+from ckptplan.solving.peak import MinPeak
+from ckptplan.solving.tiers import check_disk
+
+OnProgress = Callable[[str, float, float, int | None], None]
+"""Called with the part at work, the best makespan and the lower bound so far, in seconds, and the best plan's peak."""
+
+Start = tuple[Plan | MinPeak, float]
+"""A plan of the profile, which may fit, and a lower bound in seconds on those that do."""
+
+
+def plan_space(actions: Sequence[Action], *, segments: bool = True, disk: bool = False) -> str:
+    """The sentence every certificate refers to."""
+    menu = "/".join(a for a in ACTIONS if a in actions)
+    together = "nested segments" if segments and "recompute" in actions else "no segments"
+    tiers = ", a stage's moves to host or disk as a whole" if disk and "swap" in actions else ""
+    return f"per-stage menus of {menu}, {together}, first-in-first-out links{tiers}, compute in program order"
+
+
+def key(schedule: Schedule) -> tuple[float, int]:
+    """Least for the best schedule: its seconds, then how many stages it doesn't keep."""
+    return schedule.step_s, -schedule.codes.count(KEEP)
+
+
+@dataclass(slots=True)
+class Incumbent:
+    """The best schedule and the best bound so far.
+
+    Attributes
+    ----------
+    best : Schedule or None
+        The fastest so far.
+    lazy : Schedule or None
+        The fastest lazy one so far, from which changes of options and segments start.
+    still : Schedule or None
+        The fastest so far that moves nothing.
+    bound_s : float
+        No plan is faster.
+    seen : tuple or None
+        Codes and segments of the best plan that a local search at work has come to.
+    part : str
+        The part at work.
+    """
+
+    profile: Profile
+    budget_bytes: int
+    limits: Limits
+    evaluator: Evaluator
+    on_progress: OnProgress | None = None
+    parameters: Parameters = DEFAULT
+    best: Schedule | None = None
+    lazy: Schedule | None = None
+    still: Schedule | None = None
+    bound_s: float = 0.0
+    seen: tuple[Sequence[int], Segments] | None = None
+    part: str = ""
+    _handed_out_s: float = math.inf
+    _handed_bound_s: float = 0.0
+    _quiet_until_s: float = field(init=False)
+    _told: tuple[str, float, float, int | None] | None = None
+
+    def __post_init__(self) -> None:
+        self._quiet_until_s = time.monotonic() + self.parameters.least_s
+
+    @property
+    def gap(self) -> float:
+        """The gap at which the search ends."""
+        return max(OPTIMAL_GAP, self.limits.gap)
+
+    @property
+    def closed(self) -> bool:
+        """Whether the best schedule is proven as good as is wanted."""
+        return self.best is not None and self.best.step_s <= self.bound_s * (1 + self.gap)
+
+    def offer(self, codes: Sequence[int], segments: Segments = ()) -> None:
+        """Take this plan if it fits and is faster, or as fast with more stages kept."""
+        moves = any(self.profile.stages[i].options[code].moves for i, code in enumerate(codes))
+        than = self.lazy if moves else self.still
+        if than is not None and self.evaluator.step_s(codes, self.budget_bytes, segments) > than.step_s:
+            return
+        found = self.evaluator.schedule(codes, self.budget_bytes, segments)
+        if found is not None:
+            if self.lazy is None or key(found) < key(self.lazy):
+                self.lazy = found
+            self.take(found)
+
+    def take(self, found: Schedule) -> None:
+        """Take this schedule, which fits, if it is faster, or as fast with more stages kept."""
+        moves = any(choice.moves for choice in found.choices)
+        if not moves and (self.still is None or found.step_s < self.still.step_s):
+            self.still = found
+        if self.best is None or key(found) < key(self.best):
+            self.best = found
+            self.report_now_and_then(found)
+
+    def prove(self, bound_s: float) -> None:
+        """Take this bound if it is better."""
+        if bound_s > self.bound_s:
+            self.bound_s = bound_s
+            self.report_now_and_then(self.best)
+
+    def begin_with(self, plan: Plan | MinPeak, bound_s: float, deadline: float) -> None:
+        """Take a plan if it fits, and a bound that holds."""
+        if isinstance(plan, MinPeak):
+            self.offer_moves(plan.codes, plan.segments, deadline)
+        else:
+            names = ({option.name: code for code, option in enumerate(s.options)} for s in self.profile.stages)
+            codes = [codes.get(choice.option) for codes, choice in zip(names, plan.choices, strict=True)]
+            if None not in codes:
+                self.offer(codes, plan.segments)  # type: ignore[arg-type]
+                if self._fits(plan):
+                    fields = (plan.step_s, plan.peak_bytes, plan.host_bytes, plan.segments, plan.disk_bytes)
+                    self.take(Schedule(tuple(codes), plan.choices, *fields))  # type: ignore[arg-type]
+        self.bound_s = max(self.bound_s, bound_s)
+
+    def _fits(self, plan: Plan) -> bool:
+        """Whether a plan is within the limits."""
+        room = self.evaluator.room(self.budget_bytes)
+        if room.host_bytes is not None and plan.host_bytes > room.host_bytes:
+            return False
+        return plan.peak_bytes <= room.device_bytes and plan.disk_bytes <= room.disk_bytes
+
+    def offer_moves(self, codes: Sequence[int], segments: Segments, deadline: float) -> None:
+        """Offer a plan that may have to move a part of what it may, for want of room on the host."""
+        self.offer(codes, segments)
+        if self.best is None and self.limits.host_bytes is not None:
+            moves = self.evaluator.search(codes, self.budget_bytes, segments).fastest(deadline=deadline)
+            if moves is not None:
+                self.take(self.evaluator.with_moves(codes, segments, moves))
+
+    def as_plan(self, best: Schedule, bound_s: float) -> Plan:
+        """A schedule and a bound as a plan."""
+        limits = self.limits
+        disk = check_disk(self.profile, limits.host_bytes, limits.disk_bytes) > 0
+        return plan_of(
+            self.profile,
+            best.choices,
+            best.segments,
+            budget_bytes=self.budget_bytes,
+            peak_bytes=best.peak_bytes,
+            host_bytes=best.host_bytes,
+            disk_bytes=best.disk_bytes,
+            step_s=best.step_s,
+            lower_bound_s=self.rounded(bound_s, best),
+            space=plan_space(limits.actions, segments=limits.segments, disk=disk),
+            planner="ckptplan",
+        )
+
+    @staticmethod
+    def rounded(bound_s: float, best: Schedule) -> float:
+        """A bound above the plan by a rounding is equal to it; one by more is a defect, for the referee to name."""
+        return min(bound_s, best.step_s) if bound_s <= best.step_s * (1 + ROUNDING) else bound_s
+
+    def begin(self, part: str) -> None:
+        """Tell the caller which part begins."""
+        self.part = part
+        self._tell(self.best)
+
+    def report(self, part: str = "") -> None:
+        """Tell the caller where the search stands, and hand out the best plan if it is a better one."""
+        self.part = part or self.part
+        self._tell(self.best)
+        self.hand_out(self.best)
+
+    def report_now_and_then(self, found: Schedule | None) -> None:
+        """The same in the midst of a part, with the best schedule that it has found, unless the last was just now.
+
+        A plan of 1000 stages takes 0.3 s to report: reports take a small share of the time.
+        """
+        begun_s = time.monotonic()
+        if begun_s >= self._quiet_until_s:
+            self._tell(found)
+            self.hand_out(found)
+            took_s = time.monotonic() - begun_s
+            self._quiet_until_s = begun_s + max(self.parameters.least_s, took_s / self.parameters.small_share)
+
+    def glance(self, codes: Sequence[int], segments: Segments) -> None:
+        """Report a plan from which a local search goes on; what that returns is offered, and no worse."""
+        self.seen = codes, segments
+        if time.monotonic() < self._quiet_until_s:
+            return
+        found = self.evaluator.schedule(codes, self.budget_bytes, segments)
+        if found is not None and (self.best is None or found.step_s < self.best.step_s):
+            self.report_now_and_then(found)
+
+    def interrupted(self) -> None:
+        """Hand out what has been found and proven, before an interrupt ends the search."""
+        if self.seen is not None:
+            self.offer(*self.seen)
+        self.hand_out(self.best, bounds=True)
+
+    def _tell(self, found: Schedule | None) -> None:
+        """Call `on_progress`, if there is anything new."""
+        if self.on_progress is not None:
+            step_s, peak_bytes = (math.inf, None) if found is None else (found.step_s, found.peak_bytes)
+            state = self.part, step_s, self.bound_s, peak_bytes
+            if state != self._told:
+                self._told = state
+                self.on_progress(*state)
+
+    def hand_out(self, found: Schedule | None, *, bounds: bool = False) -> None:
+        """Call `on_plan` with a schedule that is faster than those before, or with a better bound if `bounds` count."""
+        if found is None or self.limits.on_plan is None:
+            return
+        bound_s = self.rounded(self.bound_s, found)
+        as_fast = found.step_s == self._handed_out_s
+        if found.step_s < self._handed_out_s or (bounds and as_fast and bound_s > self._handed_bound_s):
+            self.limits.on_plan(self.as_plan(found, bound_s))
+            self._handed_out_s, self._handed_bound_s = found.step_s, bound_s

@@ -1,0 +1,142 @@
+"""Simpler schedules that are as fast as the best one, or slower by no more than the error of its times."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptplan.core.schedule import EQUAL_S
+from ckptplan.solving.cost import KEEP, Codes, Evaluator, Schedule
+from ckptplan.solving.enumerate import PlanSpace
+from ckptplan.solving.parameters import Parameters
+
+_Change = tuple[int, int]
+"""A stage, and the code of its option instead."""
+
+
+@dataclass(slots=True)
+class Simpler:
+    """Changes of one schedule by which a stage keeps, moves less, or recomputes in place of moving.
+
+    Attributes
+    ----------
+    best : Schedule
+        The schedule so far.
+    """
+
+    evaluator: Evaluator
+    space: PlanSpace
+    budget_bytes: int
+    best: Schedule
+
+    def without_useless(self, deadline: float) -> Schedule:
+        """Keep, or move less of, what makes the step no longer.
+
+        Swaps are looked at however late it is: one that can't lower the peak or can't overlap is in no plan.
+        """
+        limit_s = self.best.step_s * (1 + EQUAL_S)
+        while changes := self._changes(swaps_alone=time.monotonic() > deadline):
+            segments = self.best.segments
+            trials, costs = self._tried(changes)
+            good = np.flatnonzero(costs <= limit_s)
+            if len(good) == 0:
+                break
+            together = np.array(self.best.codes, np.int8)
+            for row in reversed(good.tolist()):  # of one stage's changes the first, which is the greatest
+                together[changes[row][0]] = changes[row][1]
+            for trial in (together, trials[int(costs.argmin())]):
+                found = self.evaluator.schedule(trial.tolist(), self.budget_bytes, segments)
+                if found is not None and found.step_s <= limit_s:
+                    self.best = found
+                    break
+            else:
+                break
+        return self.best
+
+    def within_error(self, still: Schedule | None, parameters: Parameters) -> Schedule:
+        """The simplest schedule that is slower than the best by no more than the error of what the best changes.
+
+        What is faster by less may not be faster at all. No more than `near` of the step is given up: where times are
+        hardly known, a plan that is slower by all that is known is no better. Fewer bytes moved are simpler, then fewer
+        decisions. Candidates are `still`, which moves nothing, and the best with one change after the other that keeps
+        a stage, moves less of it, or recomputes it in place of moving.
+        """
+        best = self.best
+        error_s = min(self.evaluator.profile.step_error * self._changed_s(best), parameters.near * best.step_s)
+        if not error_s:
+            return best
+        limit_s = best.step_s + error_s
+        if still is not None and still.step_s <= limit_s:
+            self.best = still
+        while changes := self._changes(swaps_alone=False, instead=True):
+            trials, costs = self._tried(changes)
+            moved = [self._moved_bytes(i, code) - self._moved_bytes(i, self.best.codes[i]) for i, code in changes]
+            good = np.flatnonzero(costs <= limit_s).tolist()
+            for row in sorted(good, key=lambda row: (moved[row], changes[row][1] != KEEP, costs[row])):
+                found = self.evaluator.schedule(trials[row].tolist(), self.budget_bytes, self.best.segments)
+                if found is not None and found.step_s <= limit_s and _complexity(found) < _complexity(self.best):
+                    self.best = found
+                    break
+            else:
+                break
+        return self.best
+
+    def _changed_s(self, schedule: Schedule) -> float:
+        """Seconds of what a schedule does besides keeping everything: what it adds, and its copies. At most its step.
+
+        The rest of the step is the same under all schedules, so its error is no error of their difference. What is
+        added is taken to have the relative error of the step; a recompute's, whose time is the difference of two
+        measured ones, is larger. Example: a step of 100 ms becomes 110 ms by recompute and waits, and copies take 20 ms
+        each way: 10 + 2 * 20 = 50 ms.
+        """
+        profile = self.evaluator.profile
+        copies_s = 0.0
+        for link, nbytes in ((profile.link, schedule.host_bytes), (profile.disk, schedule.disk_bytes)):
+            if link is not None:
+                copies_s += nbytes / link.out_bytes_per_s + nbytes / link.in_bytes_per_s
+        return min(schedule.step_s - profile.baseline_step_s + copies_s, schedule.step_s)
+
+    def _tried(self, changes: list[_Change]) -> tuple[Codes, NDArray[np.float64]]:
+        """The best schedule's codes with one of `changes` each, and the makespans, infinite where one doesn't fit."""
+        trials = np.tile(np.array(self.best.codes, np.int8), (len(changes), 1))
+        trials[np.arange(len(changes)), [i for i, _ in changes]] = [code for _, code in changes]
+        return trials, self.evaluator.makespans(trials, self.budget_bytes, self.best.segments)
+
+    def _moved_bytes(self, stage: int, code: int) -> int:
+        """Bytes of the storages that one of a stage's options moves."""
+        profile = self.evaluator.profile
+        return sum(profile.storages[s].nbytes for s in profile.stages[stage].options[code].moved)
+
+    def _changes(self, *, swaps_alone: bool, instead: bool = False) -> list[_Change]:
+        """Each option by which one stage would keep, or do the same and move less.
+
+        With `instead`, also each by which it would recompute in place of moving.
+        """
+        menu = self.space.menu_in(self.best.segments)
+        inside = {i for segment in self.best.segments for i in range(segment.first, segment.last + 1)}
+        changes = []
+        for i in reversed(range(len(menu))):
+            options, code = self.evaluator.profile.stages[i].options, self.best.codes[i]
+            now = options[code]
+            if code == KEEP or (swaps_alone and not now.moves):
+                continue
+            if i not in inside:
+                changes.append((i, KEEP))
+            less = [
+                c
+                for c in menu[i]
+                if c != KEEP
+                and (instead or (options[c].recomputes, options[c].ops) == (now.recomputes, now.ops))
+                and self._moved_bytes(i, c) < self._moved_bytes(i, code)
+            ]
+            changes += [(i, c) for c in sorted(less, key=lambda c: self._moved_bytes(i, c))]
+        return changes
+
+
+def _complexity(schedule: Schedule) -> tuple[int, int, float]:
+    """Bytes moved, decisions and seconds: least for simple schedules."""
+    decisions = len(schedule.codes) - schedule.codes.count(KEEP)
+    return schedule.host_bytes + schedule.disk_bytes, decisions, schedule.step_s
