@@ -28,7 +28,7 @@ def everything_kept_bytes(profile: Profile) -> int:
 
 def frontier_profile(
     profile: Profile,
-    points: int = 12,
+    points: int,
     limits: Limits = NO_LIMITS,
     parameters: Parameters | None = None,
 ) -> tuple[Plan, ...]:

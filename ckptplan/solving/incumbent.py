@@ -51,7 +51,7 @@ class Incumbent:
     bound_s : float
         No plan is faster.
     seen : tuple or None
-        Codes and segments of the best plan that a local search at work has come to.
+        Codes and segments of the last plan from which a local search at work went on.
     part : str
         The part at work.
     """

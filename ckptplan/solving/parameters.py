@@ -6,6 +6,7 @@ The tolerances below them are what floating-point sums and other solvers lose, a
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 
 from ckptplan.core.errors import InvalidInputError
@@ -15,7 +16,7 @@ ROUNDING = 1e-9
 SOLVER_ERROR = 1e-6
 """By which a solver in floating-point numbers may break a row, or miss a whole number."""
 CLOSE = 1e-4
-"""Relative difference below which it isn't worth the time to look for more."""
+"""Relative difference that counts for nothing: no search goes on for less, and a share of less is none."""
 LARGE = 1e6
 """Factor that makes one thing count more than all others together, and leaves digits for them."""
 
@@ -27,9 +28,11 @@ class Parameters:
     Attributes
     ----------
     few_plans : int
-        Up to this many plans, or orders of the copies in a queue, looking at each is faster than any other proof.
+        Up to this many plans, looking at each is faster than any other proof.
     many_plans : int
         Up to this many, looking at each is the last resort where bounds leave a gap: it takes seconds.
+    orders : int
+        Most orders of a queue's copies that one search for transfers begins.
     cells : int
         Plans times stages evaluated at once, or kept in tables: bounds memory, and how late the deadline is seen.
     tried : int
@@ -73,11 +76,13 @@ class Parameters:
     Raises
     ------
     InvalidInputError
-        If a number is negative, or a share isn't between 0 and 1.
+        If a count isn't a whole number, 0 or more (`least_width` 1, `width_factor` 2); another number isn't above 0; or
+        a share is more than 1.
     """
 
     few_plans: int = 20_000
     many_plans: int = 4_000_000
+    orders: int = 20_000
     cells: int = 1 << 18
     tried: int = 4096
     window: int = 8
@@ -102,11 +107,15 @@ class Parameters:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value = getattr(self, field.name)
-            if not value >= 0:
-                raise InvalidInputError(f"{field.name}={value!r} must be a number, 0 or more")
-            if field.name.endswith("_share") and not value <= 1:
-                raise InvalidInputError(f"{field.name}={value!r} is a share of the time: at most 1")
+            name, value = field.name, getattr(self, field.name)
+            if isinstance(field.default, int):
+                least = {"least_width": 1, "width_factor": 2}.get(name, 0)
+                if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                    raise InvalidInputError(f"{name}={value!r} must be a whole number, {least} or more")
+            elif isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+                raise InvalidInputError(f"{name}={value!r} must be a finite number above 0")
+            elif name.endswith("_share") and value > 1:
+                raise InvalidInputError(f"{name}={value!r} is a share: at most 1")
 
 
 DEFAULT = Parameters()

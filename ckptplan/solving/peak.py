@@ -28,7 +28,7 @@ from ckptplan.solving.cost import Evaluator, Segments, menus
 from ckptplan.solving.enumerate import PlanSpace, smallest_of_all
 from ckptplan.solving.label_dp import LabelDp
 from ckptplan.solving.local_search import PeakSearch, even_segments, patterns
-from ckptplan.solving.parameters import CLOSE, DEFAULT, LARGE, SOLVER_ERROR, Parameters
+from ckptplan.solving.parameters import CLOSE, DEFAULT, LARGE, Parameters
 from ckptplan.solving.segment_dp import REACH, SegmentDp
 from ckptplan.solving.tiers import all_bytes, check_disk, evaluator_of
 
@@ -263,7 +263,7 @@ def nothing_fits(space: PlanSpace, budget_bytes: int, host_bytes: int | None, de
         large = replace(duals, host=duals.host * LARGE, ask={key: w * LARGE for key, w in duals.ask.items()})
         scaled = LinearTrees(intervals, Costs.of(chain, large, scale=LARGE))
         value = scaled.constant + float(scaled.path()[0][-1])  # and the baseline, which is left to rounding
-        if value * chain.second * (1 - SOLVER_ERROR) > longest_s:
+        if value * chain.second * (1 - CLOSE) > longest_s:
             return True
         trees = LinearTrees(intervals, Costs.of(chain, duals))
         if not columns.add_to(master, trees, duals):

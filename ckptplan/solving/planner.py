@@ -85,11 +85,15 @@ def solve_profile(
     deadline = time.monotonic() + limits.time_limit_s
     evaluator = evaluator_of(profile, host_bytes, disk, parameters)
     incumbent = Incumbent(profile, budget_bytes, limits, evaluator, on_progress, parameters)
-    if start is not None:
-        incumbent.begin_with(*start, deadline)
-    search = _PlanSearch(incumbent, profile, all_bytes(host_bytes, disk), deadline)
-    best = search.run() if not disk or host_bytes is None else _with_disk(search, host_bytes)
-    simplest = search.changed(best).within_error(incumbent.still, parameters)
+    try:
+        if start is not None:
+            incumbent.begin_with(*start, deadline)
+        search = _PlanSearch(incumbent, profile, all_bytes(host_bytes, disk), deadline)
+        best = search.run() if not disk or host_bytes is None else _with_disk(search, host_bytes)
+        simplest = search.changed(best).within_error(incumbent.still, parameters)
+    except KeyboardInterrupt:
+        incumbent.interrupted()
+        raise
     plan = incumbent.as_plan(simplest, incumbent.bound_s)
     if simplest.step_s <= best.step_s:
         return plan
@@ -125,9 +129,9 @@ def _with_disk(search: _PlanSearch, host_bytes: int) -> Schedule:
         except InfeasibleBudgetError:
             pass  # then the disk is needed
         except KeyboardInterrupt:
+            alone.interrupted()
             if alone.best is not None:
                 incumbent.take(alone.best)
-            incumbent.interrupted()
             raise
     search.deadline = deadline
     return search.result()
@@ -177,6 +181,7 @@ class _PlanSearch:
     depth: int = field(default=0, init=False)
     complete: bool = field(default=True, init=False)
     finalists: dict[Segments, tuple[float, tuple[int, ...]]] = field(default_factory=dict, init=False)
+    polished: set[tuple[tuple[int, ...], Segments]] = field(default_factory=set, init=False)
     beside: list[process.Running] = field(default_factory=list, init=False)
     space: PlanSpace = field(init=False)
 
@@ -216,9 +221,6 @@ class _PlanSearch:
                 part.run(_after(part.share, self.deadline))
                 incumbent.report(part.name)
             return self.result()
-        except KeyboardInterrupt:
-            incumbent.interrupted()
-            raise
         finally:
             self.end_mixed()
 
@@ -332,26 +334,26 @@ class _PlanSearch:
         dp = SegmentDp(self.space, self.budget_bytes, max_work=work)
         if not dp.run(until):
             return
-        self.fit_segments(dp)
+        self.fit_segments(dp, until)
         if dp.exact and still and incumbent.best is not None:
             least_s = self.space.profile.baseline_compute_s + dp.added_s(self.budget_bytes)
             # Equal, unless the host takes long to launch: the sum then isn't the step.
             self.prove(incumbent.best.step_s if least_s >= incumbent.best.step_s * (1 - ROUNDING) else least_s)
 
-    def fit_segments(self, dp: SegmentDp) -> None:
+    def fit_segments(self, dp: SegmentDp, until: float) -> None:
         """Where the program's bytes are an estimate, bisect for the largest budget for it whose plan truly fits."""
         least, most = self.budget_bytes / REACH, self.budget_bytes * REACH
         asked = float(self.budget_bytes)
-        while most - least > self.parameters.near * self.budget_bytes:
+        while True:
             found = dp.plan(int(asked))
             fits = False
             if found is not None:
                 fits = self.incumbent.evaluator.step_s(found[0], self.budget_bytes, found[1]) < math.inf
                 if fits:
                     self.incumbent.offer(*found)
-            if dp.exact:
-                break
             least, most = (asked, most) if fits or found is None else (least, asked)
+            if dp.exact or most - least <= self.parameters.near * self.budget_bytes or time.monotonic() > until:
+                break
             asked = (least + most) / 2
 
     def prices(self, until: float) -> None:
@@ -429,13 +431,15 @@ class _PlanSearch:
     def polish(self, until: float) -> None:
         """Small changes of the best lazy plan, and of the label DP's with other segments, which may lead further."""
         lazy, search = self.incumbent.lazy, self.local_search()
-        if lazy is None:
-            return
-        starts = [(lazy.codes, lazy.segments)]
+        starts = [] if lazy is None else [(lazy.codes, lazy.segments)]
         starts += [(codes, segments) for segments, (_, codes) in sorted(self.finalists.items(), key=lambda f: f[1])]
         for start in starts:
+            if start in self.polished:
+                continue
+            self.polished.add(start)
             codes, segments, _ = search.improve(*start, until)
             self.incumbent.offer(codes, segments)
+            self.polished.add((codes, segments))
             if time.monotonic() > until:
                 break
 
@@ -531,8 +535,7 @@ class _PlanSearch:
         deadline = max(self.deadline, time.monotonic() + self.parameters.least_s)
         least = least_peak(incumbent.evaluator, self.space, deadline, self.budget_bytes)
         if least.peak_bytes <= self.budget_bytes:
-            until = max(deadline, time.monotonic() + self.parameters.least_s)
-            incumbent.offer_moves(least.codes, least.segments, until)
+            incumbent.offer_moves(least.codes, least.segments, max(until, deadline))
         if incumbent.best is not None:
             return
         missing = [a for a in ("swap", "recompute") if a not in self.limits.actions and least.phase != "update"]

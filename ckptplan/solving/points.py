@@ -191,7 +191,7 @@ class MovesSearch:
         needs, needed, most = self.needs(items), self.residency.needed, self.room.device_bytes
         if max(*needs[0], *needs[1], self.profile.update_peak_bytes) > most:
             return None
-        links, orders = self.links(on_disk), self.parameters.few_plans
+        links, orders = self.links(on_disk), self.parameters.orders
         out = [
             Leaving(item.stage, item.stage + 1, self.frees(item), links[item.stage].out_s(item.nbytes))
             for item in items

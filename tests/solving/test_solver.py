@@ -572,6 +572,21 @@ def test_a_search_begins_with_what_is_known() -> None:
     assert validate(profile, less, plan.peak_bytes - 1) == ()
 
 
+@pytest.mark.parametrize("seconds", [0.0, 1e-300, 1e-12])
+@pytest.mark.parametrize("stages", [4, 20])
+def test_bounds_hold_for_chains_that_compute_next_to_nothing(seconds: float, stages: int) -> None:
+    """What takes time is the copies alone."""
+    times, sizes = [seconds] * stages, [50 + i for i in range(stages)]
+    profile = Profile.from_chain(
+        times, times, [10] * stages, sizes, input_bytes=10, out_bytes_per_s=1000.0, in_bytes_per_s=1000.0
+    )
+    budget = peak_of_keeping(profile) * 2 // 3
+    plan = solve_profile(profile, budget, Limits(actions=("keep", "swap"), time_limit_s=1.0))
+    check(profile, plan, budget)
+    found = lower_bound(profile, menus(profile, ("keep", "swap")), budget, deadline=time.monotonic() + LONG_S)
+    assert found.bound_s <= plan.step_s
+
+
 def test_the_way_for_long_chains_is_sound_on_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     # Each search ends with its rounds, long before its time limit.
     steer(monkeypatch, few_plans=0, many_plans=0, rounds=20)

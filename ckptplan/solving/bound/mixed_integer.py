@@ -44,6 +44,7 @@ from ckptplan.core import rules
 from ckptplan.core.option import Option
 from ckptplan.core.profile import Profile
 from ckptplan.core.segment import Segment
+from ckptplan.solving.bound.relaxation import unit_of_time
 from ckptplan.solving.enumerate import PlanSpace
 from ckptplan.solving.parameters import CLOSE, ROUNDING
 
@@ -140,7 +141,7 @@ class MixedModel:
         segments: bool = True,
         most_s: float = math.inf,
     ) -> None:
-        self.begin(profile, menu, segments, max(1, budget_bytes), profile.baseline_step_s or 1.0)
+        self.begin(profile, menu, segments, max(1, budget_bytes), unit_of_time(profile.baseline_step_s))
         self.room: Any = 1.0
         self.most = 1.0
         self.slack_s = most_s - profile.baseline_compute_s

@@ -117,7 +117,7 @@ def lower_bound(
 
 @dataclass(slots=True)
 class _Bounder:
-    """One run of `lower_bound`; times are in units of the baseline."""
+    """One run of `lower_bound`; times are in units of the baseline, of a second for chains that take no time."""
 
     profile: Profile
     menu: Sequence[Sequence[int]]
@@ -147,8 +147,9 @@ class _Bounder:
         return self.seconds(self.best) >= self.enough_s
 
     def seconds(self, value: float) -> float:
-        """Seconds, less what sums of floats may be off by."""
-        return float(max(self.profile.baseline_step_s, value * self.chain.second * (1 - ROUNDING)))
+        """Seconds, less what sums of floats may be off by; a value of 1 is the baseline, however long that is."""
+        found = self.profile.baseline_compute_s + (value - 1.0) * self.chain.second
+        return float(max(self.profile.baseline_step_s, found * (1 - ROUNDING)))
 
     def raise_to(self, value: float) -> None:
         """Take a bound if it is better."""

@@ -24,6 +24,11 @@ from ckptplan.solving.parameters import ROUNDING
 Floats = NDArray[np.float64]
 
 
+def unit_of_time(baseline_s: float) -> float:
+    """Seconds that a relaxation counts in: the step with everything kept, or one for chains that take no time."""
+    return baseline_s if baseline_s > ROUNDING else 1.0
+
+
 class _Menu:
     """One stage's options as arrays; bytes in units of the budget, times in units of the baseline."""
 
@@ -66,7 +71,7 @@ class Chain:
         self.profile = profile
         self.n = n = len(profile.stages)
         self.unit = float(max(1, budget_bytes))
-        self.second = profile.baseline_compute_s or 1.0  # any unit does for chains that take no time
+        self.second = unit_of_time(profile.baseline_compute_s)
         self.launch = profile.baseline_launch_s / self.second
         self.budget = budget_bytes / self.unit
         self.host = None if host_bytes is None else host_bytes / self.unit
