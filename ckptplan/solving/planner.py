@@ -31,7 +31,7 @@ from ckptplan.solving.incumbent import Incumbent, OnProgress, Start, key, plan_s
 from ckptplan.solving.label_dp import LabelDp, Steering
 from ckptplan.solving.launching import mixed
 from ckptplan.solving.local_search import LocalSearch, even_segments, patterns
-from ckptplan.solving.parameters import DEFAULT, ROUNDING, Parameters
+from ckptplan.solving.parameters import CLOSE, DEFAULT, ROUNDING, Parameters
 from ckptplan.solving.peak import MinPeak, least_peak, plan_space_of, smallest_peak, step_bound
 from ckptplan.solving.segment_dp import REACH, SegmentDp
 from ckptplan.solving.simpler import Simpler
@@ -342,17 +342,21 @@ class _PlanSearch:
 
     def fit_segments(self, dp: SegmentDp, until: float) -> None:
         """Where the program's bytes are an estimate, bisect for the largest budget for it whose plan truly fits."""
-        least, most = self.budget_bytes / REACH, self.budget_bytes * REACH
-        asked = float(self.budget_bytes)
+        least, most = 0.0, self.budget_bytes * REACH
+        asked, enough = (
+            float(self.budget_bytes),
+            CLOSE,
+        )  # where memory is tightest one of some thousand budgets has a plan
         while True:
             found = dp.plan(int(asked))
             fits = False
             if found is not None:
                 fits = self.incumbent.evaluator.step_s(found[0], self.budget_bytes, found[1]) < math.inf
                 if fits:
+                    enough = self.parameters.near
                     self.incumbent.offer(*found)
             least, most = (asked, most) if fits or found is None else (least, asked)
-            if dp.exact or most - least <= self.parameters.near * self.budget_bytes or time.monotonic() > until:
+            if dp.exact or most - least <= enough * self.budget_bytes or time.monotonic() > until:
                 break
             asked = (least + most) / 2
 
