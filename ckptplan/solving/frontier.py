@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 from itertools import pairwise
 
+from ckptplan.core.checks import is_int, is_number
 from ckptplan.core.errors import InfeasibleBudgetError, InvalidInputError
 from ckptplan.core.plan import Plan, status_of
 from ckptplan.core.profile import Profile
@@ -55,7 +56,7 @@ def frontier_profile(
     InvalidInputError
         If `points` is below 2, or the other arguments can't be used.
     """
-    if isinstance(points, bool) or not isinstance(points, int) or points < 2:
+    if not is_int(points) or points < 2:
         raise InvalidInputError(f"points={points!r} must be a whole number, 2 or more: the two ends of the frontier")
     began_s = time.monotonic()
     each = replace(limits, time_limit_s=limits.time_limit_s / (points + 1), on_plan=None)
@@ -165,7 +166,7 @@ def smallest_within(
     InvalidInputError
         If `max_overhead` is not a number, 0 or more.
     """
-    if isinstance(max_overhead, bool) or not isinstance(max_overhead, (int, float)) or not 0 <= max_overhead < math.inf:
+    if not is_number(max_overhead) or not 0 <= max_overhead < math.inf:
         raise InvalidInputError(f"max_overhead={max_overhead!r} must be a number, 0 or more; 0.10 stands for 10 %")
     parameters = parameters or DEFAULT
     share = parameters.small_share

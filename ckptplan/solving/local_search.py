@@ -144,20 +144,19 @@ class LocalSearch:
         return tuple(best), segments, best_s
 
     def search(
-        self, codes: Sequence[int], segments: Segments, deadline: float, *, rounds: int | None = None
+        self, codes: Sequence[int], segments: Segments, deadline: float
     ) -> Iterator[tuple[tuple[int, ...], Segments, float]]:
-        """Ever better plans, until nothing helped for `rounds` rounds (`Parameters.rounds` by default), or `deadline`.
+        """Ever better plans, until nothing helped for `Parameters.rounds` rounds, or `deadline`.
 
         Windows of stages are solved exactly, and other segments are tried with options to suit; then the same from
         plans changed at random, which may be somewhat worse.
         """
         near, cycle = self.parameters.near, max(1, self.parameters.cycle)
-        rounds = self.parameters.rounds if rounds is None else rounds
         best = self._settle((list(codes), segments, self.cost(codes, segments)), deadline)
         best_s = best[2]
         yield tuple(best[0]), best[1], best_s
         at, idle = best, 0
-        while idle < rounds and time.monotonic() < deadline:
+        while idle < self.parameters.rounds and time.monotonic() < deadline:
             idle += 1
             found = self._kicked(at, deadline)
             if found is None:

@@ -1,7 +1,7 @@
 """Numbers that the search goes by, and the tolerances of its proofs.
 
 `Parameters` hold what may be chosen: no value makes an answer wrong, it makes it late, or less good, or less proven.
-The tolerances below them are what floating-point sums and other solvers lose, and are no matter of choice.
+The tolerances above them are what floating-point sums and other solvers lose, and are no matter of choice.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
+from ckptplan.core.checks import is_int, is_number
 from ckptplan.core.errors import InvalidInputError
 
 ROUNDING = 1e-9
@@ -110,9 +111,9 @@ class Parameters:
             name, value = field.name, getattr(self, field.name)
             if isinstance(field.default, int):
                 least = {"least_width": 1, "width_factor": 2}.get(name, 0)
-                if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                if not is_int(value) or value < least:
                     raise InvalidInputError(f"{name}={value!r} must be a whole number, {least} or more")
-            elif isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            elif not is_number(value) or not 0 < value < math.inf:
                 raise InvalidInputError(f"{name}={value!r} must be a finite number above 0")
             elif name.endswith("_share") and value > 1:
                 raise InvalidInputError(f"{name}={value!r} is a share: at most 1")

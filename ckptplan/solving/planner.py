@@ -174,7 +174,6 @@ class _PlanSearch:
     host_bytes: int | None
     deadline: float
     more_s: float = 0.0
-    searches: int = field(default=0, init=False)
     refined: Schedule | None = field(default=None, init=False)
     steer: Steering | None = field(default=None, init=False)
     width: int = field(default=0, init=False)
@@ -342,11 +341,8 @@ class _PlanSearch:
 
     def fit_segments(self, dp: SegmentDp, until: float) -> None:
         """Where the program's bytes are an estimate, bisect for the largest budget for it whose plan truly fits."""
-        least, most = 0.0, self.budget_bytes * REACH
-        asked, enough = (
-            float(self.budget_bytes),
-            CLOSE,
-        )  # where memory is tightest one of some thousand budgets has a plan
+        least, asked, most = 0.0, float(self.budget_bytes), self.budget_bytes * REACH
+        enough = CLOSE  # where memory is tightest one of some thousand budgets has a plan
         while True:
             found = dp.plan(int(asked))
             fits = False
@@ -425,8 +421,8 @@ class _PlanSearch:
         """Take a bound on what candidates take with this search's link."""
         self.incumbent.prove(bound_s - self.more_s)
 
-    def local_search(self, seed: int = 0) -> LocalSearch:
-        """A local search, whose plans are looked at on the way."""
+    def local_search(self, seed: int) -> LocalSearch:
+        """A local search, whose plans are looked at on the way; `seed` counts from the caller's."""
         incumbent = self.incumbent
         return LocalSearch(
             incumbent.evaluator, self.space, self.budget_bytes, self.limits.seed + seed, incumbent.glance
@@ -434,7 +430,7 @@ class _PlanSearch:
 
     def polish(self, until: float) -> None:
         """Small changes of the best lazy plan, and of the label DP's with other segments, which may lead further."""
-        lazy, search = self.incumbent.lazy, self.local_search()
+        lazy, search = self.incumbent.lazy, self.local_search(0)
         starts = [] if lazy is None else [(lazy.codes, lazy.segments)]
         starts += [(codes, segments) for segments, (_, codes) in sorted(self.finalists.items(), key=lambda f: f[1])]
         for start in starts:
@@ -451,8 +447,7 @@ class _PlanSearch:
         """Local search from the best lazy plan until many rounds gave nothing."""
         if (lazy := self.incumbent.lazy) is None:
             return
-        self.searches += 1
-        for codes, segments, _ in self.local_search(self.searches).search(lazy.codes, lazy.segments, until):
+        for codes, segments, _ in self.local_search(1).search(lazy.codes, lazy.segments, until):
             self.incumbent.offer(codes, segments)
             self.take_mixed()
             if self.incumbent.closed:
@@ -522,13 +517,14 @@ class _PlanSearch:
             if found.solution is not None:
                 codes, segments, transfers = found.solution
                 incumbent.offer(codes, segments)
-                until, evaluator = _after(self.parameters.small_share, self.deadline), incumbent.evaluator
+                evaluator, small_share = incumbent.evaluator, self.parameters.small_share
+                until = _after(small_share, self.deadline)
                 schedule = evaluator.transferred(codes, segments, transfers, self.budget_bytes, until)
                 if schedule is not None:
                     incumbent.take(schedule)
                 schedule = evaluator.schedule(codes, self.budget_bytes, segments)
                 if schedule is not None and not incumbent.closed:
-                    self.retimed(schedule, _after(self.parameters.small_share, self.deadline))
+                    self.retimed(schedule, _after(small_share, self.deadline))
         incumbent.report()
         incumbent.part = within
 
