@@ -151,12 +151,13 @@ class LocalSearch:
         Windows of stages are solved exactly, and other segments are tried with options to suit; then the same from
         plans changed at random, which may be somewhat worse.
         """
-        near, cycle = self.parameters.near, max(1, self.parameters.cycle)
+        near, rounds = self.parameters.near, self.parameters.rounds
+        cycle = max(1, rounds // 2)
         best = self._settle((list(codes), segments, self.cost(codes, segments)), deadline)
         best_s = best[2]
         yield tuple(best[0]), best[1], best_s
         at, idle = best, 0
-        while idle < self.parameters.rounds and time.monotonic() < deadline:
+        while idle < rounds and time.monotonic() < deadline:
             idle += 1
             found = self._kicked(at, deadline)
             if found is None:

@@ -55,11 +55,9 @@ class Parameters:
         Most additions of the segment DP, about a second per billion, and bytes of its tables; where nothing moves, it
         may be the proof.
     rounds : int
-        Rounds in which the local search may find nothing.
+        Rounds in which the local search may find nothing; after half of them it goes back to the best plan.
     pairs : int
         Most pairs of changes that it tries from each plan.
-    cycle : int
-        Rounds after which it goes back to the best plan.
     near : float
         Relative difference of two plans' seconds that is small: the worse one may still lead to a better one, and a
         faster one whose times aren't known that well may be given up.
@@ -96,7 +94,6 @@ class Parameters:
     still_additions: int = 1_500_000_000
     rounds: int = 100
     pairs: int = 2000
-    cycle: int = 40
     near: float = 0.01
     mixed_stages: int = 100
     cp_sat_stages: int = 40

@@ -181,6 +181,7 @@ class _PlanSearch:
     complete: bool = field(default=True, init=False)
     finalists: dict[Segments, tuple[float, tuple[int, ...]]] = field(default_factory=dict, init=False)
     polished: set[tuple[tuple[int, ...], Segments]] = field(default_factory=set, init=False)
+    likely: Segments = field(default=(), init=False)
     beside: list[process.Running] = field(default_factory=list, init=False)
     space: PlanSpace = field(init=False)
 
@@ -261,9 +262,10 @@ class _PlanSearch:
         taken_s = time.monotonic() - begin
         yield _Part("local search", self.polish, p.large_share if long else p.small_share)
         if not long:
-            self.begin_mixed("scip")
-            yield _Part("transfers", self.transfers, p.small_share)
             yield _Part("bound", self.bound, p.large_share)
+            # Where the whole program is large, first with the few segments that a linear program has.
+            self.begin_mixed("scip", self.likely if self.space.segments and n > p.cp_sat_stages else None)
+            yield _Part("transfers", self.transfers, p.small_share)
         self.complete = True  # the first round has a share of the time alone
         while self.complete and self.left_s() > taken_s:
             if self.depth < p.nesting:
@@ -412,6 +414,7 @@ class _PlanSearch:
             on_bound=self.prove,
         )
         self.prove(float(bound.bound_s))
+        self.likely = bound.segments
         if (prices := bound.prices) is not None:
             self.mix(prices.launch)
             if self.steer is None:
@@ -465,10 +468,10 @@ class _PlanSearch:
         if found is not None:
             self.incumbent.take(found)
 
-    def begin_mixed(self, solver: process.Solver) -> None:
-        """Let a solver of the mixed-integer program run beside what follows."""
+    def begin_mixed(self, solver: process.Solver, among: Segments | None = None) -> None:
+        """Let a solver of the mixed-integer program run beside what follows, with all segments or with a few."""
         p, best = self.parameters, self.incumbent.best
-        share_s = (1 - p.last_share) * self.left_s()
+        share_s = (1 - p.last_share if among is None else p.large_share) * self.left_s()
         if self.incumbent.closed or len(self.space.menu) > p.mixed_stages or share_s < p.least_s or best is None:
             return
         problem = process.Problem(
@@ -480,6 +483,7 @@ class _PlanSearch:
             best.step_s + self.more_s,
             self.limits.seed,
             self.limits.workers or 1,
+            among,
         )
         # Of the gap that is wanted a part is for what the program leaves out.
         running = process.begin(solver, problem, time.monotonic() + share_s, self.incumbent.gap * p.small_share)
@@ -510,9 +514,11 @@ class _PlanSearch:
         incumbent.begin("mixed-integer program")
         found = running.found(self.deadline)
         self.beside.remove(running)
+        whole = running.problem.among is None
         if found is not None:
-            self.prove(found.bound_s)
-            if found.complete:
+            if whole:
+                self.prove(found.bound_s)
+            if whole and found.complete:
                 self.end_mixed()
             if found.solution is not None:
                 codes, segments, transfers = found.solution
@@ -525,6 +531,8 @@ class _PlanSearch:
                 schedule = evaluator.schedule(codes, self.budget_bytes, segments)
                 if schedule is not None and not incumbent.closed:
                     self.retimed(schedule, _after(small_share, self.deadline))
+        if not whole:
+            self.begin_mixed("scip")
         incumbent.report()
         incumbent.part = within
 

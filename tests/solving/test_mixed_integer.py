@@ -12,15 +12,19 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import brute_force
 import pytest
+from ortools.math_opt.python import mathopt
 from random_chains import homogeneous_chain, odd_chain, random_chain
+from steered import steer
 
 from ckptplan.core.option import ACTIONS, Option
 from ckptplan.core.profile import Profile
 from ckptplan.core.request import Limits
+from ckptplan.core.segment import Segment
 from ckptplan.core.stage import Stage
 from ckptplan.referee import simulate, validate
 from ckptplan.solving.bound import cp_sat, process, scip
@@ -117,6 +121,55 @@ def test_it_is_used_where_the_linear_bound_leaves_a_gap() -> None:
     assert "mixed-integer program" in parts
     linear = lower_bound(profile, menus(profile, ACTIONS), budget, deadline=time.monotonic() + 60)
     assert linear.bound_s <= plan.lower_bound_s <= simulate(profile, plan).makespan_s * ROUNDING
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "possible"),
+    [
+        ((0, 1), (1, 2), False),
+        ((0, 2), (2, 3), False),
+        ((1, 2), (2, 4), False),
+        ((0, 2), (1, 3), False),
+        ((0, 1), (0, 2), True),
+        ((1, 2), (0, 3), True),
+        ((0, 1), (2, 3), True),
+    ],
+)
+def test_inner_segments_do_not_cross(one: tuple[int, int], other: tuple[int, int], possible: bool) -> None:
+    """Two that do would drop what they share for the time of one: a bound below every plan's time."""
+    profile = homogeneous_chain(7, link_ratio=0.5)
+    model = problem_of(profile, 4 * everything_kept_bytes(profile)).model()
+    model.require(model.w[one] + model.w[other] >= 2)
+    result = mathopt.solve(model.model, mathopt.SolverType.GSCIP)
+    assert result.has_primal_feasible_solution() == possible
+
+
+def test_a_few_segments_and_those_in_them() -> None:
+    profile = homogeneous_chain(9, link_ratio=0.5)
+    among = (Segment(0, 4, (Segment(1, 3),)), Segment(5, 7))
+    model = replace(problem_of(profile, everything_kept_bytes(profile)), among=among).model()
+    assert set(model.y) == {(0, 4), (5, 7)}
+    assert set(model.w) == {(0, 0), (0, 1), (0, 2), (0, 3), (1, 1), (1, 2), (1, 3), (5, 5), (5, 6)}
+    assert not replace(problem_of(profile, everything_kept_bytes(profile)), among=()).model().y
+
+
+def test_a_program_with_a_few_segments_suggests_plans_and_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    profile, budget = one_with_a_gap()
+    steer(monkeypatch, cp_sat_stages=0)
+    best = solve_profile(profile, budget, Limits(gap=0.0, time_limit_s=20))
+    asked: list[process.Problem] = []
+
+    def begin(solver: process.Solver, problem: process.Problem, *_: float) -> Any:
+        asked.append(problem)
+        if problem.among is None:
+            return None
+        found = process.Found(10 * best.step_s, None, complete=True)
+        return SimpleNamespace(problem=problem, done=True, found=lambda _: found, end=lambda: None)
+
+    monkeypatch.setattr(process, "begin", begin)
+    plan = solve_profile(profile, budget, Limits(gap=0.0, time_limit_s=20))
+    assert [problem.among is None for problem in asked] == [False, True]
+    assert plan.lower_bound_s <= best.step_s
 
 
 def test_a_solution_with_crossing_segments_gives_a_tree() -> None:

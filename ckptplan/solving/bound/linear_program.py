@@ -38,7 +38,7 @@ import numpy as np
 from ckptplan.core.segment import Segment
 from ckptplan.solving.bound.relaxation import Chain, Floats
 from ckptplan.solving.interruptible import interruptible
-from ckptplan.solving.parameters import LARGE
+from ckptplan.solving.parameters import LARGE, SOLVER_ERROR
 
 
 @dataclass(slots=True)
@@ -82,6 +82,7 @@ class Master:
         self.lp: Any = pywraplp.Solver.CreateSolver("GLOP")
         self.big = big = self.lp.infinity()
         self.x: list[list[Any]] = []
+        self.columns: list[tuple[Segment, Any]] = []
         n = c.n
         lp = self.lp
         self.excess = lp.NumVar(0, big, "z")
@@ -202,6 +203,7 @@ class Master:
         """Add a segment."""
         a, b = column.tree.first, column.tree.last
         var = self.lp.NumVar(0, self.big, "")
+        self.columns.append((column.tree, var))
         self._takes(var, float(column.seconds.sum()), column.launch)
         for k in range(a, b + 1):
             self.cover[k].SetCoefficient(var, 1)
@@ -218,6 +220,10 @@ class Master:
         if self.lanes and column.moves:
             _, limit = self._moved(a, b)
             limit.SetCoefficient(var, -float(column.moves))
+
+    def used(self) -> tuple[Segment, ...]:
+        """The segments that have a share in the solution."""
+        return tuple(tree for tree, var in self.columns if var.solution_value() > SOLVER_ERROR)
 
     def _solved(self, seconds: float) -> bool:
         """Solve within `seconds`."""

@@ -34,7 +34,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -127,9 +127,13 @@ class MixedModel:
         Most bytes moved in all.
     segments : bool
         Whether plans may have segments.
+    among : sequence of Segment, optional
+        The only ones that may be outermost. Those within them are theirs, at any depth, or begin like one of these.
     most_s : float
         Seconds of a step: segments whose sweeps alone take it longer are left out.
     """
+
+    among: Sequence[Segment] | None = None
 
     def __init__(
         self,
@@ -139,8 +143,10 @@ class MixedModel:
         *,
         host_bytes: int | None = None,
         segments: bool = True,
+        among: Sequence[Segment] | None = None,
         most_s: float = math.inf,
     ) -> None:
+        self.among = among
         self.begin(profile, menu, segments, max(1, budget_bytes), unit_of_time(profile.baseline_step_s))
         self.room: Any = 1.0
         self.most = 1.0
@@ -232,10 +238,14 @@ class MixedModel:
     def add_segments(self) -> None:
         """y[a,b], and Y[a,k], the sum of y[a',b] over a' <= a and b >= k."""
         n = self.n
-        self.sweeps = {
-            (a, b): rules.sweep_of(self.profile, Segment(a, b)) for a in range(n) for b in self.space.ends(a, a, n)
-        }
-        self.y = {c: self.choice() for c in self.sweeps if c[0] < c[1] and self.segment_s(c) <= self.slack_s}
+        every = [(a, b) for a in range(n) for b in self.space.ends(a, a, n)]
+        outer = {c for c in every if c[0] < c[1]}
+        if self.among is not None:
+            named = {(a, k) for segment in self.among for a, b in _intervals(segment) for k in range(a, b + 1)}
+            every = [c for c in every if c in named]
+            outer &= {(segment.first, segment.last) for segment in self.among}
+        self.sweeps = {c: rules.sweep_of(self.profile, Segment(*c)) for c in every}
+        self.y = {c: self.choice() for c in every if c in outer and self.segment_s(c) <= self.slack_s}
         self.around = [[c for c in self.y if c[0] <= i <= c[1]] for i in range(n)]
         self.sums: dict[tuple[int, int], Any] = {}
         for a in range(n):
@@ -330,6 +340,7 @@ class MixedModel:
         self.ending = [[var for (_, b), var in self.w.items() if b == k] for k in range(n)]
         for ending in self.ending:
             self.require(self.sum(ending) <= 1)
+        self.forbid_crossing()
         self.e: dict[tuple[int, int], Any] = {}
         for j in range(n):
             for k in range(j + 1, n):
@@ -339,6 +350,21 @@ class MixedModel:
                     var = self.e[j, k] = self.implied()
                     self.require(var <= self.sum(inner))
                     self.require(var <= self.whole(j, k))
+
+    def forbid_crossing(self) -> None:
+        """Of two inner segments one is in the other, or they are apart: of `a..b` and `c..d`, not a < c <= b < d."""
+        for c in range(1, self.n):
+            beyond: Any = None  # whether one begins with c and ends behind b
+            for b in reversed(range(c, self.n)):
+                before = [self.w[a, b] for a in range(c) if (a, b) in self.w]
+                if before and beyond is not None:
+                    self.require(self.sum([*before, beyond]) <= 1)
+                if (c, b) in self.w:
+                    longer, beyond = beyond, self.w[c, b]
+                    if longer is not None:
+                        beyond = self.implied()
+                        self.require(beyond >= longer)
+                        self.require(beyond >= self.w[c, b])
 
     def add_holders(self) -> None:
         """Who holds which storage from its forward on, by options and segments, and the OR of them."""
@@ -755,6 +781,13 @@ class PeakModel(MixedModel):
                 else:
                     away[k].append(moved)
         return [self.sum(terms) for terms in away]
+
+
+def _intervals(segment: Segment) -> Iterator[tuple[int, int]]:
+    """First and last stage of a segment, and of those in it."""
+    yield segment.first, segment.last
+    for inner in segment.inner:
+        yield from _intervals(inner)
 
 
 def _tree(segment: tuple[int, int], inner: Sequence[tuple[int, int]]) -> Segment:

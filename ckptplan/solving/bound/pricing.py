@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ckptplan.core.profile import Profile
+from ckptplan.core.segment import Segment
 from ckptplan.solving.bound.linear_program import Duals, Master
 from ckptplan.solving.bound.relaxation import Chain, Floats, Intervals
 from ckptplan.solving.bound.trees import Costs, LinearTrees, MissingColumns
@@ -71,11 +72,14 @@ class Bound:
         None where no linear program was solved in time.
     complete : bool
         Whether the linear relaxation over all segments was solved to its end.
+    segments : tuple of Segment
+        Those that have a share in its last solution.
     """
 
     bound_s: float
     prices: Prices | None
     complete: bool
+    segments: tuple[Segment, ...] = ()
 
 
 def lower_bound(
@@ -132,6 +136,7 @@ class _Bounder:
     complete: bool = False
     duals: Duals | None = None
     trees: LinearTrees | None = None
+    used: tuple[Segment, ...] = ()
 
     def run(self) -> Bound:
         """Columns until no segment is missing."""
@@ -139,7 +144,7 @@ class _Bounder:
             return Bound(math.inf, None, True)
         self.chain = Chain(self.profile, self.menu, self.budget_bytes, self.host_bytes, segments=self.segments)
         self.generate()
-        return Bound(self.seconds(self.best), self.prices(), self.complete)
+        return Bound(self.seconds(self.best), self.prices(), self.complete, self.used)
 
     @property
     def is_enough(self) -> bool:
@@ -167,6 +172,7 @@ class _Bounder:
             duals = master.solve(left)
             if duals is None:
                 return
+            self.used = master.used()
             trees = LinearTrees(intervals, Costs.of(chain, duals))
             ahead, _ = trees.path()
             value = 1.0 + trees.constant + float(ahead[-1])

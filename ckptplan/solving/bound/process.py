@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import IO, Literal, NamedTuple
 
 from ckptplan.core.profile import Profile
+from ckptplan.core.segment import Segment
 from ckptplan.solving.bound.mixed_integer import MixedModel, Suggestion
 from ckptplan.solving.interruptible import POLL_S
 from ckptplan.solving.parameters import CLOSE
@@ -30,7 +31,7 @@ Solver = Literal["scip", "cp_sat"]
 class Problem:
     """What the program is made from (see `MixedModel`), and the time of a plan that is known.
 
-    `seed` and `workers` are CP-SAT's.
+    `seed` and `workers` are CP-SAT's. With `among` its optimum bounds no other plans.
     """
 
     profile: Profile
@@ -41,6 +42,7 @@ class Problem:
     below_s: float = math.inf
     seed: int = 0
     workers: int = 1
+    among: Sequence[Segment] | None = None
 
     @property
     def limit_s(self) -> float:
@@ -55,6 +57,7 @@ class Problem:
             self.budget_bytes,
             host_bytes=self.host_bytes,
             segments=self.segments,
+            among=self.among,
             most_s=self.limit_s,
         )
 
@@ -78,8 +81,8 @@ class Found(NamedTuple):
 class Running:
     """The process at work on a problem."""
 
-    def __init__(self, process: subprocess.Popen[bytes], answer: IO[bytes]) -> None:
-        self.process, self.answer = process, answer
+    def __init__(self, problem: Problem, process: subprocess.Popen[bytes], answer: IO[bytes]) -> None:
+        self.problem, self.process, self.answer = problem, process, answer
 
     @property
     def done(self) -> bool:
@@ -130,7 +133,7 @@ def begin(solver: Solver, problem: Problem, deadline: float, gap: float) -> Runn
         process = subprocess.Popen(command, stdin=question, stdout=answer, stderr=subprocess.DEVNULL)
         files.pop_all()
         question.close()
-        return Running(process, answer)
+        return Running(problem, process, answer)
     return None
 
 

@@ -21,6 +21,12 @@ LEFT_OUT = {
     "separating/maxrounds": 0,
 }
 """Parts of its presolve, and its cuts, that take more than half of the time on these problems and gain little."""
+BRANCHING = {
+    "branching/relpscost/initcand": 10,
+    "branching/relpscost/inititer": 10,
+    "branching/relpscost/maxlookahead": 3,
+}
+"""Strong branching on fewer variables, with fewer iterations each: its defaults take half of the time at the root."""
 
 
 def solve(problem: Problem, deadline: float, gap: float) -> Found:
@@ -35,7 +41,7 @@ def solve(problem: Problem, deadline: float, gap: float) -> Found:
     # has called a plan optimal that wasn't.
     gscip: Any = gscip_pb2.GScipParameters(
         real_params={"numerics/dualfeastol": ROUNDING},
-        int_params=LEFT_OUT,
+        int_params=LEFT_OUT | BRANCHING,
     )
     if limit < math.inf:
         gscip.objective_limit = limit
