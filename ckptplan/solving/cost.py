@@ -484,6 +484,13 @@ class Evaluator:
         found = self.search(lazy.codes, budget_bytes, lazy.segments).improved(start, deadline)
         return None if found is start else self.with_moves(lazy.codes, lazy.segments, found)
 
+    def fewer_transfers(self, schedule: Schedule, budget_bytes: int, most_s: float) -> Schedule:
+        """A plan in fewer transfers by which its step takes no longer than `most_s`."""
+        start = Moves.of(schedule.step_s, schedule.choices, self.options(schedule.codes), self.profile)
+        search = self.search(schedule.codes, budget_bytes, schedule.segments)
+        found = search.fewer(start, search.order_of(start), most_s)
+        return schedule if found is start else self.with_moves(schedule.codes, schedule.segments, found)
+
     def transferred(
         self,
         codes: Sequence[int],

@@ -100,7 +100,7 @@ def solve_profile(
     slower = simplest.step_s / best.step_s - 1
     note = (
         f"a plan that is {slower:.2%} faster by the profile was found and not taken: that is within the error of its "
-        "measured times, and this one moves less or decides less"
+        "measured times, and this one moves less, decides less or has fewer transfers"
     )
     return replace(plan, notes=(*plan.notes, note))
 
@@ -443,7 +443,8 @@ class _PlanSearch:
             codes, segments, _ = search.improve(*start, until)
             self.incumbent.offer(codes, segments)
             self.polished.add((codes, segments))
-            if time.monotonic() > until:
+            self.take_mixed()
+            if self.incumbent.closed or time.monotonic() > until:
                 break
 
     def search(self, until: float) -> None:
@@ -485,8 +486,9 @@ class _PlanSearch:
             self.limits.workers or 1,
             among,
         )
-        # Of the gap that is wanted a part is for what the program leaves out.
-        running = process.begin(solver, problem, time.monotonic() + share_s, self.incumbent.gap * p.small_share)
+        # Of the gap that is wanted a part is for what the program leaves out; a plan alone need not be the best one.
+        gap = self.incumbent.gap if among is None else max(self.incumbent.gap, p.near)
+        running = process.begin(solver, problem, time.monotonic() + share_s, gap * p.small_share)
         if running is not None:
             self.beside.append(running)
 

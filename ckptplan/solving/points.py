@@ -289,17 +289,54 @@ class MovesSearch:
         """`start` with parts added, taken off and divided, and neighbours in the queue exchanged, while that is faster.
 
         Its copies go where they went: to the disk those of the stages whose copies did, and only they. Dividing all
-        that moves is tried however late it is.
+        that moves is tried however late it is. What is no faster by itself then goes with another transfer.
         """
-        on_disk, needed = start.on_disk, self.residency.needed
+        best, order = self._faster(start, deadline)
+        return self.fewer(best, order, best.seconds)
+
+    def fewer(self, start: Moves, order: Sequence[Item], most_s: float) -> Moves:
+        """`start`, whose items come back in this order, in fewer transfers by which the step is within `most_s`."""
+        best, order = start, list(order)
+        for stage in range(self.n):
+            items = [item for item in order if item.stage == stage]
+            while len(items) > 1:
+                ends = [(0, len(items)), *((at, at + 2) for at in range(len(items) - 1))]
+                for a, b in ends:
+                    one = self.item(stage, sorted(p for item in items[a:b] for p in item.positions))
+                    fewer = [*items[:a], one, *items[b:]]
+                    changed = self._with_stage(order, stage, fewer)
+                    found = self.followed(changed, start.on_disk, most_s * (1 + 2 * EQUAL_S))
+                    if found is not None:
+                        best, order, items = found, changed, fewer
+                        break
+                else:
+                    break
+        return best
+
+    def order_of(self, moves: Moves) -> list[Item]:
+        """What moves, in the order in which it comes back."""
+        sent = [(i, sending) for i, sendings in enumerate(moves.sendings) for sending in sendings]
+        sent.sort(key=lambda pair: (pair[1].prefetch, pair[0]))
+        return [self.item(i, [p for p in sending.moves if p in self.sizes_of[i]]) for i, sending in sent]
+
+    def _with_stage(self, order: Sequence[Item], stage: int, items: Sequence[Item]) -> list[Item]:
+        """These items with others of one stage, where it is its turn."""
+        needed = self.residency.needed
+        others = [item for item in order if item.stage != stage]
+        at = next((k for k, item in enumerate(order) if item.stage == stage), None)
+        if at is None:  # where it would join in the stages' order
+            at = sum((needed[item.stage], item.stage) < (needed[stage], stage) for item in others)
+        at = min(at, len(others))
+        return [*others[:at], *items, *others[at:]]
+
+    def _faster(self, start: Moves, deadline: float) -> tuple[Moves, list[Item]]:
+        """`improved` but for what goes together, and the order in which its items come back."""
+        on_disk = start.on_disk
         least_s = max(sum(self.forward_s) + self.compute_s, self.profile.baseline_step_s, self.residency.launch_s)
         least_s *= 1 + EQUAL_S
+        best, order = start, self.order_of(start)
         if start.seconds <= least_s:
-            return start
-        best = start
-        sent = [(i, sending) for i, sendings in enumerate(start.sendings) for sending in sendings]
-        sent.sort(key=lambda pair: (pair[1].prefetch, pair[0]))
-        order = [self.item(i, [p for p in sending.moves if p in self.sizes_of[i]]) for i, sending in sent]
+            return best, order
 
         def tried(items: list[Item]) -> bool:
             """Take these items, in the order in which they come back, if that is faster."""
@@ -310,15 +347,6 @@ class MovesSearch:
             best, order = found, items
             return True
 
-        def with_stage(stage: int, items: Sequence[Item]) -> list[Item]:
-            """The items of now with others of one stage, where it is its turn."""
-            others = [item for item in order if item.stage != stage]
-            at = next((k for k, item in enumerate(order) if item.stage == stage), None)
-            if at is None:  # where it would join in the stages' order
-                at = sum((needed[item.stage], item.stage) < (needed[stage], stage) for item in others)
-            at = min(at, len(others))
-            return [*others[:at], *items, *others[at:]]
-
         tried([part for item in order for part in self._divided(item)])
         better = True
         while better:
@@ -326,15 +354,15 @@ class MovesSearch:
             for stage in range(self.n):
                 for change in self._changes(stage, [item for item in order if item.stage == stage]):
                     if best.seconds <= least_s or time.monotonic() > deadline:
-                        return best
-                    if tried(with_stage(stage, change)):
+                        return best, order
+                    if tried(self._with_stage(order, stage, change)):
                         better = True
                         break
             for at in range(len(order) - 1):
                 if best.seconds <= least_s or time.monotonic() > deadline:
-                    return best
+                    return best, order
                 better |= tried([*order[:at], order[at + 1], order[at], *order[at + 2 :]])
-        return best
+        return best, order
 
     def _divided(self, item: Item) -> list[Item]:
         """An item as several, the largest storages by themselves."""

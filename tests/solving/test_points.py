@@ -120,8 +120,12 @@ def test_the_fastest_moves_are_those_of_brute_force() -> None:
     assert shorter > 5
 
 
+def count(moves: Moves) -> int:
+    return sum(map(len, moves.sendings))
+
+
 def test_changes_never_make_a_step_longer_and_their_costs_are_the_referees() -> None:
-    shorter = 0
+    shorter = fewer = fewest = 0
     for seed in range(150):
         rng = random.Random(seed)
         profile = random_chain(seed, rng.randint(4, 14))
@@ -135,7 +139,16 @@ def test_changes_never_make_a_step_longer_and_their_costs_are_the_referees() -> 
         lazy = evaluator.schedule(codes, budget, segments)
         assert lazy is not None
         start = Moves.of(lazy.step_s, lazy.choices, evaluator.options(lazy.codes), profile)
-        found = evaluator.search(lazy.codes, budget, segments).improved(start, deadline=float("inf"))
+        search = evaluator.search(lazy.codes, budget, segments)
+        found = search.improved(start, deadline=float("inf"))
+        # What gains nothing by itself goes with others, and more does where some time may be lost.
+        apart, order = search._faster(start, deadline=float("inf"))
+        assert found.seconds <= apart.seconds * ROUNDING
+        assert count(found) <= count(apart)
+        fewer += count(found) < count(apart)
+        together = search.fewer(apart, order, apart.seconds * 1.05)
+        assert together.seconds <= apart.seconds * 1.05 * ROUNDING
+        fewest += count(together) < count(found)
         least_s = float(evaluator.least_s(np.array([lazy.codes], np.int8), budget, segments)[0])
         assert least_s <= found.seconds * ROUNDING
         assert found.seconds <= lazy.step_s
@@ -147,6 +160,8 @@ def test_changes_never_make_a_step_longer_and_their_costs_are_the_referees() -> 
             assert schedule.step_s <= found.seconds * ROUNDING
             shorter += 1
     assert shorter > 10
+    assert fewer > 3
+    assert fewest > 3
 
 
 def of_parts(sizes: list[int], needs: int, link: Link) -> Profile:
