@@ -10,7 +10,7 @@ makes the optimum lower.
 | y[a,b]    | an outermost segment a..b                                                                          |
 | m[i]      | stage i is in a segment and moves what it holds there                                              |
 | Y[a,k]    | an outermost segment with all of a..k in it                                                        |
-| w[a,b]    | a segment a..b within another one, at any depth                                                    |
+| w[a,b]    | a segment a..b within another one, at any depth; no two of them cross                              |
 | e[j,k]    | in backward step k, stage j's storages have been dropped: an inner segment with it ends before k    |
 | M[o]      | bytes that stage o moves                                                                           |
 | z[s,k]    | the transfer of storage s, a large one, is done when step k starts; one for each lane              |
