@@ -343,10 +343,10 @@ def complaints(cells: list[Cell]) -> list[str]:
         where = f"{c.model} at {c.percents[0]:g} %"
         if c.ours is None:
             found.append(f"{where}: no plan of ours at the measured peak of {c.rival}")
-        if c.outcome == "lost" and c.rival == GREEDY:
-            found.append(f"{where}: greedy is faster")
         elif c.ours.measured_peak_bytes > c.theirs.measured_peak_bytes:
             found.append(f"{where}: our measured peak is above that of {c.rival}")
+        if c.outcome == "lost" and c.rival == GREEDY:
+            found.append(f"{where}: greedy is faster")
         if c.gradients != "equal":
             found.append(f"{where}: gradients differ from the plain model's")
     return found
@@ -367,6 +367,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.quick:
         args.models, args.rounds, args.copies, args.time_limit = "gpt2,unet", 4, 2, 2.0
+    if args.copies < 1 or args.rounds < args.copies or args.rounds % args.copies:
+        parser.error(f"--rounds {args.rounds} must be a multiple of --copies {args.copies}, 1 or more")
     keep_pages(True)
     torch.set_num_threads(args.threads)
     began = time.perf_counter()

@@ -484,11 +484,11 @@ class Evaluator:
         found = self.search(lazy.codes, budget_bytes, lazy.segments).improved(start, deadline)
         return None if found is start else self.with_moves(lazy.codes, lazy.segments, found)
 
-    def fewer_transfers(self, schedule: Schedule, budget_bytes: int, most_s: float) -> Schedule:
-        """A plan in fewer transfers by which its step takes no longer than `most_s`."""
+    def joined(self, schedule: Schedule, budget_bytes: int, most_s: float, deadline: float) -> Schedule:
+        """A plan with transfers of the same stage joined while its step takes no longer than `most_s`."""
         start = Moves.of(schedule.step_s, schedule.choices, self.options(schedule.codes), self.profile)
         search = self.search(schedule.codes, budget_bytes, schedule.segments)
-        found = search.fewer(start, search.order_of(start), most_s)
+        found = search.joined(start, search.order_of(start), most_s, deadline)
         return schedule if found is start else self.with_moves(schedule.codes, schedule.segments, found)
 
     def transferred(

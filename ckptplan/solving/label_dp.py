@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -220,6 +220,7 @@ class LabelDp:
         prices: Steering | None = None,
         below_s: float = np.inf,
         count: int,
+        between: Callable[[], None] = lambda: None,
     ) -> list[Found]:
         """The fastest plans found, by their fluid time; none after `deadline`.
 
@@ -235,6 +236,8 @@ class LabelDp:
             Labels that can't beat this are dropped.
         count : int
             Most plans to give back.
+        between : callable
+            Called now and then.
         """
         n = len(self.profile.stages)
         self.complete = True
@@ -246,6 +249,7 @@ class LabelDp:
         history: list[list[_Labels]] = []
         self.moves: list[list[list[tuple[int, _Move]]]] = []
         for k in range(n):
+            between()
             now = time.monotonic()
             if now > deadline:
                 self.complete = False

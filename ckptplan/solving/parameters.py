@@ -62,7 +62,8 @@ class Parameters:
         Relative difference of two plans' seconds that is small: the worse one may still lead to a better one, and a
         faster one whose times aren't known that well may be given up.
     mixed_stages, cp_sat_stages : int
-        Longest chains for SCIP and for CP-SAT on the mixed-integer program.
+        Longest chains for SCIP and for CP-SAT on the mixed-integer program. On those too long for CP-SAT, SCIP first
+        solves it with few segments.
     long_chain : int
         Stages from which on the bound comes before the label DP, which it steers, and two stages exchange nothing.
     large_share, small_share, last_share : float

@@ -181,7 +181,7 @@ class _PlanSearch:
     complete: bool = field(default=True, init=False)
     finalists: dict[Segments, tuple[float, tuple[int, ...]]] = field(default_factory=dict, init=False)
     polished: set[tuple[tuple[int, ...], Segments]] = field(default_factory=set, init=False)
-    likely: Segments = field(default=(), init=False)
+    segments_of_bound: Segments | None = field(default=None, init=False)
     beside: list[process.Running] = field(default_factory=list, init=False)
     space: PlanSpace = field(init=False)
 
@@ -263,8 +263,7 @@ class _PlanSearch:
         yield _Part("local search", self.polish, p.large_share if long else p.small_share)
         if not long:
             yield _Part("bound", self.bound, p.large_share)
-            # Where the whole program is large, first with the few segments that a linear program has.
-            self.begin_mixed("scip", self.likely if self.space.segments and n > p.cp_sat_stages else None)
+            self.begin_mixed("scip", self.segments_of_bound if n > p.cp_sat_stages else None)
             yield _Part("transfers", self.transfers, p.small_share)
         self.complete = True  # the first round has a share of the time alone
         while self.complete and self.left_s() > taken_s:
@@ -386,7 +385,14 @@ class _PlanSearch:
         dp = LabelDp(self.space, self.budget_bytes, host_bytes=self.host_bytes, depth=self.depth)
         best_s = math.inf if incumbent.best is None else incumbent.best.step_s
         # It drops what its fluid links, which are inexact, make slower than the best plan by more.
-        found = dp.run(self.width, until, prices=self.steer, below_s=best_s * (1 + p.near), count=p.least_width)
+        found = dp.run(
+            self.width,
+            until,
+            prices=self.steer,
+            below_s=best_s * (1 + p.near),
+            count=p.least_width,
+            between=self.take_mixed,
+        )
         self.complete = dp.complete
         until = max(until, _after(p.large_share, self.deadline))
         self.finalists = {}
@@ -414,7 +420,8 @@ class _PlanSearch:
             on_bound=self.prove,
         )
         self.prove(float(bound.bound_s))
-        self.likely = bound.segments
+        if self.space.segments and (bound.complete or bound.segments):  # else it hasn't come to any
+            self.segments_of_bound = bound.segments
         if (prices := bound.prices) is not None:
             self.mix(prices.launch)
             if self.steer is None:
@@ -470,9 +477,17 @@ class _PlanSearch:
             self.incumbent.take(found)
 
     def begin_mixed(self, solver: process.Solver, among: Segments | None = None) -> None:
-        """Let a solver of the mixed-integer program run beside what follows, with all segments or with a few."""
+        """Let a solver of the mixed-integer program run beside what follows.
+
+        With `among`, its outermost segments are some of these: it is solved several times as fast, for a plan alone.
+        When that has ended, the whole program is begun.
+        """
         p, best = self.parameters, self.incumbent.best
-        share_s = (1 - p.last_share if among is None else p.large_share) * self.left_s()
+        share_s = (1 - p.last_share) * self.left_s()
+        if among is not None and p.large_share * self.left_s() >= p.least_s:
+            share_s = p.large_share * self.left_s()
+        else:
+            among = None
         if self.incumbent.closed or len(self.space.menu) > p.mixed_stages or share_s < p.least_s or best is None:
             return
         problem = process.Problem(

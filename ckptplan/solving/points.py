@@ -9,8 +9,9 @@ first in the queue. What moves, and in which transfers, is chosen here, and then
 - back, in any order, in reversed time: sorted by when they are needed among those with one prefetch point.
 
 For few transfers all choices and orders are tried, and the best schedule is found (`fastest`); for more, parts are
-added, taken off and divided, and neighbours in the queue exchanged, for as long as that makes the step shorter
-(`improved`). The two lanes of a choice have no part in each other (`queues.py`).
+added, taken off and divided, and neighbours in the queue exchanged, for as long as that makes the step shorter, and
+what gains nothing by itself is joined again (`improved`). The two lanes of a choice have no part in each other
+(`queues.py`).
 """
 
 from __future__ import annotations
@@ -289,25 +290,29 @@ class MovesSearch:
         """`start` with parts added, taken off and divided, and neighbours in the queue exchanged, while that is faster.
 
         Its copies go where they went: to the disk those of the stages whose copies did, and only they. Dividing all
-        that moves is tried however late it is. What is no faster by itself then goes with another transfer.
+        that moves is tried however late it is. Transfers of a stage are joined again where that takes no longer.
         """
         best, order = self._faster(start, deadline)
-        return self.fewer(best, order, best.seconds)
+        return self.joined(best, order, best.seconds, deadline)
 
-    def fewer(self, start: Moves, order: Sequence[Item], most_s: float) -> Moves:
-        """`start`, whose items come back in this order, in fewer transfers by which the step is within `most_s`."""
+    def joined(self, start: Moves, order: Sequence[Item], most_s: float, deadline: float) -> Moves:
+        """Join transfers of the same stage while the step takes no longer than `most_s`.
+
+        `order` is what `start` moves, as it comes back. What is joined comes back where the first of it did.
+        """
         best, order = start, list(order)
         for stage in range(self.n):
             items = [item for item in order if item.stage == stage]
             while len(items) > 1:
-                ends = [(0, len(items)), *((at, at + 2) for at in range(len(items) - 1))]
+                ends = dict.fromkeys([(0, len(items)), *((at, at + 2) for at in range(len(items) - 1))])
                 for a, b in ends:
+                    if time.monotonic() > deadline:
+                        return best
                     one = self.item(stage, sorted(p for item in items[a:b] for p in item.positions))
-                    fewer = [*items[:a], one, *items[b:]]
-                    changed = self._with_stage(order, stage, fewer)
+                    changed = [one if item == items[a] else item for item in order if item not in items[a + 1 : b]]
                     found = self.followed(changed, start.on_disk, most_s * (1 + 2 * EQUAL_S))
                     if found is not None:
-                        best, order, items = found, changed, fewer
+                        best, order, items = found, changed, [*items[:a], one, *items[b:]]
                         break
                 else:
                     break
@@ -319,19 +324,9 @@ class MovesSearch:
         sent.sort(key=lambda pair: (pair[1].prefetch, pair[0]))
         return [self.item(i, [p for p in sending.moves if p in self.sizes_of[i]]) for i, sending in sent]
 
-    def _with_stage(self, order: Sequence[Item], stage: int, items: Sequence[Item]) -> list[Item]:
-        """These items with others of one stage, where it is its turn."""
-        needed = self.residency.needed
-        others = [item for item in order if item.stage != stage]
-        at = next((k for k, item in enumerate(order) if item.stage == stage), None)
-        if at is None:  # where it would join in the stages' order
-            at = sum((needed[item.stage], item.stage) < (needed[stage], stage) for item in others)
-        at = min(at, len(others))
-        return [*others[:at], *items, *others[at:]]
-
     def _faster(self, start: Moves, deadline: float) -> tuple[Moves, list[Item]]:
-        """`improved` but for what goes together, and the order in which its items come back."""
-        on_disk = start.on_disk
+        """What `improved` finds before it joins transfers, and the order in which that comes back."""
+        on_disk, needed = start.on_disk, self.residency.needed
         least_s = max(sum(self.forward_s) + self.compute_s, self.profile.baseline_step_s, self.residency.launch_s)
         least_s *= 1 + EQUAL_S
         best, order = start, self.order_of(start)
@@ -347,6 +342,15 @@ class MovesSearch:
             best, order = found, items
             return True
 
+        def with_stage(stage: int, items: Sequence[Item]) -> list[Item]:
+            """The items of now with others of one stage, where it is its turn."""
+            others = [item for item in order if item.stage != stage]
+            at = next((k for k, item in enumerate(order) if item.stage == stage), None)
+            if at is None:  # where it would join in the stages' order
+                at = sum((needed[item.stage], item.stage) < (needed[stage], stage) for item in others)
+            at = min(at, len(others))
+            return [*others[:at], *items, *others[at:]]
+
         tried([part for item in order for part in self._divided(item)])
         better = True
         while better:
@@ -355,7 +359,7 @@ class MovesSearch:
                 for change in self._changes(stage, [item for item in order if item.stage == stage]):
                     if best.seconds <= least_s or time.monotonic() > deadline:
                         return best, order
-                    if tried(self._with_stage(order, stage, change)):
+                    if tried(with_stage(stage, change)):
                         better = True
                         break
             for at in range(len(order) - 1):

@@ -61,9 +61,9 @@ class Simpler:
 
         What is faster by less may not be faster at all. No more than `near` of the step is given up: where times are
         hardly known, a plan that is slower by all that is known is no better. Fewer bytes moved are simpler, then fewer
-        decisions, then fewer transfers. Candidates are `still`, which moves nothing, the best with one change after the
-        other that keeps a stage, moves less of it, or recomputes it in place of moving, and what that gives with a
-        stage's transfers as one.
+        decisions. Candidates are `still`, which moves nothing, and the best with one change after the other that keeps
+        a stage, moves less of it, or recomputes it in place of moving. At last, transfers of one stage are joined as
+        long as the step stays within that error.
         """
         best = self.best
         error_s = min(self.evaluator.profile.step_error * self._changed_s(best), parameters.near * best.step_s)
@@ -83,7 +83,8 @@ class Simpler:
                     break
             else:
                 break
-        self.best = self.evaluator.fewer_transfers(self.best, self.budget_bytes, limit_s)
+        deadline = time.monotonic() + parameters.least_s
+        self.best = self.evaluator.joined(self.best, self.budget_bytes, limit_s, deadline)
         return self.best
 
     def _changed_s(self, schedule: Schedule) -> float:

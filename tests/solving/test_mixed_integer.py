@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 import random
@@ -12,7 +13,6 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, get_args
 
 import brute_force
@@ -27,9 +27,10 @@ from ckptplan.core.request import Limits
 from ckptplan.core.segment import Segment
 from ckptplan.core.stage import Stage
 from ckptplan.referee import simulate, validate
+from ckptplan.solving import planner
 from ckptplan.solving.bound import cp_sat, process, scip
 from ckptplan.solving.bound.mixed_integer import PeakModel, _tree
-from ckptplan.solving.bound.pricing import lower_bound
+from ckptplan.solving.bound.pricing import Bound, lower_bound
 from ckptplan.solving.cost import Evaluator, menus
 from ckptplan.solving.frontier import everything_kept_bytes
 from ckptplan.solving.planner import smallest_peak, solve_profile
@@ -159,17 +160,43 @@ def test_a_program_with_a_few_segments_suggests_plans_and_proves_nothing(monkeyp
     best = solve_profile(profile, budget, Limits(gap=0.0, time_limit_s=20))
     asked: list[process.Problem] = []
 
+    class Ended:
+        """A process that ends while the label DP is at work, with a bound that is none."""
+
+        def __init__(self, problem: process.Problem) -> None:
+            self.problem = problem
+
+        @property
+        def done(self) -> bool:
+            return any(frame.function == "labels" for frame in inspect.stack())
+
+        def found(self, _: float) -> process.Found:
+            return process.Found(10 * best.step_s, None, complete=True)
+
+        def end(self) -> None: ...
+
     def begin(solver: process.Solver, problem: process.Problem, *_: float) -> Any:
         asked.append(problem)
-        if problem.among is None:
-            return None
-        found = process.Found(10 * best.step_s, None, complete=True)
-        return SimpleNamespace(problem=problem, done=True, found=lambda _: found, end=lambda: None)
+        return None if problem.among is None else Ended(problem)
 
     monkeypatch.setattr(process, "begin", begin)
     plan = solve_profile(profile, budget, Limits(gap=0.0, time_limit_s=20))
     assert [problem.among is None for problem in asked] == [False, True]
     assert plan.lower_bound_s <= best.step_s
+
+
+@pytest.mark.parametrize("left_s", [0.9, 5.0])
+def test_the_whole_program_is_begun_where_time_is_short_or_no_segments_are_known(
+    left_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profile, budget = one_with_a_gap()
+    steer(monkeypatch, cp_sat_stages=0)
+    asked: list[process.Problem] = []
+    monkeypatch.setattr(process, "begin", lambda solver, problem, *_: asked.append(problem))
+    if left_s > 1:
+        monkeypatch.setattr(planner, "lower_bound", lambda *_, **__: Bound(0.0, None, complete=False))
+    solve_profile(profile, budget, Limits(gap=0.0, time_limit_s=left_s))
+    assert [problem.among for problem in asked] == [None]
 
 
 def test_a_solution_with_crossing_segments_gives_a_tree() -> None:

@@ -146,7 +146,7 @@ def test_changes_never_make_a_step_longer_and_their_costs_are_the_referees() -> 
         assert found.seconds <= apart.seconds * ROUNDING
         assert count(found) <= count(apart)
         fewer += count(found) < count(apart)
-        together = search.fewer(apart, order, apart.seconds * 1.05)
+        together = search.joined(apart, order, apart.seconds * 1.05, float("inf"))
         assert together.seconds <= apart.seconds * 1.05 * ROUNDING
         fewest += count(together) < count(found)
         least_s = float(evaluator.least_s(np.array([lazy.codes], np.int8), budget, segments)[0])
@@ -158,6 +158,10 @@ def test_changes_never_make_a_step_longer_and_their_costs_are_the_referees() -> 
             assert timeline.makespan_s == pytest.approx(schedule.step_s, rel=1e-9, abs=1e-9)
             assert timeline.peak_bytes == schedule.peak_bytes <= budget
             assert schedule.step_s <= found.seconds * ROUNDING
+            joined = evaluator.joined(schedule, budget, schedule.step_s * 1.05, float("inf"))
+            assert joined.step_s <= schedule.step_s * 1.05 * ROUNDING
+            assert joined.host_bytes == schedule.host_bytes
+            assert simulate(profile, joined.choices, segments).peak_bytes == joined.peak_bytes <= budget
             shorter += 1
     assert shorter > 10
     assert fewer > 3

@@ -659,6 +659,7 @@ def test_what_gains_no_more_than_the_error_is_given_up() -> None:
     assert given_up >= 2
 
 
+@pytest.mark.usefixtures("short_search")
 def test_a_plan_that_moves_nothing_is_taken_where_it_is_as_fast_within_the_error() -> None:
     chain = homogeneous_chain(24, link_ratio=0.04)
     budget = tight(chain)

@@ -128,7 +128,8 @@ class MixedModel:
     segments : bool
         Whether plans may have segments.
     among : sequence of Segment, optional
-        The only ones that may be outermost. Those within them are theirs, at any depth, or begin like one of these.
+        The only ones that may be outermost. Within them there may be segments that begin where one of these, or one
+        inside it, begins, and end there or before it.
     most_s : float
         Seconds of a step: segments whose sweeps alone take it longer are left out.
     """
@@ -791,7 +792,7 @@ def _intervals(segment: Segment) -> Iterator[tuple[int, int]]:
 
 
 def _tree(segment: tuple[int, int], inner: Sequence[tuple[int, int]]) -> Segment:
-    """A segment with those of `inner`, the longest first, that lie in it and don't cross."""
+    """A segment with those of `inner`, the longest first, that lie in it."""
     a, b = segment
     within = [c for c in inner if a <= c[0] and c[1] < b]
     top: list[tuple[int, int]] = []

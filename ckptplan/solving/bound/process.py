@@ -31,7 +31,7 @@ Solver = Literal["scip", "cp_sat"]
 class Problem:
     """What the program is made from (see `MixedModel`), and the time of a plan that is known.
 
-    `seed` and `workers` are CP-SAT's. With `among` its optimum bounds no other plans.
+    `seed` and `workers` are CP-SAT's. With `among` (see there) its bound doesn't hold for other plans.
     """
 
     profile: Profile
