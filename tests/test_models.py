@@ -94,7 +94,8 @@ def test_the_promises_hold(make: Callable[[], Made]) -> None:
     steps_s = []
     for share in (0.0, 0.5):
         budget_bytes = least.peak_bytes + int(share * (most - least.peak_bytes))
-        plan = ckptplan.solve(profile, budget_bytes / 2**30)
+        # It ends by its gap, in some seconds, and later on a busy machine.
+        plan = ckptplan.solve(profile, budget_bytes / 2**30, time_limit_s=60)
         assert ckptplan.validate(profile, plan, budget_bytes) == ()
         # Where memory is tightest, stages have too many storages for all transfers to be tried, and a gap is left.
         assert plan.gap <= 0.02
