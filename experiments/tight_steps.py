@@ -192,20 +192,20 @@ class Bench:
         """Measure the rival's peak, plan ours for it, and time both, in several copies of the model."""
         plain, theirs, ours = _Times(), _Times(), _Times()
         own: ckptplan.Plan | None = None
-        for _ in range(self.copies):
+        for number in range(self.copies):
             with contextlib.ExitStack() as stack:
                 if self.ratio:
                     stack.enter_context(slowed(self.profile.link))
                 entered = [self.entered("plain", None, stack), self.entered(rival, plan, stack)]
-                if theirs.peak_bytes == 0:
-                    found = self.within(entered[1].peak_bytes, plan.peak_bytes, stack)
-                    own = None if found is None else found[0]
-                    entered += [] if found is None else [found[1]]
+                if number == 0 and (found := self.within(entered[1].peak_bytes, plan.peak_bytes, stack)) is not None:
+                    own = found[0]
+                    entered.append(found[1])
                 elif own is not None:
                     entered.append(self.entered("ours", own, stack))
                 race([*entered[1:], entered[0]], self.rounds // self.copies)
                 for times, contender in zip((plain, theirs, ours), entered, strict=False):
                     times.add(contender, entered[0])
+        their_side, our_side = self.side(plan, theirs), None if own is None else self.side(own, ours)
         return Cell(
             model=self.name,
             rival=rival,
@@ -213,23 +213,20 @@ class Bench:
             plain_s=plain.step_s,
             predicted_plain_s=self.profile.baseline_step_s,
             profile_error=self.profile.step_error,
-            theirs=self.side(plan, theirs),
-            ours=None if own is None else self.side(own, ours),
+            theirs=their_side,
+            ours=our_side,
             over=None if own is None else median_of_copies(np.array(ours.of_copies) / np.array(theirs.of_copies)),
-            predicted_over=None if own is None else self.predicted_s(own) / self.predicted_s(plan),
+            predicted_over=None if our_side is None else our_side.predicted_s / their_side.predicted_s,
             gradients="equal" if theirs.equal and ours.equal else "differ",
         )
-
-    def predicted_s(self, plan: ckptplan.Plan) -> float:
-        return simulate(self.profile, plan).makespan_s
 
     def within(
         self, measured_bytes: int, predicted_bytes: int, stack: contextlib.ExitStack
     ) -> tuple[ckptplan.Plan, Contender] | None:
         """Our plan whose measured peak is within the rival's; None where there is none.
 
-        Predicted peaks are upper bounds, so a budget above the rival's measured peak is tried first, and then the
-        predicted peak of the rival's own plan.
+        Predicted peaks are upper bounds, so a budget above the rival's measured peak is tried first, then the predicted
+        peak of the rival's own plan, and the measured one last.
         """
         largest = max(int(measured_bytes * (1 + SLACK)), predicted_bytes)
         for budget_bytes in dict.fromkeys((largest, max(predicted_bytes, measured_bytes), measured_bytes)):
@@ -278,9 +275,8 @@ class _Times:
 def median_of_copies(ratios: np.ndarray[Any, np.dtype[np.float64]]) -> tuple[float, float, float]:
     """The median of ratios, shape (copies, rounds), and its percentile bootstrap interval of 95 %.
 
-    Where a copy's tensors lie makes all its steps faster or slower, by half a per cent, so copies are drawn first, and
-    rounds within them (Davison and Hinkley, 1997, Bootstrap Methods and their Application, 3.8). Drawn without copies,
-    intervals of two in ten comparisons of a plan with itself didn't hold 1.
+    Where a copy's tensors lie makes all its steps faster or slower, so copies are drawn first, and rounds within them
+    (Davison and Hinkley, 1997, Bootstrap Methods and their Application, 3.8).
     """
     draw = np.random.default_rng(0)
     copies, rounds = ratios.shape

@@ -482,12 +482,10 @@ class _PlanSearch:
         With `among`, its outermost segments are some of these: it is solved several times as fast, for a plan alone.
         When that has ended, the whole program is begun.
         """
-        p, best = self.parameters, self.incumbent.best
-        share_s = (1 - p.last_share) * self.left_s()
-        if among is not None and p.large_share * self.left_s() >= p.least_s:
-            share_s = p.large_share * self.left_s()
-        else:
-            among = None
+        p, best, left_s = self.parameters, self.incumbent.best, self.left_s()
+        if p.large_share * left_s < p.least_s:
+            among = None  # no time for two
+        share_s = (1 - p.last_share if among is None else p.large_share) * left_s
         if self.incumbent.closed or len(self.space.menu) > p.mixed_stages or share_s < p.least_s or best is None:
             return
         problem = process.Problem(
@@ -535,8 +533,8 @@ class _PlanSearch:
         if found is not None:
             if whole:
                 self.prove(found.bound_s)
-            if whole and found.complete:
-                self.end_mixed()
+                if found.complete:
+                    self.end_mixed()
             if found.solution is not None:
                 codes, segments, transfers = found.solution
                 incumbent.offer(codes, segments)

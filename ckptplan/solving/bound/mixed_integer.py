@@ -792,7 +792,7 @@ def _intervals(segment: Segment) -> Iterator[tuple[int, int]]:
 
 
 def _tree(segment: tuple[int, int], inner: Sequence[tuple[int, int]]) -> Segment:
-    """A segment with those of `inner`, the longest first, that lie in it."""
+    """A segment with those of `inner`, the longest first, that lie in it and don't cross."""
     a, b = segment
     within = [c for c in inner if a <= c[0] and c[1] < b]
     top: list[tuple[int, int]] = []
