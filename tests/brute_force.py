@@ -1,8 +1,8 @@
 """Independent of the solver and of core's rules on purpose: the best plan of a small chain by trying them all.
 
 The plan space, written out once more: a sequence of single stages, each with an option of its menu, and of segments
-whose stages recompute; in the sweep of a segment each stage is kept or in an inner segment. Segments begin and end at
-module stages, since one with glue at its ends is the same as one without. What may move is worked out here from NOTE
+whose stages recompute; in the sweep of a segment each stage is kept or in an inner segment. Segments begin and end with
+module stages. What may move is worked out here from NOTE
 [Residency]; bytes and seconds are the referee's. For given options and segments every part of what may move is
 tried, in every division into transfers, with every release and every prefetch point: the two apart, since a lane has no
 part in the other's half of the step. `fastest_of_all_points` has no idea of that: there the referee prices all of them

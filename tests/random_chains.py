@@ -47,13 +47,15 @@ def homogeneous_chain(n: int, *, link_ratio: float, forward_s: float = 0.010, wi
     )
 
 
-def rich_chain(rng: random.Random, n: int, *, most_options: int = 7) -> Profile:
+def rich_chain(rng: random.Random, n: int, *, most_options: int = 7, glue_share: float = 0.15) -> Profile:
     """Storages shared by neighbours and across the chain, pins, glue, outputs that stay, menus with gaps.
 
     Parameters
     ----------
     most_options : int
         Longest menu; brute force over long chains wants short ones.
+    glue_share : float
+        How many stages are glue.
     """
     storages: list[Storage] = []
     saved: list[list[int]] = [[] for _ in range(n)]
@@ -62,7 +64,7 @@ def rich_chain(rng: random.Random, n: int, *, most_options: int = 7) -> Profile:
     linked: list[list[int]] = [[] for _ in range(n)]
     own: list[list[int]] = [[] for _ in range(n)]
     used: list[int] = []
-    glue = [rng.random() < 0.15 for _ in range(n)]
+    glue = [rng.random() < glue_share for _ in range(n)]
 
     def make(name: str, nbytes: int, born: int) -> int:
         storages.append(Storage(name, nbytes, born, max(born, 0)))
@@ -151,7 +153,13 @@ def odd_chain(rng: random.Random, n: int) -> Profile:
         chain = replace(
             chain, link=Link(rng.choice(rates), rng.choice(rates), rng.choice((0.0, 0.0, 1e-6, 0.25, 50.0)))
         )
-    return chain
+    return replace(chain, stages=tuple(map(moving_alone, chain.stages))) if rng.random() < 0.5 else chain
+
+
+def moving_alone(stage: Stage) -> Stage:
+    """The stage without selective options that save the same as one that moves."""
+    moving = {o.name.removesuffix("+swap") for o in stage.options if o.name.endswith("+swap")}
+    return replace(stage, options=tuple(o for o in stage.options if not (o.ops and o.name in moving)))
 
 
 def _menu(

@@ -272,7 +272,13 @@ class Job:
         """Return `plan`, if the referee accepts it, with the peak of its forward and the bytes between the passes."""
         limits = self.limits
         broken, found = examine(
-            self.profile, plan, plan.budget_bytes, host_bytes=limits.host_bytes, disk_bytes=limits.disk_bytes
+            self.profile,
+            plan,
+            plan.budget_bytes,
+            host_bytes=limits.host_bytes,
+            disk_bytes=limits.disk_bytes,
+            actions=limits.actions,
+            segments=limits.segments,
         )
         if broken or found is None:
             raise CkptPlanError(

@@ -89,16 +89,17 @@ def _segments(profile: Profile, choices: Sequence[Decision], segments: Sequence[
                 yield Violation("segment", stage.name, f"{where}: the stage can't be recomputed")
             elif name not in ("recompute", "recompute+swap"):
                 yield Violation("segment", stage.name, f"{where}: the stage must be decided 'recompute', not {name!r}")
-        yield from _last_stages(profile, segment)
+        yield from _ends(profile, segment)
 
 
-def _last_stages(profile: Profile, segment: Segment) -> Iterator[Violation]:
-    stage = profile.stages[segment.last]
-    if stage.is_glue:
-        where = f"segment {segment.first}..{segment.last}"
-        yield Violation("segment", stage.name, f"{where} ends in glue, whose backward can't start a recompute")
+def _ends(profile: Profile, segment: Segment) -> Iterator[Violation]:
+    for i, verb in ((segment.first, "begins"), (segment.last, "ends")):
+        stage = profile.stages[i]
+        if stage.is_glue:
+            where = f"segment {segment.first}..{segment.last}"
+            yield Violation("segment", stage.name, f"{where} {verb} in glue, which isn't run again")
     for inner in segment.inner:
-        yield from _last_stages(profile, inner)
+        yield from _ends(profile, inner)
 
 
 def _moves(profile: Profile, choices: Sequence[Decision], held: Sequence[tuple[int, ...]]) -> Iterator[Violation]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
+from ckptplan.core.option import ACTIONS, Action
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.referee.rules import Kind, Violation, broken_rules
@@ -17,6 +20,8 @@ def validate(
     *,
     host_bytes: int | None = None,
     disk_bytes: int | None = None,
+    actions: Sequence[Action] = ACTIONS,
+    segments: bool = True,
 ) -> tuple[Violation, ...]:
     """Return the rules that `plan` breaks on `profile`; empty if it is sound.
 
@@ -28,23 +33,40 @@ def validate(
         Limit on the host tier; None: no limit.
     disk_bytes : int, optional
         Limit on the disk tier; None: there is no such tier.
+    actions, segments
+        As in `solve`: what `Plan.space` may be narrower by than the options of the profile.
 
     Returns
     -------
     tuple of Violation
         Violations of structure; if there are none, those of limits and predictions.
     """
-    return examine(profile, plan, budget_bytes, host_bytes=host_bytes, disk_bytes=disk_bytes)[0]
+    return examine(
+        profile,
+        plan,
+        budget_bytes,
+        host_bytes=host_bytes,
+        disk_bytes=disk_bytes,
+        actions=actions,
+        segments=segments,
+    )[0]
 
 
 def examine(
-    profile: Profile, plan: Plan, budget_bytes: int, *, host_bytes: int | None = None, disk_bytes: int | None = None
+    profile: Profile,
+    plan: Plan,
+    budget_bytes: int,
+    *,
+    host_bytes: int | None = None,
+    disk_bytes: int | None = None,
+    actions: Sequence[Action] = ACTIONS,
+    segments: bool = True,
 ) -> tuple[tuple[Violation, ...], Timeline | None]:
     """Return the result of `validate`, and the replay on which it is based; None if the structure is broken."""
     names = tuple(stage.name for stage in profile.stages)
     if plan.stages != names:
         return (Violation("stages", "", "the plan's stages are not the profile's"),), None
-    structure = broken_rules(profile, plan.choices, plan.segments)
+    structure = broken_rules(profile, plan.choices, plan.segments) or tuple(_outside(profile, plan, actions, segments))
     if structure:
         return structure, None
     broken: list[Violation] = []
@@ -74,3 +96,12 @@ def examine(
     if plan.lower_bound_s > plan.step_s * (1 + 1e-9):
         broken.append(Violation("bound", "", f"lower bound {plan.lower_bound_s} s is above the step, {plan.step_s} s"))
     return tuple(broken), timeline
+
+
+def _outside(profile: Profile, plan: Plan, actions: Sequence[Action], segments: bool) -> Iterator[Violation]:
+    """What a narrower plan space leaves out."""
+    for stage, choice in zip(profile.stages, plan.choices, strict=True):
+        if not stage.option(choice.option).allowed(actions):
+            yield Violation("option", stage.name, f"{choice.option!r} is more than {'/'.join(actions)}")
+    for segment in plan.segments if not segments else ():
+        yield Violation("segment", "", f"segment {segment.first}..{segment.last}, and segments aren't allowed")

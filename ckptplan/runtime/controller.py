@@ -113,7 +113,7 @@ class Controller:
     Raises
     ------
     PlanMismatchError
-        If a stage names no module of the model, or a segment ends in glue.
+        If a stage names no module of the model, or a segment begins or ends in glue.
     UnsupportedModelError
         If a module is patched already.
     """
@@ -218,10 +218,10 @@ class Controller:
         self._watches = bool(self._segments) or bool(self._enter or self._exit or self._backward)
 
     def _check_ends(self, segment: Segment, inside: tuple[int, ...]) -> None:
-        if segment.last not in inside:
-            raise PlanMismatchError(
-                f"segment {segment.first}..{segment.last} ends in {self._stages[segment.last]!r}, no module's call"
-            )
+        for i, verb in ((segment.first, "begins"), (segment.last, "ends")):
+            if i not in inside:
+                where = f"segment {segment.first}..{segment.last}"
+                raise PlanMismatchError(f"{where} {verb} in {self._stages[i]!r}, no module's call")
         for inner in segment.inner:
             self._check_ends(inner, inside)
 

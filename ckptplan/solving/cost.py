@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -802,12 +803,29 @@ def copies_s(moved: NDArray[np.int64], link: Link) -> tuple[NDArray[np.float64],
 
 
 def menus(profile: Profile, actions: Sequence[Action], *, host_bytes: int | None = None) -> tuple[tuple[int, ...], ...]:
-    """Per stage, the codes of the options that use `actions` alone, and the host tier only where it has room."""
+    """Per stage, the codes of the options that use `actions` alone.
+
+    Where the host tier has no room, options that move something are left out if another saves the same and costs no
+    more: they move nothing then.
+    """
     return tuple(
         tuple(
             code
             for code, option in enumerate(stage.options)
-            if option.allowed(actions) and not (option.moves and host_bytes == 0)
+            if option.allowed(actions)
+            and not (host_bytes == 0 and any(_as_good_unmoved(option, other) for other in stage.options))
         )
         for stage in profile.stages
+    )
+
+
+def _as_good_unmoved(option: Option, other: Option) -> bool:
+    """Whether an option that moves something is no better, as long as nothing is moved, than `other`."""
+    names = attrgetter("saved", "pinned", "ops", "recomputes")
+    costs = attrgetter("forward_bytes", "backward_bytes", "added_s", "launch_s")
+    return (
+        bool(option.moves)
+        and not other.moves
+        and names(option) == names(other)
+        and all(a >= b for a, b in zip(costs(option), costs(other), strict=True))
     )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import pytest
-from brute_force import combinations, decision, fastest, fastest_of_all_points, smallest_peak
-from random_chains import homogeneous_chain, random_chain, random_options, random_segments, textbook_chain
+from brute_force import Combination, combinations, decision, fastest, fastest_of_all_points, smallest_peak
+from random_chains import homogeneous_chain, random_chain, random_options, random_segments, rich_chain, textbook_chain
 
 from ckptplan.core.errors import InvalidInputError, PlanMismatchError
 from ckptplan.core.link import Link
@@ -20,6 +21,7 @@ from ckptplan.core.segment import Segment
 from ckptplan.core.stage import Stage
 from ckptplan.core.storage import Storage
 from ckptplan.referee import Timeline, simulate, validate
+from ckptplan.referee.rules import broken_rules
 
 pytestmark = pytest.mark.planning
 
@@ -447,7 +449,7 @@ def test_a_segment_needs_stages_that_recompute() -> None:
         simulate(five_linked(), (KEEP, KEEP))
 
 
-def test_a_segment_doesn_t_end_in_glue() -> None:
+def test_a_segment_neither_begins_nor_ends_in_glue() -> None:
     profile = five_linked(glue=3)
     choices = (KEEP, RECOMPUTE, RECOMPUTE, KEEP, KEEP)
     with pytest.raises(InvalidInputError, match="ends in glue"):
@@ -455,6 +457,10 @@ def test_a_segment_doesn_t_end_in_glue() -> None:
     choices = (KEEP, RECOMPUTE, RECOMPUTE, KEEP, RECOMPUTE)
     with pytest.raises(InvalidInputError, match="ends in glue"):
         simulate(profile, choices, (Segment(1, 4, (Segment(2, 3),)),))
+    with pytest.raises(InvalidInputError, match="begins in glue"):
+        simulate(profile, choices, (Segment(3, 4),))
+    with pytest.raises(InvalidInputError, match="begins in glue"):
+        simulate(five_linked(glue=2), (KEEP, RECOMPUTE, KEEP, RECOMPUTE, RECOMPUTE), (Segment(1, 4, (Segment(2, 3),)),))
 
 
 def test_points_lie_where_modules_begin_and_end() -> None:
@@ -479,6 +485,18 @@ def test_a_storage_that_is_to_stay() -> None:
     storages = (replace(profile.storages[0], stays=True), *profile.storages[1:])
     found = validate(replace(profile, storages=storages), plan, 10_000)
     assert [(v.kind, v.stage) for v in found] == [("moves", "s0")]
+
+
+def test_a_narrower_plan_space_is_a_rule() -> None:
+    profile, plan = sound()
+    assert validate(profile, plan, plan.budget_bytes, actions=("swap", "recompute"), segments=False) == ()
+    found = validate(profile, plan, plan.budget_bytes, actions=("keep", "recompute"))
+    assert {v.stage for v in found} == {
+        name for name, choice in zip(plan.stages, plan.choices, strict=True) if choice.moves
+    }
+    assert {v.kind for v in found} == {"option"}
+    profile, plan = sound_segment()
+    assert [v.kind for v in validate(profile, plan, plan.budget_bytes, segments=False)] == ["segment"]
 
 
 def test_budgets_are_exact() -> None:
@@ -668,6 +686,43 @@ def test_brute_force_tries_every_segment() -> None:
         steps.append(2 * steps[n - 1] + sum(longer))
         found = combinations(textbook_chain(random.Random(n), n), actions=("keep", "recompute"))
         assert len(found) == len({(combination.options, combination.segments) for combination in found}) == steps[n]
+
+
+def test_brute_force_leaves_nothing_out_that_the_referee_accepts() -> None:
+    """Options and segments are put together without any idea of the rules; whatever breaks none is priced."""
+    tried, begin_in_glue = 0, 0
+    for seed in range(100):
+        rng = random.Random(seed)
+        profile = rich_chain(rng, 2 + seed % 2, most_options=5, glue_share=0.5)
+        accepted, n = [], len(profile.stages)
+        for segments in forests(0, n):
+            for options in itertools.product(*(stage.options for stage in profile.stages)):
+                choices = [decision(option) for option in options]
+                begin_in_glue += any(profile.stages[segment.first].is_glue for segment in segments)
+                if not broken_rules(profile, choices, segments):
+                    compute_s = simulate(profile, choices, segments).events[-1].end_s
+                    accepted.append(Combination(compute_s, options, segments))
+        accepted.sort(key=lambda found: found.compute_s)
+        tried += len(accepted)
+        least = smallest_peak(profile, within=accepted)
+        assert smallest_peak(profile) == least, seed
+        for budget in (least, least + rng.randint(1, 20)):
+            best = fastest(profile, budget)
+            assert best == pytest.approx(fastest(profile, budget, within=accepted), rel=1e-9), (seed, budget)
+    assert tried > 1000
+    assert begin_in_glue > 1000
+
+
+def forests(first: int, limit: int) -> Iterator[tuple[Segment, ...]]:
+    """Every way to put segments, with inner ones, into the stages `first..limit-1`, allowed or not."""
+    if first >= limit:
+        yield ()
+        return
+    yield from forests(first + 1, limit)
+    for last in range(first, limit):
+        for inner in forests(first, last):
+            for rest in forests(last + 1, limit):
+                yield (Segment(first, last, inner), *rest)
 
 
 def test_brute_force_knows_the_compute_time_of_what_it_tries() -> None:

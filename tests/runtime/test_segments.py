@@ -1055,6 +1055,8 @@ def test_segments_that_cannot_be() -> None:
         Controller(model, Decisions(tuple(stages), tuple(again), (Segment(0, 3),)), NULL_STORES, CPU)
     with pytest.raises(PlanMismatchError, match=r"segment 0..3 ends in '\(after layers.1\)', no module's call"):
         Controller(model, Decisions(tuple(stages), tuple(again), (Segment(0, 4, (Segment(0, 3),)),)), NULL_STORES, CPU)
+    with pytest.raises(PlanMismatchError, match=r"segment 1..4 begins in '\(after layers.0\)', no module's call"):
+        Controller(model, Decisions(tuple(stages), tuple(again), (Segment(1, 4),)), NULL_STORES, CPU)
 
 
 # Moved inputs

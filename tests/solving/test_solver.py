@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from random_chains import (
     homogeneous_chain,
+    moving_alone,
     random_chain,
     random_options,
     random_segments,
@@ -214,6 +215,21 @@ def test_no_room_on_the_host_tier_means_nothing_moves() -> None:
     plan = solve_profile(profile, budget, Limits(host_bytes=0, time_limit_s=LONG_S))
     without = solve_profile(profile, budget, Limits(actions=NOTHING_MOVES, time_limit_s=LONG_S))
     assert (plan.host_bytes, plan.step_s) == (0, without.step_s)
+
+
+def test_an_option_moves_nothing_where_there_is_no_room() -> None:
+    """Where no other saves the same, it is a plan like any other."""
+    unmoved = 0
+    for seed in range(60):
+        rng = random.Random(seed)
+        chain = rich_chain(rng, 2 + seed % 2)
+        profile = replace(chain, stages=tuple(map(moving_alone, chain.stages)))
+        budget = smallest_peak(profile, Limits(host_bytes=0)).peak_bytes + rng.randint(0, 20)
+        plan = solve_profile(profile, budget, Limits(host_bytes=0))
+        check(profile, plan, budget, 0)
+        assert plan.step_s == pytest.approx(brute_force.fastest(profile, budget, host_bytes=0), **SAME), seed
+        unmoved += any(choice.option.endswith("+swap") for choice in plan.choices)
+    assert unmoved
 
 
 def test_segment_dp_is_the_optimum_on_textbook_chains() -> None:
