@@ -50,6 +50,8 @@ class Device(Saved):
         precedence over that of the class.
     launch_s : float
         Smallest number of seconds between the starts of two operations.
+    latency_s : float
+        Time of a transfer to or from host memory in addition to that of its bytes.
     compute_capability : tuple of int, optional
         CUDA's (major, minor); None for other devices.
     sources : mapping
@@ -77,6 +79,7 @@ class Device(Saved):
     in_bytes_per_s: float
     efficiency: Mapping[str, float] = field(default_factory=dict)
     launch_s: float = 0.0
+    latency_s: float = 0.0
     compute_capability: tuple[int, int] | None = None
     sources: Mapping[str, str] = field(default_factory=dict)
     overheads: Overheads = NO_OVERHEADS

@@ -22,13 +22,14 @@ NOTE [Residency]
    stage moves goes to one tier, host or disk; which one changes times alone, never the device's bytes.
 5. Bytes of a step = base(step) + resident storages at its start + what the stage's option adds on top at the worst
    moment, what it makes included.
-6. A segment `a..b` begins and ends with a module stage. It runs forward with its stages' recompute options. Just before
-   backward `b`, its *sweep* runs the module stages of `a..b-1` again, in order; glue isn't run again. In the sweep, each
-   stage of an inner segment saves nothing and from its run on holds what rule 2 gives it for the inner segment; each
-   other stage saves what keep does and holds that, and what it held before, until its backward. `b` itself then holds
-   all that its recompute option does, and is recomputed in its backward step. An inner segment's sweep follows in the
-   same way just before its own last stage's backward. What a sweep makes is a copy of its own, beside any original
-   still resident; it is also resident until the last stage of the sweep that is `linked` to it has run.
+6. A segment `a..b` begins and ends with a module stage. It runs forward with its stages' recompute options. Just
+   before backward `b`, its *sweep* runs the module stages of `a..b-1` again, in order; glue isn't run again. In the
+   sweep, each stage of an inner segment saves nothing and from its run on holds what rule 2 gives it for the inner
+   segment; each other stage saves what keep does and holds that, and what it held before, until its backward. `b`
+   itself then holds all that its recompute option does, and is recomputed in its backward step. An inner segment's
+   sweep follows in the same way just before its own last stage's backward. What a sweep makes is a copy of its own,
+   beside any original still resident; it is also resident until the last stage of the sweep that is `linked` to it
+   has run.
 7. Bytes of a sweep's run of stage `k` = base of backward step `b` + what is resident in it (rules 3 and 6) + the
    forward bytes of keep, or of recompute in an inner segment. They count as bytes of backward step `b`.
 

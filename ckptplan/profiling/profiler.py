@@ -472,7 +472,7 @@ def _planned(step: TrainingStep, traced: Traced, times: Times, target: Target, n
     assert device is not None
     planned = f"made for {device.description}, which was not here: bytes from fake tensors, times from a roofline; "
     planned += "no stage was run twice, so one that can't run again is left to the check of apply() to find"
-    link = Link(device.out_bytes_per_s, device.in_bytes_per_s)
+    link = Link(device.out_bytes_per_s, device.in_bytes_per_s, device.latency_s)
     # A roofline's operations take at least a launch each, so the host's launching isn't counted as a lane of its own.
     # The runtime's code runs while the device computes what was launched before.
     return _with_times(

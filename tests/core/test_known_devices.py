@@ -93,6 +93,7 @@ def test_a_description_survives_its_file(tmp_path: Path) -> None:
         ({"efficiency": {"reduction.float32": 0.5}}, "'reduction.float32'"),
         ({"compute_capability": (8,)}, "compute_capability"),
         ({"launch_s": -1}, "launch_s"),
+        ({"latency_s": -1}, "latency_s"),
     ],
 )
 def test_impossible_numbers_are_named(change: dict[str, Any], text: str) -> None:

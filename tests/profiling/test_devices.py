@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,9 @@ from device_examples import SIMPLE, example
 from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
+import ckptplan
 from ckptplan.cli.app import app
-from ckptplan.core.device import OP_CLASSES, Device, find_device, known_devices
+from ckptplan.core.device import OP_CLASSES, find_device, known_devices
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.profiling.bytes.operations import SeenOperations, TensorSpec, op_key
 from ckptplan.profiling.times.calibrate import calibrate
@@ -229,6 +230,12 @@ def test_no_operation_of_a_model_is_faster_than_its_bounds(name: str) -> None:
             assert seconds >= cost.flops / max(device.flops_per_s.values())
 
 
+def test_the_link_of_a_device_that_is_not_here_has_its_latency() -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(2)))
+    found = ckptplan.profile(model, torch.randn(4, 8), device=replace(SIMPLE, latency_s=1e-4)).link
+    assert (found.out_bytes_per_s, found.in_bytes_per_s, found.latency_s) == (1e8, 1e8, 1e-4)
+
+
 # --- calibration ---
 
 
@@ -245,9 +252,7 @@ def test_calibration_measures_this_machine(tmp_path: Path) -> None:
     assert found.context_bytes == 0
     assert found.compute_capability is None
     assert found.launch_s > 0
-    assert all(
-        found.sources.get(f.name) for f in fields(Device) if f.name in ("memory_bytes", "bytes_per_s", "launch_s")
-    )
+    assert all(found.sources.get(name) for name in ("memory_bytes", "bytes_per_s", "latency_s", "launch_s"))
     for text in ("class attention", "memory bandwidth", "here", "written to"):
         assert text in result.stdout
 

@@ -26,7 +26,7 @@ from ckptplan.core.progress import counted
 from ckptplan.core.request import Report, reporting
 from ckptplan.core.units import format_bytes
 from ckptplan.profiling.bytes.operations import SeenOperations
-from ckptplan.profiling.times.links import measure_links
+from ckptplan.profiling.times.links import measure_costs, measure_links
 from ckptplan.profiling.times.overheads import measure_overheads
 from ckptplan.profiling.times.roofline import flops_rate, op_cost, op_seconds
 from ckptplan.runtime import accelerator
@@ -116,6 +116,7 @@ def _calibrate(
     launch_s = _launch_s(where)
     tell("the way to the host tier and back")
     link, _ = measure_links(where, (64 if cuda else 16) << 20, swap_dir, together=False)
+    latency_s = measure_costs(where, swap_dir).latency_s
     properties = accelerator.properties(where) if cuda else None
     accelerator.synchronize(where)
     accelerator.empty_cache(where)
@@ -129,6 +130,7 @@ def _calibrate(
         flops_per_s=flops_per_s,
         out_bytes_per_s=link.out_bytes_per_s,
         in_bytes_per_s=link.in_bytes_per_s,
+        latency_s=latency_s,
         compute_capability=(properties.major, properties.minor) if properties is not None else None,
     )
     tell("what a running plan takes")
@@ -138,7 +140,8 @@ def _calibrate(
         tell(f"share of the peak of class {kind}")
         shares[kind] = _share(kind, trials, found, where, effort_s)
     here = f"measured here with torch {torch.__version__}"
-    timed_here = ("bytes_per_s", "flops_per_s", "out_bytes_per_s", "in_bytes_per_s", "launch_s", "overheads")
+    rates = ("bytes_per_s", "flops_per_s", "out_bytes_per_s", "in_bytes_per_s")
+    timed_here = (*rates, "latency_s", "launch_s", "overheads")
     sources = dict.fromkeys(timed_here, here)
     sources |= {f"efficiency.{kind}": f"{here}, forward and backward of typical layers" for kind in shares}
     sources["memory_bytes"] = "torch.cuda.get_device_properties" if cuda else "physical memory, psutil"
@@ -304,6 +307,7 @@ def summary(device: Device) -> list[tuple[str, str, str]]:
         ("memory bandwidth", f"{format_bytes(device.bytes_per_s)}/s", ""),
         ("to the host tier", f"{format_bytes(device.out_bytes_per_s)}/s", ""),
         ("back from it", f"{format_bytes(device.in_bytes_per_s)}/s", ""),
+        ("a transfer besides its bytes", f"{device.latency_s * 1e6:.1f} µs", ""),
         ("between operations", f"{device.launch_s * 1e6:.1f} µs", ""),
     ]
     rows += [(f"products, {kind}", f"{rate / 1e9:,.1f} GFLOP/s", "") for kind, rate in device.flops_per_s.items()]
