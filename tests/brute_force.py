@@ -98,6 +98,14 @@ class _Space:
                     found.append(option)
         return found
 
+    def _moving_s(self, first: int, chosen: Sequence[Option]) -> float:
+        """What the moves of the stages of a segment take of compute."""
+        total_s = 0.0
+        for stage, option in zip(self.stages[first:], chosen, strict=False):
+            if option.name == "recompute+swap":
+                total_s += max(0.0, option.overhead_s - stage.option("recompute").overhead_s)
+        return total_s
+
     def suffixes(self) -> list[Combination]:
         """All combinations; those of the stages from `i` on are made of those of later stages."""
         n = len(self.stages)
@@ -112,14 +120,15 @@ class _Space:
             for last in self._ends(i, n) if self.segments else ():
                 if last == i:
                     continue
-                choices = list(itertools.product(*[self._recomputes(k, i) for k in range(i, last + 1)]))
+                inside = itertools.product(*[self._recomputes(k, i) for k in range(i, last + 1)])
+                choices = [(chosen, self._moving_s(i, chosen)) for chosen in inside]
                 whole_s = sum(stage.forward_s + stage.backward_s for stage in self.stages[i : last + 1])
                 for tree in self._trees(i, last):
                     for c in done[last + 1]:
                         compute_s = whole_s + tree.extra_s + c.compute_s
                         done[i] += [
-                            Combination(compute_s, (*chosen, *c.options), tree.segments + c.segments)
-                            for chosen in choices
+                            Combination(compute_s + moving_s, (*chosen, *c.options), tree.segments + c.segments)
+                            for chosen, moving_s in choices
                         ]
         return done[0]
 

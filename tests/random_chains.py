@@ -153,7 +153,20 @@ def odd_chain(rng: random.Random, n: int) -> Profile:
         chain = replace(
             chain, link=Link(rng.choice(rates), rng.choice(rates), rng.choice((0.0, 0.0, 1e-6, 0.25, 50.0)))
         )
-    return replace(chain, stages=tuple(map(moving_alone, chain.stages))) if rng.random() < 0.5 else chain
+    if rng.random() < 0.5:
+        chain = replace(chain, stages=tuple(map(moving_alone, chain.stages)))
+    return replace(chain, stages=tuple(moving_more(rng, s) for s in chain.stages)) if rng.random() < 0.3 else chain
+
+
+def moving_more(rng: random.Random, stage: Stage) -> Stage:
+    """The stage with some of what it keeps saved, and moved, by "recompute+swap" too."""
+    option = stage.find("recompute+swap")
+    if option is None:
+        return stage
+    more = tuple(s for s in stage.keep.saved if s not in option.held and rng.random() < 0.5)
+    places = range(len(option.saved), len(option.saved) + len(more))
+    wider = replace(option, saved=option.saved + more, moves=option.moves + tuple(places))
+    return replace(stage, options=tuple(wider if o is option else o for o in stage.options))
 
 
 def moving_alone(stage: Stage) -> Stage:

@@ -482,7 +482,8 @@ def launch_s(profile: Profile, choices: Sequence[Decision], segments: Sequence[S
     """Return `Plan.launch_s` for these decisions."""
     options = [stage.option(choice.option) for stage, choice in zip(profile.stages, choices, strict=True)]
     sweeps = rules.sweeps_of(profile, segments)
-    return rules.launch_s(profile, rules.last_runs(options, sweeps), sweeps)
+    last_run = rules.last_runs(options, sweeps)
+    return rules.launch_s(profile, last_run, sweeps, rules.moving_s(profile, options, last_run))
 
 
 def require_plan(plan: object) -> None:

@@ -282,7 +282,23 @@ def last_runs(options: Sequence[Option], sweeps: Sequence[tuple[int, Sweep]]) ->
     return found
 
 
-def launch_s(profile: Profile, last_run: Sequence[Option], sweeps: Sequence[tuple[int, Sweep]]) -> float:
+def moving_s(profile: Profile, options: Sequence[Option], last_run: Sequence[Option]) -> list[tuple[float, float]]:
+    """Per stage, what its moves take of compute and of launching beside the times of its last run (`last_runs`).
+
+    That run's option has them, but for a stage in a segment, whose last run is "keep" or "recompute".
+    """
+    return [
+        (0.0, 0.0) if last is option else stage.moving_s(option)
+        for stage, option, last in zip(profile.stages, options, last_run, strict=True)
+    ]
+
+
+def launch_s(
+    profile: Profile,
+    last_run: Sequence[Option],
+    sweeps: Sequence[tuple[int, Sweep]],
+    moving: Sequence[tuple[float, float]],
+) -> float:
     """Time in which the host launches a step: each forward and backward, what options add, and each run of a sweep.
 
     Parameters
@@ -291,11 +307,14 @@ def launch_s(profile: Profile, last_run: Sequence[Option], sweeps: Sequence[tupl
         Those of `last_runs`.
     sweeps : sequence of (int, Sweep)
         Those of `sweeps_of`.
+    moving : sequence of (float, float)
+        Those of `moving_s`.
     """
     again_s = {last: sum(profile.stages[k].rerun_launch_s for k in sweep.runs) for last, sweep in sweeps}
     total_s = 0.0
     for k, (stage, option) in enumerate(zip(profile.stages, last_run, strict=True)):
-        total_s += stage.forward_launch_s + stage.backward_launch_s + option.launch_s + again_s.get(k, 0.0)
+        own_s = stage.forward_launch_s + stage.backward_launch_s + option.launch_s
+        total_s += own_s + again_s.get(k, 0.0) + moving[k][1]
     return total_s
 
 

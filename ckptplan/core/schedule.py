@@ -160,9 +160,10 @@ def residency(
             before = starts[last] - sum(nbytes for _, nbytes in sweep.held_from)
             need = profile.base_backward_bytes[last] + before + sweep.most_bytes
             backward_bytes[last] = max(backward_bytes[last], need)
+    moving_s = rules.moving_s(profile, options, last_run)
     backward_s = [
-        stage.backward_s + option.added_s + seconds
-        for stage, option, seconds in zip(profile.stages, last_run, sweep_s, strict=True)
+        stage.backward_s + option.added_s + seconds + moves_s
+        for stage, option, seconds, (moves_s, _) in zip(profile.stages, last_run, sweep_s, moving_s, strict=True)
     ]
     moves = tuple(tuple(p for p in option.moves if moved.get(option.saved[p]) == i) for i, option in enumerate(options))
     sizes = tuple(
@@ -183,7 +184,7 @@ def residency(
         tuple(forward_bytes),
         tuple(backward_bytes),
         tuple(backward_s),
-        rules.launch_s(profile, last_run, sweeps),
+        rules.launch_s(profile, last_run, sweeps, moving_s),
     )
 
 

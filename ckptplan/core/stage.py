@@ -138,6 +138,13 @@ class Stage:
         """The option that holds only the inputs; None if the stage can't run twice."""
         return self.find("recompute")
 
+    def moving_s(self, option: Option) -> tuple[float, float]:
+        """What a stage of a segment takes more with `option` than with "recompute": compute time, launching time."""
+        again = self.recompute
+        if again is None or not option.moves:
+            return 0.0, 0.0
+        return max(0.0, option.overhead_s - again.overhead_s), max(0.0, option.launch_s - again.launch_s)
+
     def find(self, name: str) -> Option | None:
         """Return the option with this name, or None."""
         return next((option for option in self.options if option.name == name), None)

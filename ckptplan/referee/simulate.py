@@ -15,10 +15,11 @@ detected by the other. It implements the rules of NOTE [Residency] in core/rules
 5. A segment's sweep runs after these waits and before its last stage's own recompute; each of its runs takes the
    stage's `forward_s` and `rerun_overhead_s`. The sweep of an inner segment runs at the start of its own last stage's
    backward. In its backward step, a stage that a sweep kept takes only `backward_s`, the last stage of a segment also
-   the `recompute_s` and `overhead_s` of its recompute, any other stage those of its option.
+   the `recompute_s` and `overhead_s` of its recompute, any other stage those of its option. A stage of a segment that
+   moves something also takes what the `overhead_s` of its option is above that of its recompute.
 6. The host launches each of these runs: a forward in `forward_launch_s`, one of a sweep in `rerun_overhead_launch_s`
-   more, a backward in `backward_launch_s` and the `launch_s` of the option whose times it takes. The step is no
-   shorter than the sum.
+   more, a backward in `backward_launch_s` and the `launch_s` of the option whose times it takes, and in a segment what
+   moving takes, as in rule 5. The step is no shorter than the sum.
 
 Worked example: two stages with `forward_s` 1 and `backward_s` 2 s each, and a link that needs 3 s for stage 0's
 transfer in each direction. Stage 0 moves with release 1 and prefetch 1. Forward ends at 2 s; the transfer, queued at 1
@@ -313,6 +314,7 @@ class _Step:
             stage.option(choice.option) for stage, choice in zip(self.stages, choices, strict=True)
         ]
         outer = outermost(segments)
+        self.swapping: dict[int, Option] = {i: self.option[i] for i in outer if self.option[i].moves}
         self.forward_holds = [holds(profile, i, choice, outer.get(i)) for i, choice in enumerate(choices)]
         self.held: list[dict[int, Block]] = [{} for _ in range(n)]  # per stage: storage -> the block it holds
         self.sweep_before: dict[int, Segment] = {}  # backward step -> segment whose sweep stands in front of it
@@ -413,8 +415,13 @@ class _Step:
         if option.recomputes:
             self.runs[k] += 1
             self.clock.run("recompute", stage.name, option.recompute_s)
-        self.clock.run("backward", stage.name, stage.backward_s + option.overhead_s)
-        self.launch_s += stage.backward_launch_s + option.launch_s
+        overhead_s, launch_s = option.overhead_s, option.launch_s
+        if k in self.swapping:
+            again, swap = self._recompute(k), self.swapping[k]
+            overhead_s += max(0.0, swap.overhead_s - again.overhead_s)
+            launch_s += max(0.0, swap.launch_s - again.launch_s)
+        self.clock.run("backward", stage.name, stage.backward_s + overhead_s)
+        self.launch_s += stage.backward_launch_s + launch_s
         for block in self.held[k].values():
             self.device.drop(block, k)
 

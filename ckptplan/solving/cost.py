@@ -582,7 +582,7 @@ class _TablesOf:
         self.lingering: list[tuple[int, int, NDArray[np.int64]]] = []
         for s, (storage, holders) in enumerate(zip(self.profile.storages, self.holders, strict=True)):
             program = rules.program_steps(storage, n)
-            if storage.nbytes == 0 or program.start > n:
+            if storage.nbytes == 0:
                 continue
             self.forward[program.start] += storage.nbytes
             if storage.to_end:
@@ -638,6 +638,13 @@ class _TablesOf:
         back_stop = np.array([rules.backward_stop(self.n, int(needed)) for needed in self.needed])
         for segment in self.segments:
             self.add_sweep(segment, own_backward, backward_s, launch_s, in_sweep)
+            for i in range(segment.first, segment.last + 1):
+                stage = self.profile.stages[i]
+                for code, option in enumerate(stage.options):
+                    overhead_s, launching_s = stage.moving_s(option)
+                    backward_s[i, code] += overhead_s
+                    if launch_s is not None:
+                        launch_s[i, code] += launching_s
         return _Tables(
             self.forward,
             self.backward,

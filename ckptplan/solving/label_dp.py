@@ -157,7 +157,6 @@ class LabelDp:
         n = len(self.profile.stages)
         seconds = [stage.forward_s + stage.backward_s for stage in self.profile.stages]
         self.rest_s = np.concatenate([np.cumsum(seconds[::-1])[::-1], [0.0]])
-        self.starts = [space.begins(k) for k in range(n)]
         self.goes_on = [bool(codes) for codes in space.inside]
         self._holds = [
             [self._split(k, option) for option in stage.options] for k, stage in enumerate(self.profile.stages)
@@ -296,12 +295,11 @@ class LabelDp:
         if not self.goes_on[k]:
             return found
         plain = self.space.recompute(k)
-        if self.starts[k]:
-            found += [(0, _Move(code, 1)) for code in self.space.inside[k]]
-            found += [(0, _Move(code, 2, True)) for code in self.space.inside[k] if self.depth > 1]
+        found += [(0, _Move(code, 1)) for code in self.space.inside[k]]
+        found += [(0, _Move(code, 2, True)) for code in self.space.inside[k] if self.depth > 1]
         for level in range(1, self.depth + 1):
             found += [(level, _Move(plain)), (level, _Move(plain, 0, True))]
-            if self.starts[k] and level < self.depth:
+            if level < self.depth:
                 found += [(level, _Move(plain, 1)), (level, _Move(plain, 1, True))]
         return found
 
@@ -348,7 +346,7 @@ class LabelDp:
         if inner and not stage.is_glue:
             in_sweep = self._sweeps(now, k, inner, move)
             if not move.ends:
-                own_backward, seconds = stage.keep.backward_bytes, stage.backward_s
+                own_backward, seconds = stage.keep.backward_bytes, stage.backward_s + stage.moving_s(option)[0]
         need = now.sweep_copies[:inner].sum(axis=0) + own_backward if inner else own_backward
         if move.ends:
             assert in_sweep is not None
@@ -394,7 +392,6 @@ class LabelDp:
         again = stage.recompute
         assert again is not None
         private, tracked, inputs, linked = self._sweep[k]
-        held_again = set(again.held)
         for level in range(inner):
             innermost = level == inner - 1
             first = now.first[level]
@@ -419,9 +416,8 @@ class LabelDp:
                     t.copy(now, level, s, nbytes, born >= first)
                 continue
             for s, born, nbytes in linked:
-                if s in held_again:
-                    mine = born >= first
-                    t.copy(now, level, s, nbytes, mine if innermost else mine & (born < now.first[level + 1]))
+                mine = born >= first
+                t.copy(now, level, s, nbytes, mine if innermost else mine & (born < now.first[level + 1]))
         return np.asarray(now.sweep_peak[inner - 1] + now.sweep_copies[: inner - 1].sum(axis=0))
 
     def _prune(

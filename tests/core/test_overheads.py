@@ -62,6 +62,30 @@ def test_each_run_in_a_sweep_takes_the_overhead_once_more() -> None:
     assert launch_s(profile, alone) == 0
 
 
+@pytest.mark.parametrize("inner", [(), (Segment(1, 2),)])
+def test_what_moves_in_a_segment_takes_what_it_takes_outside(inner: tuple[Segment, ...]) -> None:
+    plain = Profile.from_chain(
+        [1.0] * 4, [2.0] * 4, [1] * 4, [3] * 4, input_bytes=1, out_bytes_per_s=1e9, in_bytes_per_s=1e9
+    )
+    more = {"recompute": (0.125, 0.5), "recompute+swap": (0.625, 2.5)}
+    stages = []
+    for stage in plain.stages:
+        menu = (
+            replace(o, overhead_s=more[o.name][0], launch_s=more[o.name][1]) if o.name in more else o
+            for o in stage.options
+        )
+        stages.append(replace(stage, options=tuple(menu)))
+    profile = replace(plain, stages=tuple(stages))
+    still = (Decision("recompute"),) * 4
+    moving = (*still[:1], Decision.moving("recompute", (0,), 2, 3, "recompute+swap"), *still[2:])
+    segments = (Segment(1, 3, inner),)
+    seconds = [[simulate(p, c, segments).events[-1].end_s for c in (still, moving)] for p in (plain, profile)]
+    # Stage 0, and the last stage of each segment, are recomputed in their backward.
+    assert seconds[1][0] - seconds[0][0] == pytest.approx((2 + len(inner)) * 0.125)
+    assert seconds[1][1] - seconds[0][1] == pytest.approx((2 + len(inner)) * 0.125 + 0.5)
+    assert launch_s(profile, moving, segments) - launch_s(profile, still, segments) == pytest.approx(2.0)
+
+
 def test_only_stages_that_sweeps_run_have_their_overhead() -> None:
     glue = Stage("(glue)", "glue", (Option("keep", (), (), 0, 0),), 3.0, 1.0, forward_launch_s=2.0)
     assert glue.rerun_s == glue.rerun_launch_s == 0

@@ -286,6 +286,11 @@ class MixedModel:
         self.m = {i: self.choice() for i in range(n) if self.around[i] and self.moving[i] is not None}
         for i, var in self.m.items():
             self.require(var <= self.whole(i, i))
+            option = self.moving[i]
+            assert option is not None
+            overhead_s, launch_s = p.stages[i].moving_s(option)
+            self.added_s[i].append((overhead_s / self.second, var))
+            self.launch_s.append((launch_s, var))
         for c, var in self.y.items():
             self.add_sweep_time(c, var)
 
@@ -403,7 +408,7 @@ class MixedModel:
             for holder in group.holders:
                 holds = self.sum([self.x[holder.stage][c] for c in sorted(holder.holding)]) + self._in(group, holder)
                 if holder.if_moving:
-                    holds += self.m[holder.stage] - (self._made(group, holder) if holder.linked else 0.0)
+                    holds += self.m[holder.stage]
                 held = holds
                 if group.held:
                     held = self.implied()
@@ -433,11 +438,6 @@ class MixedModel:
                         )
                     )
         return found
-
-    def _made(self, group: _Group, holder: _Holder) -> Any:
-        """Whether `holder` is in a segment that makes the storage (rule 2)."""
-        born = rules.latest_first(self.profile.storages[group.storage])
-        return self.whole(holder.stage, holder.stage) - self.whole(holder.stage, holder.stage, born)
 
     def _in(self, group: _Group, holder: _Holder) -> Any:
         """Whether `holder` is in a segment in which it holds the storage from its forward on (rule 2)."""
