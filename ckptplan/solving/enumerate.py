@@ -53,6 +53,7 @@ class PlanSpace:
         self._until = [n] * (n + 1)
         for i in reversed(range(n)):
             self._until[i] = self._until[i + 1] if self.inside[i] else i
+        # Per stage, whether a segment, or an inner one, may begin or end with it.
         self._begins = [
             segments and bool(self.inside[i]) and not stage.is_glue for i, stage in enumerate(profile.stages)
         ]
@@ -70,10 +71,6 @@ class PlanSpace:
         """The code of "recompute" for stage `i`, which may be in a segment; of "keep" for glue."""
         stage = self.profile.stages[i]
         return 0 if stage.is_glue else next(c for c in self.inside[i] if stage.options[c].name == "recompute")
-
-    def begins(self, i: int) -> bool:
-        """Whether a segment, or an inner one, may begin or end with stage `i`."""
-        return self._begins[i]
 
     def ends(self, first: int, least: int, limit: int) -> list[int]:
         """Where a segment from `first` on may end, within `[least, limit)`."""

@@ -27,12 +27,7 @@ def everything_kept_bytes(profile: Profile) -> int:
     return tightest_peak(profile, residency(profile, [stage.keep for stage in profile.stages])).bytes
 
 
-def frontier_profile(
-    profile: Profile,
-    points: int,
-    limits: Limits = NO_LIMITS,
-    parameters: Parameters | None = None,
-) -> tuple[Plan, ...]:
+def frontier_profile(profile: Profile, points: int, limits: Limits = NO_LIMITS) -> tuple[Plan, ...]:
     """Plans along the trade-off, smallest peak first; the last one keeps everything.
 
     Budgets are placed where they tell most: the widest rectangle between two neighbouring plans is split next. A plan
@@ -61,15 +56,13 @@ def frontier_profile(
     began_s = time.monotonic()
     each = replace(limits, time_limit_s=limits.time_limit_s / (points + 1), on_plan=None)
     limits.on_progress(limited("looking for the smallest peak", each.time_limit_s))
-    least = smallest_peak(profile, each, parameters)
+    least = smallest_peak(profile, each)
     most = max(everything_kept_bytes(profile), least.peak_bytes)
 
     def solve(budget_bytes: int, start: Start | None = None) -> Plan:
         what = f"budget {len(found) + 1} of {points}"
         report = _reporting(limits, what, began_s, done=len(found) + 1, total=points)
-        plan = _solved(
-            profile, budget_bytes, each, limits.on_plan, start=start, on_progress=report, parameters=parameters
-        )
+        plan = _solved(profile, budget_bytes, each, limits.on_plan, start=start, on_progress=report)
         if limits.on_plan is not None:
             limits.on_plan(plan)
         return plan

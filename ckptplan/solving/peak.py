@@ -262,7 +262,7 @@ def nothing_fits(space: PlanSpace, budget_bytes: int, host_bytes: int | None, de
             return False
         large = replace(duals, host=duals.host * LARGE, ask={key: w * LARGE for key, w in duals.ask.items()})
         scaled = LinearTrees(intervals, Costs.of(chain, large, scale=LARGE))
-        value = scaled.constant + float(scaled.path()[0][-1])  # and the baseline, which is left to rounding
+        value = scaled.constant + scaled.path()  # and the baseline, which is left to rounding
         if value * chain.second * (1 - CLOSE) > longest_s:
             return True
         trees = LinearTrees(intervals, Costs.of(chain, duals))

@@ -116,7 +116,7 @@ def _with_disk(search: _PlanSearch, host_bytes: int) -> Schedule:
     search.deadline = _after(share, deadline)
     search.run()
     if not incumbent.closed:
-        slower, more_s = slower_link(profile, host_bytes, 1.0)
+        slower, more_s = slower_link(profile, host_bytes)
         replace(search, profile=slower, deadline=_after(share, deadline), more_s=more_s).run()
     if not incumbent.closed:
         # Its bound doesn't hold for plans that use the disk, so it hands out nothing.
@@ -183,6 +183,7 @@ class _PlanSearch:
     polished: set[tuple[tuple[int, ...], Segments]] = field(default_factory=set, init=False)
     segments_of_bound: Segments | None = field(default=None, init=False)
     beside: list[process.Running] = field(default_factory=list, init=False)
+    exhausted: bool = field(default=False, init=False)
     space: PlanSpace = field(init=False)
 
     def __post_init__(self) -> None:
@@ -279,7 +280,7 @@ class _PlanSearch:
             taken_s = time.monotonic() - begin
             yield _Part("local search", self.polish, p.small_share)
             yield _Part("transfers", self.transfers, p.small_share)
-        if self.beside and n <= p.cp_sat_stages:  # where SCIP has come to its end, CP-SAT would find no more
+        if not self.exhausted and n <= p.cp_sat_stages:
             self.begin_mixed("cp_sat")
         yield _Part("local search", self.search, 1 - p.last_share if self.beside else 1.0)
         yield _Part("mixed-integer program", self.await_mixed)
@@ -533,7 +534,8 @@ class _PlanSearch:
         if found is not None:
             if whole:
                 self.prove(found.bound_s)
-                if found.complete:
+                if found.complete:  # another solver would find no more
+                    self.exhausted = True
                     self.end_mixed()
             if found.solution is not None:
                 codes, segments, transfers = found.solution

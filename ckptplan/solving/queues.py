@@ -141,10 +141,8 @@ class Lane:
                     gone[first] += nbytes
                     total += nbytes if first <= step else 0
             if step < n:
-                if self._short(step, total, gone):
-                    return None
                 now += self.compute_s[step]
-        return None if left else Queue(now, tuple(taken), points)
+        return Queue(now, tuple(taken), points)
 
     def _short(self, step: int, total: int, gone: Sequence[int]) -> bool:
         return any(self.free[k] + total + sum(gone[step + 1 : k + 1]) < 0 for k in self.checks[step])

@@ -186,8 +186,6 @@ class SegmentDp:
         The largest budget asked for.
     max_work : int, optional
         Most additions, `still_additions` of the space's parameters where left out: fewer make segments shorter.
-    span : int, optional
-        Longest segment; as long as the work allows where left out.
 
     Attributes
     ----------
@@ -195,9 +193,7 @@ class SegmentDp:
         Whether its plans are the optimum where nothing moves.
     """
 
-    def __init__(
-        self, space: PlanSpace, limit_bytes: int, *, span: int | None = None, max_work: int | None = None
-    ) -> None:
+    def __init__(self, space: PlanSpace, limit_bytes: int, *, max_work: int | None = None) -> None:
         self.space, self.profile = space, space.profile
         self.menu = [
             tuple(c for c in codes if not stage.options[c].moves)
@@ -212,10 +208,9 @@ class SegmentDp:
         exact = limit // unit <= most
         self.unit = unit if exact else -(-limit // most)
         self.units = limit // self.unit + 1
-        self.span = min(n, span or n) if space.segments else 0
+        self.span = n if space.segments else 0
         self._tell_apart(space.parameters.still_additions if max_work is None else max_work)
         self.exact = exact and self.chain.textbook and self.span in (0, n)
-        self.complete = False
         self._known: dict[int, list[_Way]] = {}
 
     def _sizes(self) -> list[int]:
@@ -264,7 +259,6 @@ class SegmentDp:
                     np.minimum(best[begin:], part, out=best[begin:])
             self.top[s] = best
             self.top_after[s] = self._shift(best, self.x[s])
-        self.complete = True
         return True
 
     def _tell_apart(self, max_work: int) -> None:
@@ -458,7 +452,7 @@ class SegmentDp:
     def plan(self, budget_bytes: int) -> tuple[tuple[int, ...], Segments] | None:
         """The plan for a budget up to the limit; None where nothing fits."""
         m = (budget_bytes - self.floor) // self.unit
-        if not self.complete or m < 0 or not np.isfinite(self.top[0, min(m, self.units - 1)]):
+        if m < 0 or not np.isfinite(self.top[0, min(m, self.units - 1)]):
             return None
         m = min(m, self.units - 1)
         codes = [0] * self.n
@@ -485,7 +479,7 @@ class SegmentDp:
 
     def least_bytes(self) -> int | None:
         """The smallest budget that the tables have a plan for; None where there is none up to the limit."""
-        fits = np.isfinite(self.top[0]) if self.complete else np.zeros(1, bool)
+        fits = np.isfinite(self.top[0])
         return self.floor + int(fits.argmax()) * self.unit if fits.any() else None
 
     def _sweep(self, s: int, t: int, m: int) -> Segments:

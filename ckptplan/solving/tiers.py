@@ -9,9 +9,9 @@ matter are those to which no further stage's bytes could be added. For few stage
 for more, the host is filled in a few orders, and the best one is improved by exchanges (`TieredEvaluator`).
 
 Bounds. With every copy at the link's rate and one limit for both tiers, no plan gets slower: that bound holds. It is
-weak where much goes to the disk, so others are added: with every copy at a lower rate v than the link's (at the least
-the disk's), a plan's copies to the host take longer by at most host_bytes * (1 / v - 1 / link) in all, and its
-copies to the disk no longer than before. A makespan is a longest path and grows by no more than what its copies do. So
+weak where much goes to the disk, so another is added: with every copy at the disk's rate v, lower than the link's, a
+plan's copies to the host take longer by at most host_bytes * (1 / v - 1 / link) in all, and its copies to the disk no
+longer than before. A makespan is a longest path and grows by no more than what its copies do. So
 
     makespan >= (bound with every copy at rate v) - host_bytes * (1 / v_out - 1 / link_out + 1 / v_in - 1 / link_in),
 
@@ -72,18 +72,12 @@ def evaluator_of(
     return TieredEvaluator(profile, host_bytes, disk_bytes, parameters=parameters)
 
 
-def slower_link(profile: Profile, host_bytes: int, share: float) -> tuple[Profile, float]:
-    """`profile` with its link slower, and by how many seconds that may make a plan's step longer.
-
-    Parameters
-    ----------
-    share : float
-        0 for the link as it is, 1 for one like the disk; what a byte takes lies in between in proportion.
-    """
+def slower_link(profile: Profile, host_bytes: int) -> tuple[Profile, float]:
+    """`profile` with a link as slow as its disk, and by how many seconds that may make a plan's step longer."""
     link, disk = profile.link, profile.disk
     assert disk is not None
     out_s, in_s = (
-        share * (1 / slow - 1 / fast)
+        1 / slow - 1 / fast
         for slow, fast in (
             (disk.out_bytes_per_s, link.out_bytes_per_s),
             (disk.in_bytes_per_s, link.in_bytes_per_s),

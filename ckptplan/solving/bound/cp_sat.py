@@ -23,7 +23,7 @@ from ckptplan.solving.parameters import ROUNDING
 
 UNITS = 1 << 20
 """Units of an amount: U. A millionth is as exact as a solver in floating-point numbers."""
-LARGEST = 1 << 40
+LARGEST = UNITS * UNITS
 """Of sums: a millionth of a unit counts. The solver wants them below 2**63, and has called plans optimal that weren't
 where they were larger."""
 PARAMETERS = {

@@ -172,7 +172,7 @@ class Master:
             for o, var in enumerate(self.x[k]):
                 self._set(self.lanes[1]["drain"][k], var, -float(m.seconds[o]) * c.back)
             if m.free.any():
-                moved, limit = self._moved(k, k)
+                _, limit = self._moved(k, k)
                 for o, var in enumerate(self.x[k]):
                     self._set(limit, var, -m.free[o])
             for s in sorted({s for items in m.shared for s in items}):

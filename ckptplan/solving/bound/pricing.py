@@ -174,8 +174,7 @@ class _Bounder:
                 return
             self.used = master.used()
             trees = LinearTrees(intervals, Costs.of(chain, duals))
-            ahead, _ = trees.path()
-            value = 1.0 + trees.constant + float(ahead[-1])
+            value = 1.0 + trees.constant + trees.path()
             if value > self.best or self.trees is None:
                 self.duals, self.trees = duals, trees
                 self.raise_to(value)

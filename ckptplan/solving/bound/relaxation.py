@@ -37,12 +37,9 @@ class _Menu:
         self.forward = np.zeros(k)
         self.backward = np.zeros(k)
         self.kept = np.zeros(k)
-        self.still = np.zeros(k)
         self.seconds = np.zeros(k)
         self.launch = np.zeros(k)
         self.free = np.zeros(k)
-        self.sure: list[list[float]] = [[] for _ in range(k)]
-        self.unsure: list[list[int]] = [[] for _ in range(k)]
         self.shared: list[list[int]] = [[] for _ in range(k)]
         self.fixes: list[list[int]] = [[] for _ in range(k)]
 
@@ -91,13 +88,6 @@ class Chain:
         self._count_holders()
         self._constants()
         self._movers()
-        # Moved by a stage other than the one that counts them: programs that track what doesn't move leave them out.
-        in_segments = [
-            {s for c in menu[i] if (o := stage.options[c]).name in ("recompute", "recompute+swap") for s in o.moved}
-            if self.again[i] is not None
-            else set()
-            for i, stage in enumerate(profile.stages)
-        ]
         # A segment may drop such a storage although a stage behind the segment is sure to hold it again.
         self.returns: dict[int, list[int]] = {}
         for s, storage in enumerate(profile.storages):
@@ -107,17 +97,6 @@ class Chain:
             later = [i for i in self.certain[s] if j < i < rules.program_steps(storage, n).stop]
             if later:
                 self.returns[s] = later
-        self.elusive = {
-            s
-            for i in range(n)
-            for s in {*self.movable[i], *(in_segments[i] & self.movable_any[i])}
-            if self.counted[s] != i
-            and not (
-                self.counted[s] in self.certain[s]
-                and i in self.certain[s]
-                and (s not in profile.stages[self.counted[s]].linked or i in self.returns.get(s, ()))
-            )
-        }
         self.menus = [self._menu(i) for i in range(n)]
         self._segment_numbers()
         link = profile.link
@@ -174,7 +153,7 @@ class Chain:
         for s, storage in enumerate(self.profile.storages):
             program = rules.program_steps(storage, n)
             if storage.to_end:
-                forward[min(program.start, n)] += self.size[s]
+                forward[program.start] += self.size[s]
                 backward += self.size[s]
                 continue
             # As far as no stage's account has it.
@@ -218,7 +197,6 @@ class Chain:
             option = stage.options[code]
             kept, extra = self._own(i, option.held)
             out.kept[at] = kept
-            out.still[at] = self._own(i, set(option.held) - self.elusive)[0]
             out.forward[at] = option.forward_bytes / self.unit
             out.backward[at] = option.backward_bytes / self.unit + kept + extra
             out.seconds[at] = option.added_s / self.second
@@ -229,10 +207,6 @@ class Chain:
                         out.shared[at].append(s)
                     else:
                         out.free[at] += self.size[s]
-                    if self.holders[s] == [i]:
-                        out.sure[at].append(float(self.size[s]))
-                    else:
-                        out.unsure[at].append(s)
             out.fixes[at] = [s for s in option.held if s not in option.moved]
         return out
 
@@ -240,7 +214,6 @@ class Chain:
         """Bytes and seconds of stages inside segments, for `LinearTrees`."""
         n, stages = self.n, self.profile.stages
         self.full = np.zeros(n)  # counted at the stage when it is the segment's last
-        self.full_still = np.zeros(n)
         self.last_own = np.zeros(n)
         self.keep_kept = np.zeros(n)
         self.keep_own = np.zeros(n)
@@ -248,7 +221,7 @@ class Chain:
         self.run_s = np.zeros(n)
         self.again_s = np.full(n, np.inf)
         self.run_launch, self.again_launch = np.zeros((2, n))
-        self.drops: list[list[tuple[int, int, float]]] = [[] for _ in range(n)]
+        self.drops: list[list[tuple[int, float]]] = [[] for _ in range(n)]
         self.segment_moves: list[list[tuple[int, int, float]]] = [[] for _ in range(n)]
         for i, stage in enumerate(stages):
             again = self.again[i]
@@ -259,11 +232,9 @@ class Chain:
             self.keep_own[i] = stage.keep.backward_bytes / self.unit + self._own(i, stage.keep.held)[1]
             if again is None:
                 self.full[i] = self._own(i, stage.keep.held)[0]
-                self.full_still[i] = self._own(i, set(stage.keep.held) - self.elusive)[0]
                 self.segment_forward[i] = stage.keep.forward_bytes / self.unit
                 continue
             self.full[i], extra = self._own(i, again.held)
-            self.full_still[i] = self._own(i, set(again.held) - self.elusive)[0]
             self.last_own[i] = again.backward_bytes / self.unit + extra
             ways = [stage.options[c] for c in self.menu[i] if stage.options[c].name in ("recompute", "recompute+swap")]
             self.segment_forward[i] = min(o.forward_bytes for o in ways) / self.unit
@@ -273,7 +244,7 @@ class Chain:
             self.again_launch[i] = again.launch_s / self.second
             for s in stage.linked:
                 if self.counted[s] == i and not self.profile.storages[s].to_end:
-                    self.drops[i].append((s, rules.latest_first(self.profile.storages[s]), float(self.size[s])))
+                    self.drops[i].append((rules.latest_first(self.profile.storages[s]), float(self.size[s])))
             for s in {s for o in ways for s in o.moved} & self.movable_any[i]:
                 made = rules.latest_first(self.profile.storages[s]) if s in stage.linked else n
                 self.segment_moves[i].append((s, made, float(self.size[s])))
@@ -295,31 +266,23 @@ class Intervals:
             self.longest = max(self.longest, i + 1 - at)
         self.longest = self.longest if can.any() else 0
         w = self.longest
-        held, still, moves, gone = (np.zeros((w, n)) for _ in ("held", "still", "moves", "gone"))
+        held, moves = np.zeros((2, w, n))
         self.possible = np.zeros((w, n), bool)
         for i in range(w):
             held[i, : n - i] = c.full[i:]
-            still[i, : n - i] = c.full_still[i:]
             last = start[: n - i] + i
             self.possible[i, : n - i] = (blocked[last + 1] == blocked[start[: n - i]]) & can[last] & can[start[: n - i]]
         for j in range(n):
             low = max(0, j - w + 1)
-            for s, made, nbytes in c.drops[j]:
+            for made, nbytes in c.drops[j]:
                 first = np.arange(low, made + 1)
                 held[j - first, first] -= nbytes
-                if s not in c.elusive:
-                    still[j - first, first] -= nbytes
-            for s, made, nbytes in c.segment_moves[j]:
+            for _, made, nbytes in c.segment_moves[j]:
                 first = np.arange(low if made == n else max(low, made + 1), j + 1)
                 moves[j - first, first] += nbytes
-                if s not in c.elusive:
-                    gone[j - first, first] += nbytes
         self.held_at = np.maximum(held, 0.0)
         self.held = np.cumsum(self.held_at, axis=0)
         self.moves = np.cumsum(moves, axis=0)
-        # Without what is elusive: held, and moved.
-        self.still = np.cumsum(np.maximum(still, 0.0), axis=0)
-        self.gone = np.cumsum(gone, axis=0)
         self.run = np.concatenate([[0.0], np.cumsum(c.run_s)])
         self.run_launch = np.concatenate([[0.0], np.cumsum(c.run_launch)])
 

@@ -173,18 +173,14 @@ class LinearTrees:
         c, n, costs, iv = self.chain, self.chain.n, self.costs, self.intervals
         w = iv.longest
         own = costs.linear[0] * c.segment_forward
-        self.forward = np.zeros((w, n))
-        self.move = np.zeros((w, n))
         self.segment = np.full((w, n), np.inf)
         running = np.zeros(n)
         for i in range(w):
             k = n - i
             running[:k] += own[i:] + iv.held_at[i, :k] * (self.fore[n] - self.fore[i + 1 :])
-            self.forward[i, :k] = running[:k]
             price = np.minimum(0.0, costs.move_out[:k] + costs.move_back[i:] + costs.host)
-            self.move[i, :k] = iv.moves[i, :k] * price
             after = iv.held[i, :k] * (self.back[n] - self.back[i + 1 :])
-            self.segment[i, :k] = self.tree[i, :k] + running[:k] + after + self.move[i, :k]
+            self.segment[i, :k] = self.tree[i, :k] + running[:k] + after + iv.moves[i, :k] * price
         self.segment[:1] = np.inf
         for s, later in c.returns.items():
             first = np.arange(rules.latest_first(c.profile.storages[s]) + 1)
@@ -195,30 +191,24 @@ class LinearTrees:
                 self.segment[b - a, a] += c.size[s] * price
         tail = self.fore[n] - self.fore[1:] + self.back[n] - self.back[1:]
         lf, lb = costs.linear
-        self.options = [
+        options = [
             costs.options[i] + costs.moving(c, i) + lf[i] * m.forward + lb[i] * m.backward + m.kept * tail[i]
             for i, m in enumerate(c.menus)
         ]
-        self.single = np.array([cost.min() for cost in self.options])
+        self.single = np.array([cost.min() for cost in options])
         self.constant = costs.constant - float(lf @ (c.budget - c.base_forward) + lb @ (c.budget - c.base_backward))
 
-    def path(self) -> tuple[Floats, Floats]:
-        """Cheapest ways to each boundary from the first and to the last, constants left out."""
+    def path(self) -> float:
+        """The cheapest way from the first boundary to the last, constants left out."""
         n, w = self.chain.n, self.intervals.longest
-        ahead, behind = np.zeros(n + 1), np.zeros(n + 1)
+        ahead = np.zeros(n + 1)
         for b in range(n):
             best = ahead[b] + self.single[b]
             if w:
                 i = np.arange(min(w, b + 1))
                 best = min(best, float((ahead[b - i] + self.segment[i, b - i]).min()))
             ahead[b + 1] = best
-        for a in reversed(range(n)):
-            best = behind[a + 1] + self.single[a]
-            if w:
-                i = np.arange(min(w, n - a))
-                best = min(best, float((behind[a + 1 + i] + self.segment[i, a]).min()))
-            behind[a] = best
-        return ahead, behind
+        return float(ahead[n])
 
     def missing(self, stage_prices: Floats, longest: int) -> list[tuple[int, int]]:
         """Segments cheaper than the stages they replace: the best from each first and to each last stage."""
