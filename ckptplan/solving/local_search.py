@@ -131,9 +131,9 @@ class LocalSearch:
         Parameters
         ----------
         pairs : int
-            Most pairs of changes to try from each plan; `Parameters.pairs` by default.
+            Most pairs of changes to try from each plan; `Parameters.tried` by default.
         """
-        pairs = self.parameters.pairs if pairs is None else pairs
+        pairs = self.parameters.tried if pairs is None else pairs
         best, best_s = list(codes), self.cost(codes, segments)
         while time.monotonic() < deadline:
             best, value = self._options(best, segments, best_s, deadline, pairs)
@@ -185,7 +185,7 @@ class LocalSearch:
                 codes, segments, value = found
                 continue
             before = value
-            codes, value = self._options(codes, segments, value, deadline, self.parameters.pairs)
+            codes, value = self._options(codes, segments, value, deadline, self.parameters.tried)
             if value >= before * (1 - EQUAL_S):
                 break
         return codes, segments, value

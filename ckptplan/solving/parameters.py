@@ -38,7 +38,7 @@ class Parameters:
         Plans times stages evaluated at once, or kept in tables: bounds memory, and how late the deadline is seen.
     tried : int
         Most combinations looked at where all are too many: ways to choose segments (each takes a millisecond), options
-        of some stages, a plan's transfers, divisions between host and disk.
+        of some stages, pairs of changes, a plan's transfers, divisions between host and disk.
     window : int
         Most things looked at one by one where they are ordered: newest copies in a queue, largest storages of a stage,
         stages around one that changes, places at which a pattern changes, forests that come near the best. Twice as
@@ -56,8 +56,6 @@ class Parameters:
         may be the proof.
     rounds : int
         Rounds in which the local search may find nothing; after half of them it goes back to the best plan.
-    pairs : int
-        Most pairs of changes that it tries from each plan.
     near : float
         Relative difference of two plans' seconds that is small: the worse one may still lead to a better one, and a
         faster one whose times aren't known that well may be given up.
@@ -94,7 +92,6 @@ class Parameters:
     additions: int = 200_000_000
     still_additions: int = 1_500_000_000
     rounds: int = 100
-    pairs: int = 2000
     near: float = 0.01
     mixed_stages: int = 100
     cp_sat_stages: int = 40

@@ -28,7 +28,7 @@ NAMES = [field.name for field in dataclasses.fields(Parameters)]
 
 
 def numbers_of(tree: ast.Module) -> list[str]:
-    """Where a module gives a number a name: constants, defaults of fields and of arguments."""
+    """Where a module gives a number a name: constants, settings of other solvers, defaults of fields and arguments."""
 
     def is_number(node: ast.AST | None) -> bool:
         # 0 and 1 are no limits: "none yet", "all of it". What is called or indexed has no number of its own.
@@ -41,6 +41,9 @@ def numbers_of(tree: ast.Module) -> list[str]:
             )
         )
 
+    def numbers(node: ast.AST | None) -> int:
+        return sum(map(is_number, node.values)) if isinstance(node, ast.Dict) else is_number(node)
+
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
@@ -51,9 +54,10 @@ def numbers_of(tree: ast.Module) -> list[str]:
         elif isinstance(node, (ast.Module, ast.ClassDef)):
             config = isinstance(node, ast.ClassDef) and node.name == "Parameters"
             for child in node.body:
-                if isinstance(child, (ast.Assign, ast.AnnAssign)) and is_number(child.value):
+                if isinstance(child, (ast.Assign, ast.AnnAssign)) and (count := numbers(child.value)):
                     targets = child.targets if isinstance(child, ast.Assign) else [child.target]
-                    found += [name for t in targets if (name := ast.unparse(t)).isupper() or config]
+                    names = [name for t in targets if (name := ast.unparse(t)).isupper() or config]
+                    found += names * count
     return found
 
 
