@@ -5,7 +5,8 @@
     python experiments/ablation.py --no-segments --parts cp-sat,scip --budgets 10,25
 
 Cells are instances and budgets as in `certificate.py`: 0, 2 and 10 % of the way from the smallest peak to everything
-kept, and 25 % of chains made from formulas. Each solve is a process of its own, one at a time, since the
+kept, and 25 % of chains made from formulas. An instance with `+disk` behind its name has a disk tier, and a host that
+holds a fiftieth of what there is. Each solve is a process of its own, one at a time, since the
 mixed-integer program takes the second core. In each cell the whole solver (`full`) runs first and in the middle of the
 others, so that noise is seen: its row compares the worse of the two with the better one. The other rows compare a solve
 without the part with the worse of the two, so that less of the noise counts as the part's.
@@ -24,13 +25,13 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from certificate import BUDGETS, NEAR, measure
-from instances import INSTANCES
+from instances import DISK, INSTANCES, instance
 
 from ckptplan.core.errors import InfeasibleBudgetError
 from ckptplan.core.request import Limits
@@ -42,6 +43,7 @@ from ckptplan.solving.cost import Evaluator
 from ckptplan.solving.enumerate import PlanSpace
 from ckptplan.solving.incumbent import Incumbent
 from ckptplan.solving.planner import _PlanSearch
+from ckptplan.solving.tiers import TieredEvaluator
 
 SCHEMA = "ckptplan.ablation/1"
 FULL = "full"
@@ -104,6 +106,21 @@ def begun_with(solver: process.Solver) -> Callable[..., bool]:
     return lambda asked, *args: asked == solver
 
 
+def none_fits(original: Callable[..., Any], *args: Any) -> None:
+    """As where no plan leaves the disk alone."""
+    raise InfeasibleBudgetError("switched off", budget_bytes=0, min_peak_bytes=0, stage="", phase="forward")
+
+
+def with_slower_link(search: _PlanSearch) -> bool:
+    """Whether this is the search for plans that move more to the disk."""
+    return search.more_s > 0
+
+
+def without_disk(search: _PlanSearch) -> bool:
+    """Whether this is the search for plans that leave the disk alone."""
+    return search.profile.disk is not None and not isinstance(search.incumbent.evaluator, TieredEvaluator)
+
+
 def later(search: _PlanSearch, until: float) -> bool:
     """Whether this is a round of the label DP after the first, which alone has a share of the time."""
     return search.incumbent.best is not None and until == search.deadline
@@ -150,8 +167,10 @@ PARTS: dict[str, tuple[Switch, ...]] = {
         Switch(Evaluator, "transferred"),
         Switch(_PlanSearch, "retimed", applies=lambda search, *args: of_mixed(search.incumbent)),
     ),
+    "slower-link": (Switch(_PlanSearch, "run", applies=with_slower_link),),
+    "host-alone": (Switch(_PlanSearch, "run", none_fits, without_disk),),
 }
-"""Name -> what switches the part off. Searches of the disk tier aren't here: no instance has one."""
+"""Name -> what switches the part off."""
 
 
 def switch_off(off: str) -> Counter[str]:
@@ -179,6 +198,9 @@ def watched(switch: Switch, part: str, off: str, calls: Counter[str]) -> Callabl
 def solve(name: str, percent: int, off: str, limits: Limits) -> Row:
     """A row of `certificate.py` and the calls of each part; without step, bound and gap if no plan is found."""
     calls = switch_off(off)
+    if name.endswith(DISK):
+        most_moved = sum(storage.nbytes for storage in instance(name).storages)
+        limits = replace(limits, host_bytes=most_moved // 50, disk_bytes=most_moved)
     row: Row = {"instance": name, "budget_percent": percent, "off": off, "step": None, "calls": calls}
     try:
         (found,) = measure(name, (percent,), limits)
@@ -301,7 +323,7 @@ def main() -> None:
 
     names = args.only.split(",") if args.only else list(BUDGETS)
     parts = args.parts.split(",") if args.parts else list(PARTS)
-    for unknown in [*(set(names) - set(BUDGETS)), *(set(parts) - set(PARTS))]:
+    for unknown in [*({name.removesuffix(DISK) for name in names} - set(BUDGETS)), *(set(parts) - set(PARTS))]:
         parser.error(f"no instance or part {unknown!r}; there are {', '.join((*BUDGETS, *PARTS))}")
     rows: list[Row] = []
 
@@ -318,9 +340,10 @@ def main() -> None:
         return row
 
     for name in names:
-        tightest = TIGHTEST_OF_CHAINS if name in INSTANCES else TIGHTEST
+        chain = name.removesuffix(DISK)
+        tightest = TIGHTEST_OF_CHAINS if chain in INSTANCES else TIGHTEST
         percents = [int(p) for p in args.budgets.split(",")] if args.budgets else tightest
-        for percent in [percent for percent in percents if percent in BUDGETS[name]]:
+        for percent in [percent for percent in percents if percent in BUDGETS[chain]]:
             full = run(name, percent, FULL)
             if full["step"] is None:
                 continue

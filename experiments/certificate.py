@@ -23,7 +23,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from instances import instance
+from instances import DISK, instance
 
 from ckptplan.core.request import Limits
 from ckptplan.referee import validate
@@ -49,9 +49,9 @@ def measure(name: str, percents: tuple[int, ...], limits: Limits | None = None) 
     profile = instance(name)
     n = len(profile.stages)
     limits = limits or Limits(time_limit_s=time_limit_s(n), gap=0.0)
-    rows = []
-    for percent in [percent for percent in percents if percent in BUDGETS[name]]:
-        budget = BUDGETS[name][percent]
+    rows, budgets = [], BUDGETS[name.removesuffix(DISK)]
+    for percent in [percent for percent in percents if percent in budgets]:
+        budget = budgets[percent]
         times: dict[str, float] = {}
         begin = time.perf_counter()
 
@@ -64,7 +64,7 @@ def measure(name: str, percents: tuple[int, ...], limits: Limits | None = None) 
 
         plan = solve_profile(profile, budget, limits, on_progress=on_progress)
         seconds = time.perf_counter() - begin
-        broken = validate(profile, plan, budget)
+        broken = validate(profile, plan, budget, host_bytes=limits.host_bytes, disk_bytes=limits.disk_bytes)
         if broken:
             raise SystemExit(f"{name} at {percent} %: the referee rejects the plan: {broken}")
         times.setdefault("first", seconds)

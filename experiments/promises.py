@@ -61,6 +61,11 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         "ablation.json",
     ),
     Experiment(
+        "solvers",
+        "On how long chains CP-SAT and SCIP come to a proof, and CP-SAT to the smallest peak from nothing",
+        "solvers.json",
+    ),
+    Experiment(
         "real_profiles",
         "Profiles of ten real models, on which the certificate is measured too",
         None,

@@ -98,7 +98,7 @@ def _unet_pixels() -> Made:
 
 
 def _unet_conditional() -> Made:
-    inputs = (torch.zeros(4, 4, 64, 64), torch.zeros(4, dtype=torch.long), torch.zeros(4, 77, 768))
+    inputs = (torch.zeros(16, 4, 64, 64), torch.zeros(16, dtype=torch.long), torch.zeros(16, 77, 768))
     return UNet2DConditionModel(sample_size=64, cross_attention_dim=768), inputs
 
 
