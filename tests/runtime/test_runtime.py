@@ -28,7 +28,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import ckptplan
 from ckptplan.core.errors import InvalidInputError, PlanMismatchError, SwapError, UnsupportedModelError
 from ckptplan.core.option import ACTIONS, Action
-from ckptplan.core.plan import Decision, Plan
+from ckptplan.core.plan import Decision, Plan, Transfer
 from ckptplan.core.schedule import residency
 from ckptplan.profiling.profiler import profile
 from ckptplan.profiling.target import MIN_SWAP_BYTES
@@ -253,6 +253,52 @@ def test_release_and_prefetch_points_are_met(monkeypatch: pytest.MonkeyPatch) ->
         for k in range(i, 4):
             assert gone[i, k] or k < release, (i, k)
             assert back[i, k] == (k < prefetch), (i, k)
+
+
+class _Residual(nn.Module):
+    """Stage "b.0" saves what the program holds until the glue behind "b.1" has added it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.c, self.d = (nn.Linear(256, 256) for _ in range(3))
+        self.b = nn.Sequential(nn.Linear(256, 256), nn.Tanh())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.a(x)
+        x = x + self.b(x)
+        return self.d(self.c(x))
+
+
+@pytest.mark.parametrize("release", [1, 2, 3, 4])
+def test_what_the_program_still_holds_is_gone_when_it_lets_go(release: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow the link; in the glue (3) too, and its bytes count until then."""
+    torch.manual_seed(0)
+    model, inputs = _Residual().train(), torch.randn(512, 256)
+    chain = profile(model, inputs, menus=False)
+    names = [stage.name for stage in chain.stages]
+    assert names == ["a", "b.0", "b.1", "(before c)", "c", "d", "(after d)"]
+    moving = Decision("swap", transfers=(Transfer((0,), release, 2),))
+    plan = plan_with(chain, tuple(moving if name == "b.0" else Decision("keep") for name in names))
+    real = disk._write
+    monkeypatch.setattr(disk, "_write", lambda *a: (time.sleep(0.02), real(*a)))
+    found = verify(model, plan, inputs, repeats=1)
+    assert found.gradients_equal, found.differing
+    assert found.measured_peak_bytes <= plan.peak_bytes
+    held: list[StorageWeakRef] = []
+    gone: dict[str, bool] = {}
+    model.a.register_forward_hook(lambda _, __, output: held.append(StorageWeakRef(output.untyped_storage())))
+    for name, module in (("b.1", model.b[1]), ("c", model.c), ("d", model.d)):
+        # Within the stage: the point in front of it has passed.
+        def watching(x: torch.Tensor, name: str = name, forward: Callable[..., Any] = module.forward) -> torch.Tensor:
+            gone[name] = held[-1].expired()
+            return forward(x)
+
+        module.forward = watching
+    with apply(model, plan):
+        call(model, inputs).backward()
+    assert not gone["b.1"]
+    assert gone["c"] or release > 3
+    assert gone["d"]
 
 
 def test_swapped_bytes_go_to_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
