@@ -27,8 +27,9 @@ def plan_space(actions: Sequence[Action], *, segments: bool = True, disk: bool =
     """The sentence every certificate refers to."""
     menu = "/".join(a for a in ACTIONS if a in actions)
     together = "nested segments" if segments and "recompute" in actions else "no segments"
-    tiers = ", a stage's moves to host or disk as a whole" if disk and "swap" in actions else ""
-    return f"per-stage menus of {menu}, {together}, first-in-first-out links{tiers}, compute in program order"
+    moves = ", any parts of what may move in any transfers" if "swap" in actions else ""
+    tiers = ", each stage's to host or disk as a whole" if disk and moves else ""
+    return f"per-stage menus of {menu}, {together}{moves}{tiers}, first-in-first-out links, compute in program order"
 
 
 def key(schedule: Schedule) -> tuple[float, int]:
