@@ -293,8 +293,8 @@ def _require_made_from(profile: Profile, plan: Plan) -> None:
     broken, _ = examine(profile, plan, plan.budget_bytes, host_bytes=plan.host_bytes, disk_bytes=plan.disk_bytes)
     if broken:
         raise PlanMismatchError(
-            f"the plan was made from another profile of this model ({broken[0].detail}); give the profile that it was "
-            "solved from, or solve this one again"
+            f"the plan was made from another profile of this model, or by an earlier version ({broken[0].detail}); "
+            "give the profile that it was solved from, or solve this one again"
         )
 
 

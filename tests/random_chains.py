@@ -155,7 +155,15 @@ def odd_chain(rng: random.Random, n: int) -> Profile:
         )
     if rng.random() < 0.5:
         chain = replace(chain, stages=tuple(map(moving_alone, chain.stages)))
-    return replace(chain, stages=tuple(moving_more(rng, s) for s in chain.stages)) if rng.random() < 0.3 else chain
+    if rng.random() < 0.3:
+        chain = replace(chain, stages=tuple(moving_more(rng, stage) for stage in chain.stages))
+    return replace(chain, stages=tuple(map(dearer_unmoved, chain.stages))) if rng.random() < 0.3 else chain
+
+
+def dearer_unmoved(stage: Stage) -> Stage:
+    """The stage with options that are slower where they have no moves."""
+    menu = (replace(o, overhead_s=o.overhead_s + 1) if o.recomputes and not o.moves else o for o in stage.options)
+    return replace(stage, options=tuple(menu))
 
 
 def moving_more(rng: random.Random, stage: Stage) -> Stage:

@@ -50,8 +50,6 @@ class Device(Saved):
         precedence over that of the class.
     launch_s : float
         Smallest number of seconds between the starts of two operations.
-    latency_s : float
-        Time of a transfer to or from host memory in addition to that of its bytes.
     compute_capability : tuple of int, optional
         CUDA's (major, minor); None for other devices.
     sources : mapping
@@ -65,6 +63,8 @@ class Device(Saved):
         Number of devices in a machine.
     network_bytes_per_s : float, optional
         The same rate between machines: what all network cards of one carry together.
+    latency_s : float
+        Time of a transfer to or from host memory in addition to that of its bytes.
     """
 
     SCHEMA = "ckptplan.device/1"
@@ -79,13 +79,13 @@ class Device(Saved):
     in_bytes_per_s: float
     efficiency: Mapping[str, float] = field(default_factory=dict)
     launch_s: float = 0.0
-    latency_s: float = 0.0
     compute_capability: tuple[int, int] | None = None
     sources: Mapping[str, str] = field(default_factory=dict)
     overheads: Overheads = NO_OVERHEADS
     peer_bytes_per_s: float | None = None
     machine_devices: int = 8
     network_bytes_per_s: float | None = None
+    latency_s: float = 0.0
 
     def __post_init__(self) -> None:
         owner = f"device {self.name!r}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -11,6 +11,18 @@ from ckptplan.core.errors import InvalidInputError
 
 Action = Literal["keep", "swap", "recompute"]
 ACTIONS: tuple[Action, ...] = get_args(Action)
+
+
+def checked_actions(actions: Iterable[Action]) -> tuple[Action, ...]:
+    """Return them, or raise `InvalidInputError` unless they are "keep" and others that exist."""
+    if not isinstance(actions, Iterable):
+        raise InvalidInputError(f"actions={actions!r}: give 'keep' and any of 'swap', 'recompute'")
+    found = tuple(actions)
+    unknown = [a for a in found if a not in ACTIONS]
+    if unknown or "keep" not in found:
+        wrong = f"unknown action {unknown[0]!r}" if unknown else "'keep' is missing, and every stage needs it"
+        raise InvalidInputError(f"actions={found!r}: {wrong}; give 'keep' and any of 'swap', 'recompute'")
+    return found
 
 
 @dataclass(frozen=True, slots=True)

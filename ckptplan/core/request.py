@@ -20,7 +20,7 @@ from ckptplan.core.checks import MOST_BYTES, is_int, is_number
 from ckptplan.core.ddp import DDP
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.fsdp import FSDP
-from ckptplan.core.option import ACTIONS, Action
+from ckptplan.core.option import ACTIONS, Action, checked_actions
 from ckptplan.core.progress import in_notebook
 from ckptplan.core.units import budget_to_bytes
 
@@ -289,14 +289,7 @@ class Limits:
     in_flight: int = 1
 
     def __post_init__(self) -> None:
-        if not isinstance(self.actions, Iterable):
-            raise InvalidInputError(f"actions={self.actions!r}: give 'keep' and any of 'swap', 'recompute'")
-        actions = tuple(self.actions)
-        object.__setattr__(self, "actions", actions)
-        unknown = [a for a in actions if a not in ACTIONS]
-        if unknown or "keep" not in actions:
-            wrong = f"unknown action {unknown[0]!r}" if unknown else "'keep' is missing, and every stage needs it"
-            raise InvalidInputError(f"actions={actions!r}: {wrong}; give 'keep' and any of 'swap', 'recompute'")
+        object.__setattr__(self, "actions", checked_actions(self.actions))
         for name in ("segments", "menus", "cache"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidInputError(f"{name}={getattr(self, name)!r}; it is True or False")

@@ -115,6 +115,12 @@ def movers(storage: Storage, n: int) -> range:
     return range(max(storage.born, 0), n - 1) if can_move(storage) else _NONE
 
 
+def moves_any(profile: Profile, i: int, option: Option) -> bool:
+    """Whether `option` of stage `i` moves anything that isn't bound to stay."""
+    n = len(profile.stages)
+    return any(i in movers(profile.storages[s], n) for s in option.moved)
+
+
 def there_until(storage: Storage, mover: int, n: int) -> int:
     """The last forward step of `n` in which it is there however early it leaves (rule 4)."""
     return min(max(storage.program_until, mover), n - 1)

@@ -363,7 +363,7 @@ def _worst(profile: Profile, forward: Sequence[int], backward: Sequence[int]) ->
 
 
 def in_place(stage: Stage, option: Option, moved: set[int]) -> Option:
-    """The option that does as `option` and moves nothing, where it costs no byte and pins nothing in `moved`."""
+    """The option that does as `option` and moves nothing, where it costs nothing and pins nothing in `moved`."""
     for other in stage.options:
         if (
             not other.moves
@@ -371,6 +371,8 @@ def in_place(stage: Stage, option: Option, moved: set[int]) -> Option:
             and set(other.held) == set(option.held)
             and other.forward_bytes <= option.forward_bytes
             and other.backward_bytes <= option.backward_bytes
+            and other.added_s <= option.added_s
+            and other.launch_s <= option.launch_s
             and moved.isdisjoint(other.held)
         ):
             return other

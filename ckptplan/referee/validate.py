@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ckptplan.core.option import ACTIONS, Action
+from ckptplan.core.option import ACTIONS, Action, checked_actions
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.referee.rules import Kind, Violation, broken_rules
@@ -40,6 +40,11 @@ def validate(
     -------
     tuple of Violation
         Violations of structure; if there are none, those of limits and predictions.
+
+    Raises
+    ------
+    InvalidInputError
+        On unknown actions.
     """
     return examine(
         profile,
@@ -100,6 +105,7 @@ def examine(
 
 def _outside(profile: Profile, plan: Plan, actions: Sequence[Action], segments: bool) -> Iterator[Violation]:
     """What a narrower plan space leaves out."""
+    actions = checked_actions(actions)
     for stage, choice in zip(profile.stages, plan.choices, strict=True):
         if not stage.option(choice.option).allowed(actions):
             yield Violation("option", stage.name, f"{choice.option!r} is more than {'/'.join(actions)}")

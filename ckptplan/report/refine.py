@@ -12,7 +12,7 @@ from ckptplan.core.measured import Copied, Measured, StageTimes, as_measured, ba
 from ckptplan.core.option import Option
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
-from ckptplan.core.rules import around
+from ckptplan.core.rules import last_runs, moving_s, sweeps_of
 from ckptplan.core.stage import Stage
 from ckptplan.core.trace import Drawn, DrawnStep, Lane, Span
 from ckptplan.referee import simulate
@@ -84,11 +84,10 @@ def corrected(profile: Profile, plan: Plan, measured: Measured) -> Profile:
     for event in timeline.events:
         own[event.stage] += event.what == "recompute"
 
-    outer = around(plan.segments, len(stages))
-    overhead_s = [
-        stage.option(choice.option).overhead_s if segment is None else 0.0  # a sweep counts none
-        for stage, choice, segment in zip(stages, plan.choices, outer, strict=True)
-    ]
+    options = [stage.option(choice.option) for stage, choice in zip(stages, plan.choices, strict=True)]
+    last_run = last_runs(options, sweeps_of(profile, plan.segments))
+    moving = moving_s(profile, options, last_run)
+    overhead_s = [option.overhead_s + moves_s for option, (moves_s, _) in zip(last_run, moving, strict=True)]
     forward, backward, recompute = [0.0] * len(stages), [0.0] * len(stages), {}
     for i, members in enumerate(backward_groups(glue)):
         found = measured.stages[i]

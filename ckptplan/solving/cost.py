@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,7 +36,7 @@ from ckptplan.core.schedule import (
     tightest_peak,
 )
 from ckptplan.core.segment import Segment
-from ckptplan.core.stage import Phase
+from ckptplan.core.stage import Phase, Stage
 from ckptplan.solving.parameters import DEFAULT, Parameters
 from ckptplan.solving.points import Moves, MovesSearch, Room
 
@@ -809,30 +808,22 @@ def copies_s(moved: NDArray[np.int64], link: Link) -> tuple[NDArray[np.float64],
     return np.where(moved > 0, out_s, 0.0), np.where(moved > 0, in_s, 0.0)
 
 
-def menus(profile: Profile, actions: Sequence[Action], *, host_bytes: int | None = None) -> tuple[tuple[int, ...], ...]:
+def menus(profile: Profile, actions: Sequence[Action]) -> tuple[tuple[int, ...], ...]:
     """Per stage, the codes of the options that use `actions` alone.
 
-    Where the host tier has no room, options that move something are left out if another saves the same and costs no
-    more: they move nothing then.
+    Without those that could move something, and can't, if another does the same and costs no more.
     """
+
+    def is_needed(stage: Stage, i: int, option: Option) -> bool:
+        if not option.moves or rules.moves_any(profile, i, option):
+            return True
+        twin = in_place(stage, option, set())
+        # In a segment "recompute" alone can take the place of what swaps its inputs.
+        return twin is option or (option.name == "recompute+swap" and twin.name != "recompute")
+
     return tuple(
         tuple(
-            code
-            for code, option in enumerate(stage.options)
-            if option.allowed(actions)
-            and not (host_bytes == 0 and any(_as_good_unmoved(option, other) for other in stage.options))
+            code for code, option in enumerate(stage.options) if option.allowed(actions) and is_needed(stage, i, option)
         )
-        for stage in profile.stages
-    )
-
-
-def _as_good_unmoved(option: Option, other: Option) -> bool:
-    """Whether an option that moves something is no better, as long as nothing is moved, than `other`."""
-    names = attrgetter("saved", "pinned", "ops", "recomputes")
-    costs = attrgetter("forward_bytes", "backward_bytes", "added_s", "launch_s")
-    return (
-        bool(option.moves)
-        and not other.moves
-        and names(option) == names(other)
-        and all(a >= b for a, b in zip(costs(option), costs(other), strict=True))
+        for i, stage in enumerate(profile.stages)
     )

@@ -19,7 +19,7 @@ from ckptplan.solving.bound.pricing import lower_bound
 from ckptplan.solving.cost import menus
 from ckptplan.solving.parameters import CLOSE, DEFAULT, ROUNDING, Parameters
 from ckptplan.solving.planner import OnProgress, Start, smallest_peak, solve_profile
-from ckptplan.solving.tiers import all_bytes, check_disk
+from ckptplan.solving.tiers import all_bytes, check_disk, within_tiers
 
 
 def everything_kept_bytes(profile: Profile) -> int:
@@ -209,7 +209,8 @@ def smallest_within(
     # What the search above happened to prove, and what bounds alone prove further up.
     # What holds with all copies at the link's rate holds with some to the disk.
     moved = all_bytes(limits.host_bytes, check_disk(profile, limits.host_bytes, limits.disk_bytes))
-    menu = menus(profile, limits.actions, host_bytes=moved)
+    profile = within_tiers(profile, moved)
+    menu = menus(profile, limits.actions)
     high = best.peak_bytes
     while high - proven > CLOSE * high and (left_s := end - time.monotonic()) > 0:
         middle = (proven + high) // 2

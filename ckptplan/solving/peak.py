@@ -30,7 +30,7 @@ from ckptplan.solving.label_dp import LabelDp
 from ckptplan.solving.local_search import PeakSearch, even_segments, patterns
 from ckptplan.solving.parameters import CLOSE, DEFAULT, LARGE, Parameters
 from ckptplan.solving.segment_dp import REACH, SegmentDp
-from ckptplan.solving.tiers import all_bytes, check_disk, evaluator_of
+from ckptplan.solving.tiers import all_bytes, check_disk, evaluator_of, within_tiers
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,16 +73,15 @@ def smallest_peak(profile: Profile, limits: Limits = NO_LIMITS, parameters: Para
     parameters = parameters or DEFAULT
     host_bytes = limits.host_bytes
     disk = check_disk(profile, host_bytes, limits.disk_bytes)
-    space = plan_space_of(profile, limits.actions, limits.segments, all_bytes(host_bytes, disk), parameters)
+    profile = within_tiers(profile, all_bytes(host_bytes, disk))
+    space = plan_space_of(profile, limits.actions, limits.segments, parameters)
     evaluator = evaluator_of(profile, host_bytes, disk, parameters)
     return least_peak(evaluator, space, time.monotonic() + limits.time_limit_s)
 
 
-def plan_space_of(
-    profile: Profile, actions: Sequence[Action], segments: bool, host_bytes: int | None, parameters: Parameters
-) -> PlanSpace:
+def plan_space_of(profile: Profile, actions: Sequence[Action], segments: bool, parameters: Parameters) -> PlanSpace:
     """The plans that use these actions alone."""
-    menu = menus(profile, actions, host_bytes=host_bytes)
+    menu = menus(profile, actions)
     return PlanSpace(profile, menu, segments=segments and "recompute" in actions, parameters=parameters)
 
 

@@ -35,7 +35,7 @@ from ckptplan.solving.parameters import CLOSE, DEFAULT, ROUNDING, Parameters
 from ckptplan.solving.peak import MinPeak, least_peak, plan_space_of, smallest_peak, step_bound
 from ckptplan.solving.segment_dp import REACH, SegmentDp
 from ckptplan.solving.simpler import Simpler
-from ckptplan.solving.tiers import all_bytes, check_disk, evaluator_of, slower_link
+from ckptplan.solving.tiers import all_bytes, check_disk, evaluator_of, slower_link, within_tiers
 
 __all__ = ["MinPeak", "OnProgress", "Start", "plan_space", "smallest_peak", "solve_profile"]
 
@@ -82,6 +82,7 @@ def solve_profile(
     parameters = parameters or DEFAULT
     host_bytes = limits.host_bytes
     disk = check_disk(profile, host_bytes, limits.disk_bytes)
+    profile = within_tiers(profile, all_bytes(host_bytes, disk))
     deadline = time.monotonic() + limits.time_limit_s
     evaluator = evaluator_of(profile, host_bytes, disk, parameters)
     incumbent = Incumbent(profile, budget_bytes, limits, evaluator, on_progress, parameters)
@@ -187,7 +188,8 @@ class _PlanSearch:
     space: PlanSpace = field(init=False)
 
     def __post_init__(self) -> None:
-        self.space = self.space_of(self.profile)
+        limits = self.limits
+        self.space = plan_space_of(self.profile, limits.actions, limits.segments, self.parameters)
 
     @property
     def budget_bytes(self) -> int:
@@ -203,11 +205,6 @@ class _PlanSearch:
     def parameters(self) -> Parameters:
         """Numbers that the search goes by."""
         return self.incumbent.parameters
-
-    def space_of(self, profile: Profile) -> PlanSpace:
-        """The plans for a profile that the caller allows."""
-        limits = self.limits
-        return plan_space_of(profile, limits.actions, limits.segments, self.host_bytes, self.parameters)
 
     def run(self) -> Schedule:
         """Run part after part until the gap is closed; return the best schedule without swaps that gain nothing."""
@@ -370,7 +367,8 @@ class _PlanSearch:
     def mix(self, share: float) -> None:
         """Let dynamic programs go by a time in which launching has this share (`launching.py`)."""
         if share:
-            self.space = self.space_of(mixed(self.profile, share))
+            profile, menu = mixed(self.profile, share), self.space.menu
+            self.space = PlanSpace(profile, menu, segments=self.space.segments, parameters=self.parameters)
 
     def steered_by(self, forward: Floats, backward: Floats, drain: Sequence[Floats]) -> Steering:
         """The worth of a byte at each boundary, from prices of a byte in each step and of a second of each link."""

@@ -63,6 +63,13 @@ def all_bytes(host_bytes: int | None, disk_bytes: int) -> int | None:
     return None if host_bytes is None else host_bytes + disk_bytes
 
 
+def within_tiers(profile: Profile, moved_bytes: int | None) -> Profile:
+    """`profile`; where `moved_bytes`, the most that may move in all, is 0, one whose storages all stay."""
+    if moved_bytes != 0:
+        return profile
+    return replace(profile, storages=tuple(replace(storage, stays=True) for storage in profile.storages))
+
+
 def evaluator_of(
     profile: Profile, host_bytes: int | None, disk_bytes: int, parameters: Parameters = DEFAULT
 ) -> Evaluator:

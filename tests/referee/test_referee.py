@@ -489,7 +489,9 @@ def test_a_storage_that_is_to_stay() -> None:
 
 def test_a_narrower_plan_space_is_a_rule() -> None:
     profile, plan = sound()
-    assert validate(profile, plan, plan.budget_bytes, actions=("swap", "recompute"), segments=False) == ()
+    assert validate(profile, plan, plan.budget_bytes, segments=False) == ()
+    with pytest.raises(InvalidInputError, match="unknown action 's'"):
+        validate(profile, plan, plan.budget_bytes, actions="swap")  # type: ignore[arg-type]
     found = validate(profile, plan, plan.budget_bytes, actions=("keep", "recompute"))
     assert {v.stage for v in found} == {
         name for name, choice in zip(plan.stages, plan.choices, strict=True) if choice.moves

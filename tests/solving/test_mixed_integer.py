@@ -64,7 +64,7 @@ def test_never_above_the_optimum_and_mostly_equal(part: int, solver: Any, roundi
             assert best_s is not None
             # In this process: the start of another one would take most of the time.
             below_s = best_s if seed % 2 or solver is cp_sat else math.inf
-            menu = menus(profile, ACTIONS, host_bytes=host)
+            menu = menus(profile, ACTIONS)
             problem = process.Problem(profile, menu, budget, host, segments, below_s)
             found = solver.solve(problem, time.monotonic() + seconds, rounding / 10)
             bound_s = found.bound_s

@@ -195,7 +195,7 @@ def test_bounds_with_a_slower_link_hold(share: float) -> None:
         best = brute_force.fastest(profile, budget, within=combinations, **limits)
         assert best is not None
         view, more_s = slower_link(replace(profile, disk=faster_disk(profile, share)), host)
-        menu = menus(view, NO_RECOMPUTE, host_bytes=host + disk)
+        menu = menus(view, NO_RECOMPUTE)
         bound = lower_bound(
             view, menu, budget, host_bytes=host + disk, segments=False, deadline=time.monotonic() + LONG_S
         )
