@@ -662,9 +662,9 @@ def test_agrees_with_core_on_random_plans(part: int) -> None:
     assert launching > 20
 
 
-@pytest.mark.parametrize("part", range(2))
-def test_no_release_and_prefetch_points_beat_the_lazy_ones(part: int) -> None:
-    for seed in range(part, 80, 2):
+def test_no_release_and_prefetch_points_beat_the_lazy_ones() -> None:
+    # These two have so many points that they would take three quarters of the time.
+    for seed in sorted(set(range(80)) - {11, 65}):
         rng = random.Random(seed)
         profile = random_chain(seed, 1 + seed % 3, most_options=4)
         found = combinations(profile)
