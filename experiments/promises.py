@@ -385,6 +385,7 @@ PROMISES: tuple[Promise, ...] = (
         )
         + _in("test_mixed_integer", "test_the_smallest_peak_in_whole_bytes_is_never_above_the_truth_and_mostly_equal")
         + _in("test_profile", "test_the_error_for_too_small_a_budget_names_one_that_works"),
+        ("exactness", "solvers"),
     ),
     Promise(
         "Solving",
