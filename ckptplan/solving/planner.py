@@ -122,11 +122,13 @@ def _with_disk(search: _PlanSearch, host_bytes: int) -> Schedule:
     if not incumbent.closed:
         # Its bound doesn't hold for plans that use the disk, so it hands out nothing.
         limits = replace(incumbent.limits, on_plan=None)
+        profile = within_tiers(profile, host_bytes)
         evaluator = Evaluator(profile, host_bytes, parameters=incumbent.parameters)
         best = None if incumbent.best is None or incumbent.best.disk_bytes else incumbent.best
         alone = replace(incumbent, limits=limits, evaluator=evaluator, best=best, lazy=best)
         try:
-            incumbent.take(replace(search, incumbent=alone, host_bytes=host_bytes, deadline=deadline).run())
+            without = replace(search, incumbent=alone, profile=profile, host_bytes=host_bytes, deadline=deadline)
+            incumbent.take(without.run())
         except InfeasibleBudgetError:
             pass  # then the disk is needed
         except KeyboardInterrupt:
