@@ -210,6 +210,11 @@ class Evaluator:
         self._width = max(len(stage.options) for stage in profile.stages)
         n = len(profile.stages)
         self._held_stop = rules.forward_stop(n, n, True, None)
+        self.moving_s = np.zeros((2, n, self._width))
+        """Compute and launching time that each option takes more in a segment than its last run does."""
+        for i, stage in enumerate(profile.stages):
+            for code, option in enumerate(stage.options):
+                self.moving_s[:, i, code] = stage.moving_s(option)
         self._forests: dict[Segments, _Tables] = {}
         self.private: list[list[int]] = [[] for _ in profile.stages]
         """Per stage, the storages that it alone may hold."""
@@ -637,13 +642,11 @@ class _TablesOf:
         back_stop = np.array([rules.backward_stop(self.n, int(needed)) for needed in self.needed])
         for segment in self.segments:
             self.add_sweep(segment, own_backward, backward_s, launch_s, in_sweep)
-            for i in range(segment.first, segment.last + 1):
-                stage = self.profile.stages[i]
-                for code, option in enumerate(stage.options):
-                    overhead_s, launching_s = stage.moving_s(option)
-                    backward_s[i, code] += overhead_s
-                    if launch_s is not None:
-                        launch_s[i, code] += launching_s
+            inside = slice(segment.first, segment.last + 1)
+            overhead_s, launching_s = self.evaluator.moving_s
+            backward_s[inside] += overhead_s[inside]
+            if launch_s is not None:
+                launch_s[inside] += launching_s[inside]
         return _Tables(
             self.forward,
             self.backward,
