@@ -400,6 +400,49 @@ def test_what_was_held_then(text: str) -> None:
         assert oom.live_bytes(error, DEVICE) == device_bytes(DEVICE)
 
 
+class _Noted(nn.Module):
+    """Notes the memory of its output in the first step; the one in the last stage fails then."""
+
+    def __init__(self, made: list[StorageWeakRef], left: list[int], *, fails: bool) -> None:
+        super().__init__()
+        self.seen = made, left
+        self.fails = fails
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made, left = self.seen
+        output = x.tanh()
+        if len(left) == 1:
+            made.append(StorageWeakRef(output.untyped_storage()))
+            if self.fails:
+                raise torch.OutOfMemoryError("device out of memory. Tried to allocate 64 bytes.")
+        return output
+
+
+def test_the_step_runs_again_without_the_tensors_of_the_failed_one() -> None:
+    """Not even with what a stage was given, which leads to all before it, and of which the frame of its call has a copy."""
+    torch.manual_seed(0)
+    made: list[StorageWeakRef] = []
+    left: list[int] = []
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(8, 64), _Noted(made, left, fails=i == 2), nn.Linear(64, 8)) for i in range(3))
+    )
+    inputs = torch.randn(64, 8)
+    profile = ckptplan.profile(model, inputs)
+
+    def step() -> None:
+        left.append(sum(not ref.expired() for ref in made))
+        step_of(model, inputs)()
+
+    plan = plan_of(profile, ["keep"] * len(profile.stages))
+    with (
+        ckptplan.apply(model, plan, on_oom="replan", profile=profile) as handle,
+        pytest.warns(RuntimeWarning, match="out of memory"),
+    ):
+        handle.step(step)
+    assert len(made) == 3
+    assert left == [0, 0]
+
+
 def test_a_report_on_cuda_counts_tensors() -> None:
     """Not the blocks that they lie in; the handle takes its device for one on CUDA."""
     model, inputs = build("mlp")

@@ -190,7 +190,11 @@ def drop_frames(error: BaseException, device: torch.device, outer: BaseException
     `outer` is the exception that was being handled when the step began, if any: its frames don't belong to the step.
     """
     for link in _chain(error, outer):
-        traceback.clear_frames(link.__traceback__)
+        for frame, _ in traceback.walk_tb(link.__traceback__):
+            with contextlib.suppress(RuntimeError):  # it still runs
+                frame.clear()
+                # Before Python 3.13 a frame keeps what its variables were when `f_locals` was last read.
+                _ = frame.f_locals
     gc.collect()
     empty_cache(device)
 
