@@ -16,6 +16,7 @@ from unittest import mock
 
 import psutil
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ckptplan.core.measured import DeviceBytes
 
@@ -81,6 +82,21 @@ def compute_capability(device: torch.device) -> tuple[int, int] | None:
 def current_index() -> int:
     """Return the index of the current accelerator; -1 before its first use, for which `set_device` does nothing."""
     return torch._C._cuda_getDevice() if module.is_initialized() else -1
+
+
+def choose_attention() -> None:
+    """Have PyTorch make the choice now that it makes at a process's first attention on CUDA.
+
+    It sets the order of attention's kernels then (`priority_order` in ATen's `cuda/sdp_utils.cpp`; on Hopper cuDNN's
+    comes first). Flags that were read before and are set again would take that back: recomputes, and all attention
+    after a profile, would run other kernels.
+    """
+    if not IS_BUILT:
+        return
+    # No kernel for no elements is an error; the order is set all the same.
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), contextlib.suppress(RuntimeError):
+        nothing = torch.empty((1, 1, 0, 8), dtype=torch.float16, device=torch.device("cuda", current_index()))
+        torch._fused_sdp_choice(nothing, nothing, nothing)
 
 
 def current_stream(device: torch.device) -> Any:

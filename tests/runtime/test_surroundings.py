@@ -15,8 +15,10 @@ from torch import nn
 
 from ckptplan.core.plan import Decision, Decisions
 from ckptplan.core.segment import Segment
+from ckptplan.runtime import accelerator
 from ckptplan.runtime.controller import Controller
 from ckptplan.runtime.recompute.put_back import Steps, put_back
+from ckptplan.runtime.state import flags as flags_
 from ckptplan.runtime.state.surroundings import Surroundings
 from ckptplan.runtime.swap.stores import NULL_STORES
 
@@ -167,6 +169,33 @@ def test_autocast_of_the_plans_device(plan: str, monkeypatch: pytest.MonkeyPatch
     with Generators().installed(), planned(model, plan, torch.device("cuda", 0)):
         train(model, lambda: torch.autocast("cuda", torch.float16))
     assert set(seen) == {(True, torch.float16)}
+
+
+def test_flags_that_are_put_back_leave_pytorchs_first_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the first attention on CUDA PyTorch sets the order of its kernels, which is no change of the user's."""
+    order = torch._C._get_sdp_priority_order()
+    chosen, made = [order[-1], *order[:-1]], [False]
+
+    def first_attention(*tensors: torch.Tensor) -> int:
+        if not made[0]:
+            made[0] = True
+            torch._C._set_sdp_priority_order(chosen)
+        return 0
+
+    empty = torch.empty
+    monkeypatch.setattr(flags_, "_settled", False)
+    monkeypatch.setattr(accelerator, "IS_BUILT", True)
+    monkeypatch.setattr(accelerator.module, "is_initialized", lambda: True)
+    monkeypatch.setattr(accelerator, "current_index", lambda: 0)
+    monkeypatch.setattr(torch, "empty", lambda *size, device=None, **options: empty(*size, **options))
+    monkeypatch.setattr(torch, "_fused_sdp_choice", first_attention)
+    try:
+        before = flags_.flags()
+        first_attention()
+        flags_.set_flags(before)
+        assert torch._C._get_sdp_priority_order() == chosen
+    finally:
+        torch._C._set_sdp_priority_order(order)
 
 
 def test_generators_of_devices_among_the_arguments() -> None:

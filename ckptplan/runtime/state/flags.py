@@ -118,8 +118,16 @@ _contradicting: set[tuple[str, ...]] = set()
 """Precisions with which reading the old interface has raised: it isn't read again, since the exception takes long."""
 
 
+_settled = False
+"""Whether PyTorch has made the choice of flags that it makes at a process's first attention on the accelerator."""
+
+
 def flags() -> list[Any]:
     """Return the present values of all flags, in the order of `FLAGS`."""
+    global _settled
+    if not _settled and accelerator.module.is_initialized():
+        _settled = True
+        accelerator.choose_attention()
     precisions = tuple([get() for get in _precision])
     former = [_UNREADABLE] * len(_former)
     if precisions not in _contradicting:
