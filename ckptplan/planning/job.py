@@ -3,9 +3,10 @@
 NOTE [Fragments]
 With a smaller peak in tensors, a plan may reserve more. Memory that is freed before the peak lies in blocks of the
 sizes that it had, and the larger blocks at the peak have no use for them: what a swap frees in forward, and what a
-segment frees after its sweep. So where fragments take the best plan beyond the budget, plans that swap nothing and
-recompute stage by stage are searched as well, and the faster one is returned. If neither fits, those that recompute
-whole stages are tried. Which of several equal stages saves more makes a difference, too.
+segment frees after its sweep. So where fragments take the best plan beyond the budget, what it moves leaves as early
+and returns as late as that takes no time. Plans that swap nothing and recompute stage by stage are searched as well,
+and the faster one is returned. If neither fits, those that recompute whole stages are tried. Which of several equal
+stages saves more makes a difference, too.
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ from ckptplan.core.request import Limits
 from ckptplan.core.schedule import EQUAL_S
 from ckptplan.core.units import GIB, format_bytes
 from ckptplan.planning.in_flight import solve_in_flight, with_others
+from ckptplan.planning.points import away_longest
 from ckptplan.referee.simulate import simulate
 from ckptplan.referee.validate import examine
 from ckptplan.solving.planner import OnProgress, smallest_peak, solve_profile
 from ckptplan.solving.tiers import check_disk
 
 _REORDERED_EXCESS = 0.05  # share of the budget above which another order of decisions isn't tried: it gains less
+_REST = 0.01  # share of the budget that may stay unused before another limit is tried
 _TIGHTENINGS = 6  # attempts with a smaller limit before the plan with the smallest peak is tried
 PLAIN = ("keep", "swap", "recompute", "recompute+swap")
 """Options on whole stages; the others of a menu choose among the stage's operations."""
@@ -138,6 +141,7 @@ class Job:
         The plans that are replayed are added to `attempts`: the first is for as large a budget in tensors.
         """
         limit, limits = budget_bytes, self.handing_out
+        former: tuple[int, int] | None = None
         for attempt in range(_TIGHTENINGS + 1):
             if attempt == _TIGHTENINGS:
                 limit = 1  # below every peak, so that the plan with the smallest peak is tried
@@ -148,14 +152,10 @@ class Job:
                     raise
                 return self._leanest(budget_bytes, error, limits)
             attempts.append(plan)
-            if self.replayed is not None:
-                self.limits.on_progress("replaying the plan on the model")
-            over = self.needs(plan) - budget_bytes
-            if over <= 0:
-                return plan
-            for other in self._in_other_orders(plan, over, budget_bytes):
-                if self.needs(other) <= budget_bytes:
-                    return other
+            fitting, over = self._fitting(plan, budget_bytes)
+            if fitting is not None:
+                return fitting if former is None else self._using_the_rest(fitting, limit, former, budget_bytes)
+            former = limit, over
             # The excess is fragments of the allocator, or an error of the chain model: reduce the limit by it. The plan
             # then has the smaller budget, to which its status and bound refer. Bytes of the limit that the plan didn't
             # use are dropped first, since a limit between peak and budget has the same plan.
@@ -165,14 +165,48 @@ class Job:
             f"replay of the model, more than the budget of {format_bytes(budget_bytes)}; please report it"
         )
 
-    def _in_other_orders(self, plan: Plan, over_bytes: int, budget_bytes: int) -> Iterator[Plan]:
+    def _fitting(self, plan: Plan, budget_bytes: int) -> tuple[Plan | None, int]:
+        """Return `plan`, or one as fast with other fragments, whose replay stays within a budget, and bytes beyond it.
+
+        None: there is none; the bytes are then the least by which these plans exceed the budget.
+        """
+        if self.replayed is not None:
+            self.limits.on_progress("replaying the plan on the model")
+        over = self.needs(plan) - budget_bytes
+        if over <= 0:
+            return plan, over
+        for other in self._with_other_fragments(plan, over, budget_bytes):
+            over = min(over, self.needs(other) - budget_bytes)
+            if over <= 0:
+                return other, over
+        return None, over
+
+    def _using_the_rest(self, plan: Plan, limit: int, former: tuple[int, int], budget_bytes: int) -> Plan:
+        """Return `plan`, found for a smaller limit, or a faster one for a limit between that and the `former` one.
+
+        `former` has bytes by which its plan exceeded the budget; where a straight line between the two excesses is 0,
+        one more plan is tried.
+        """
+        if not self.on_cuda or (rest := budget_bytes - self.needs(plan)) <= budget_bytes * _REST:
+            return plan
+        between = limit + (former[0] - limit) * rest // (former[1] + rest)
+        larger, _ = self._fitting(self._within(between, self.handing_out), budget_bytes)
+        return plan if larger is None or larger.step_s >= plan.step_s else larger
+
+    def _with_other_fragments(self, plan: Plan, over_bytes: int, budget_bytes: int) -> Iterator[Plan]:
         """Yield, on CUDA, plans as fast and as small as `plan`, with other fragments (see NOTE [Fragments]).
 
-        They have the same decisions, first those that save least on the first or on the last of stages of one kind.
+        What moves has other points; else they have the same decisions, first those that save least on the first or on
+        the last of stages of one kind.
         """
-        swaps_or_nests = plan.segments or any(choice.moves for choice in plan.choices)
-        if not self.on_cuda or swaps_or_nests or over_bytes > budget_bytes * _REORDERED_EXCESS:
+        if not self.on_cuda:
             return
+        if any(choice.transfers for choice in plan.choices):
+            yield self.reserving(self.sound(self._examined(away_longest(self.profile, plan))))
+        elif not plan.segments and over_bytes <= budget_bytes * _REORDERED_EXCESS:
+            yield from self._in_other_orders(plan)
+
+    def _in_other_orders(self, plan: Plan) -> Iterator[Plan]:
         kinds: dict[tuple[str, ...], list[int]] = {}
         for index, stage in enumerate(self.profile.stages):
             kinds.setdefault((stage.kind, *(option.name for option in stage.options)), []).append(index)
@@ -184,11 +218,15 @@ class Job:
                 for place, chosen in zip(places, order, strict=True):
                     choices[place] = plan.choices[chosen]
             other = replace(plan, choices=tuple(choices), saved_bytes=saved_bytes(self.profile, choices))
-            found = simulate(self.profile, other)
-            other = replace(other, peak_bytes=found.peak_bytes, step_s=max(found.makespan_s, plan.lower_bound_s))
-            other = with_others(self.profile, other, found)
-            if other.needed_bytes <= plan.budget_bytes and found.makespan_s <= plan.step_s * (1 + EQUAL_S):
+            other = self._examined(other)
+            if other.needed_bytes <= plan.budget_bytes and other.step_s <= plan.step_s * (1 + EQUAL_S):
                 yield self.reserving(self.sound(other))
+
+    def _examined(self, plan: Plan) -> Plan:
+        """Return a plan whose decisions were changed with the peak and the time that they have now."""
+        found = simulate(self.profile, plan)
+        plan = replace(plan, peak_bytes=found.peak_bytes, step_s=max(found.makespan_s, plan.lower_bound_s))
+        return with_others(self.profile, plan, found)
 
     def _within(self, limit: int, limits: Limits) -> Plan:
         solve = solve_profile if limits.in_flight == 1 else solve_in_flight
@@ -203,6 +241,9 @@ class Job:
     def _leanest(self, budget_bytes: int, error: InfeasibleBudgetError, limits: Limits) -> Plan:
         """Return the plan with the smallest peak, if it fits the budget with the allocator's fragments."""
         plan = self._within(error.min_peak_bytes, limits)
+        over = self.needs(plan) - budget_bytes
+        if over > 0:
+            plan = min((plan, *self._with_other_fragments(plan, over, budget_bytes)), key=self.needs)
         needs = self.needs(plan)
         if needs <= budget_bytes:
             return plan

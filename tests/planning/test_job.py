@@ -82,6 +82,24 @@ def test_plans_that_leave_fewer_fragments_are_tried_where_fragments_exceed_the_b
     assert plan.lower_bound_s <= ckptplan.solve(chain, budget / 2**30).step_s <= plan.step_s
 
 
+def test_what_smaller_fragments_leave_unused_is_used() -> None:
+    """The first plan's fragments say by how much to go down, and those of the next are smaller."""
+    chain = homogeneous_chain(12, link_ratio=4.0)
+    budget = ckptplan.solve(chain, 1.0).peak_bytes
+    replayed: list[ckptplan.Plan] = []
+
+    def needs(plan: ckptplan.Plan) -> DeviceBytes:
+        replayed.append(plan)
+        return DeviceBytes(plan.peak_bytes, plan.peak_bytes, plan.peak_bytes + plan.peak_bytes**2 // (2 * budget))
+
+    limits = Limits(actions=("keep", "recompute"), segments=False, time_limit_s=2.0)
+    plan = jobs.Job(chain, limits, needs, on_cuda=True).solved(budget)
+    fitting = [found for found in list(replayed) if needs(found).reserved_bytes <= budget]
+    assert plan.reserved_bytes is not None
+    assert 0.9 * budget <= plan.reserved_bytes <= budget
+    assert plan.step_s < fitting[0].step_s
+
+
 def test_a_plan_with_fragments_is_not_called_optimal_by_the_bound_of_a_smaller_budget() -> None:
     chain = homogeneous_chain(6, link_ratio=1.0)
     budget = ckptplan.solve(chain, 1.0).peak_bytes  # everything kept
