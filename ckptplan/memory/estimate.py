@@ -490,6 +490,8 @@ class _Run:
                 inputs=[tensor for batch in batches for tensor in batch.inputs],
                 keeps_gradients=not self._drops_gradients,
             )
+        if len(batches) == 1 and self._empties_for_state:
+            steps.append(steps[-1])  # which finds the segments that the one with an emptied cache has left
         updating = None if self.updates is None else _Updates(ledger, self.updates)
         held = range(len(ledger.blocks))
         if updating is not None:
@@ -507,8 +509,9 @@ class _Run:
                     _require_gradients(batch, had)
                 had |= batch.fresh.gradients
                 name = f"{suffix}, accumulating{'' if micro == 2 else f' {micro}'}" if micro > 1 else suffix
+                empties = micro == 1 and number == 2 and self._empties_for_state
                 player = Player(ledger, batch.adding if has_gradients else batch.fresh, in_buckets=self._in_buckets)
-                loop.forward(player, batch, f"forward{name}")
+                loop.forward(player, batch, f"forward{name}", empties=empties)
                 loop.backward(player, batch, f"backward{name}")
                 gradients += player.left("gradients")
                 player.drop()
@@ -523,6 +526,13 @@ class _Run:
             if self.empty_cache and number < len(steps):
                 loop.empty_cache()
         return ledger
+
+    @property
+    def _empties_for_state(self) -> bool:
+        """Whether the runtime empties the cache behind the first update (`ckptplan.runtime.guard.fresh_state`)."""
+        if self.plan is None or not self.target.is_cuda or self.updates is None:
+            return False
+        return _made_state_bytes(self.updates, self.target) > 0
 
     @property
     def _drops_gradients(self) -> bool:
@@ -688,8 +698,8 @@ class _Loop:
         """Hold blocks until the next batch, output or loss, of which `name` is one, takes their place."""
         self._kept += [(name, index) for index in indices]
 
-    def forward(self, player: Player, batch: _Batch, name: str) -> None:
-        """Write a forward with its loss, on a batch that is loaded if it isn't yet."""
+    def forward(self, player: Player, batch: _Batch, name: str, *, empties: bool = False) -> None:
+        """Write a forward with its loss, on a batch that is loaded if it isn't yet; `empties`: the cache before it."""
         self._ledger.phase(name, batch.number)
         keeps = self._run.keeps
         again = batch is self._loaded and "batch" not in keeps
@@ -701,6 +711,8 @@ class _Loop:
         if not again:
             self._release("batch")
         self.hold("batch", loaded)
+        if empties:
+            self._ledger.empty_cache()
         player.run("forward", "loss", before=lambda section: self._release("output") if section == "loss" else None)
         self._release("loss")
 

@@ -23,6 +23,7 @@ from ckptplan.runtime.controller import Controller
 from ckptplan.runtime.guard.check import WHEN, Checks, When
 from ckptplan.runtime.guard.checkpointing import Checkpointing
 from ckptplan.runtime.guard.engine import OldGraph
+from ckptplan.runtime.guard.fresh_state import FreshState
 from ckptplan.runtime.guard.fused_steps import STEPS
 from ckptplan.runtime.guard.gradients import GradientGuard
 from ckptplan.runtime.guard.held_over import HeldOver
@@ -277,6 +278,7 @@ def apply(
     disk_limit = None if disk_gb is None else budget_to_bytes(disk_gb, name="disk_gb")
 
     old_graph = OldGraph(device)
+    fresh_state = FreshState(model, device)
     checks = None if check == "off" else Checks(device, always=check == "always")
 
     def place(plan: Plan, former: Controller | None) -> tuple[Controller, Mapping[Tier, Store]]:
@@ -300,6 +302,7 @@ def apply(
                 counters=Counters(meter=Meter(device)) if former is None else former.counters,
                 old_graph=old_graph,
                 observers=(
+                    fresh_state,
                     HeldOver(plan),
                     GradientGuard(model, plan),
                     PlannedSharding(model, plan),
@@ -317,5 +320,6 @@ def apply(
     applied = Applied(model, device, plan, place)
     if on_larger is not None:
         replace_for_larger(applied, on_larger)
+    applied.guards.enter_context(fresh_state.watching())
     retry = None if on_oom is None else Retry(applied, on_oom)
     return Handle(applied, adviser, retry)

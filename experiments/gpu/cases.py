@@ -42,10 +42,6 @@ class Case:
     extra : tuple of str
         "bitwise" (solved plans), "mixes" (bitwise, plans by hand that mix all actions), "profiler" and "memory"; see
         `measure.py`.
-    rungs : int
-        Plans made ahead for as many budgets, from what recomputing all needs to what keeping all does. Each rival is
-        then measured beside the fastest one that needs no more than the rival was just measured to. 0: each rival's
-        peak, measured before, is planned for.
     profiled_as : str or None
         The case whose profile is this one's as well.
     allocator : str or None
@@ -70,7 +66,6 @@ class Case:
     fractions: tuple[float, ...] = (0.75, 0.5, 0.25)
     tighter: bool = False
     extra: tuple[str, ...] = ()
-    rungs: int = 0
     profiled_as: str | None = None
     allocator: str | None = None
     cap_bytes: int | None = None
@@ -247,7 +242,6 @@ CASES: Mapping[str, Case] = {
             what=f"{HEADLINE.what}; expandable segments",
             allocator="expandable_segments:True",
             profiled_as=HEADLINE.name,
-            rungs=20,
         ),
         HEADLINE,
         Case(
@@ -255,6 +249,7 @@ CASES: Mapping[str, Case] = {
             "the same at 1 x 1024, deterministic kernels: bit for bit",
             llama(1, 1024),
             dtype="bfloat16",
+            optimizer=None,  # whose update needs more than the activations
             deterministic=True,
             rivals=(),
             extra=("bitwise",),
@@ -264,6 +259,7 @@ CASES: Mapping[str, Case] = {
             "the same with the kernels people use: our distance from plain beside plain's own",
             llama(1, 1024),
             dtype="bfloat16",
+            optimizer=None,
             rivals=(),
             extra=("bitwise",),
             rehearsed=False,
@@ -308,7 +304,7 @@ CASES: Mapping[str, Case] = {
         ),
         *(
             Case(
-                f"resnet{depth}-cap{cap}",
+                f"resnet{depth}-{batch}-cap{cap}",
                 f"ResNet-{depth}, float32, batch {batch}, SGD, on a cap of {cap} GiB",
                 resnet(DEPTHS[depth], batch),
                 optimizer="sgd",

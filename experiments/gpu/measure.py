@@ -19,11 +19,12 @@ import ckptplan
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.memory.history.reader import load_snapshot, read_history, replay_history
+from ckptplan.runtime.guard.check import FIRST
 from ckptplan.runtime.state.restore import restored
 from ckptplan.runtime.step import TrainingStep
 from experiments.gpu.cases import Case
 from experiments.gpu.profiling import Bench
-from experiments.gpu.results import OURS, RUNG, Skipped, slug
+from experiments.gpu.results import OURS, Skipped, slug
 from experiments.gpu.subject import Enter, as_regime, compared, peaks, plan_by_hand, race, results_of
 from experiments.gpu.work import Options
 from experiments.rivals import Forward, NotHere, Rival, rivals
@@ -56,8 +57,6 @@ def run(case: Case, options: Options) -> None:
         groups = {label: {} for label in dict.fromkeys(item["label"] for item in plans.values())}
         for name, item in plans.items():
             groups[item["label"]][name] = item
-        if rungs := groups.pop(RUNG, None):
-            groups = {**dict.fromkeys(case.rivals, rungs), **groups}
         for label, group in groups.items():
             bench.run(f"measure/{case.name}/plans.{slug(label)}", functools.partial(one_group, bench, label, group))
         if "profiler" in case.extra:
@@ -120,22 +119,14 @@ def one_rival(bench: Bench, name: str) -> dict[str, Any]:
 def one_group(bench: Bench, label: str, group: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     """All plans for one budget, the rival whose peak it is, and everything kept, in turn."""
     known = all_rivals(bench.case)
-    made_ahead = all(item["label"] == RUNG for item in group.values())
     measured_before = bench.results.ok(f"measure/{bench.case.name}/rival.{slug(label)}")
-    beside = {label: known[label]} if label in known and (made_ahead or measured_before) else {}
+    beside = {label: known[label]} if label in known and measured_before else {}
     try:
-        # Where each rival is measured anew, everything kept is beside the first one alone.
-        keeps = not made_ahead or label == bench.case.rivals[0]
+        # Everything kept is beside the first group alone.
+        keeps = label == next(item["label"] for _, item in planned_files(bench))
         return {"label": label, **measured(bench, beside, group, keeps=keeps)}
     except NotHere as error:
         raise Skipped(str(error)) from error
-
-
-def within(rungs: Mapping[str, dict[str, Any]], needed_bytes: int) -> dict[str, dict[str, Any]]:
-    """The fastest of the plans that were made ahead among those that need no more than a rival; none: no entry."""
-    fitting = {n: item for n, item in rungs.items() if (item["reserved_bytes"] or item["peak_bytes"]) <= needed_bytes}
-    name = min(fitting, key=lambda n: max(fitting[n]["step_s"], fitting[n]["launch_s"]), default=None)
-    return {} if name is None else {name: {**fitting[name], "target_bytes": needed_bytes}}
 
 
 def measured(
@@ -175,12 +166,6 @@ def measured(
             if name != "keep":
                 enter(name, as_regime(rival), layers_compiled=not rival.compiles, alone=len(others) == 1)
                 subject.clear()  # the error is gone by here, and with it what its frames held
-        if group and all(item["label"] == RUNG for item in group.values()):
-            (rival_name,) = others
-            needed = contenders[rival_name]["peaks"]["judged_bytes"]
-            group = within(group, needed)
-            if not group:
-                contenders[OURS] = {"error": f"no plan made ahead needs at most {needed} bytes"}
         loaded = {name: load(bench, name) for name in group}
         for name, plan in loaded.items():
             enter(name, as_plan(bench, plan, handles, name))
@@ -268,7 +253,8 @@ def overlap(bench: Bench, plans: Mapping[str, dict[str, Any]]) -> dict[str, Any]
     if subject.device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     with subject.under(as_plan(bench, moving[name], {}, name)) as forward:
-        settled(bench, forward)
+        for _ in range(FIRST):  # in which the runtime's check launches thousands of kernels more
+            subject.train(forward)
         with torch.profiler.profile(activities=activities, acc_events=True) as recorded:
             subject.train(forward)
             if subject.device.type == "cuda":

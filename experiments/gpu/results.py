@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 OURS = "ckptplan"
-RUNG = "rung"
-"""The label of plans made ahead for no rival's peak."""
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 

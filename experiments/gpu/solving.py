@@ -16,7 +16,7 @@ from ckptplan.planning.job import Job, job_of_profile
 from ckptplan.referee import validate
 from ckptplan.solving.peak import smallest_peak
 from experiments.gpu.cases import Case
-from experiments.gpu.results import OURS, RUNG, OutOfTime, Results, Skipped, slug
+from experiments.gpu.results import OURS, OutOfTime, Results, Skipped, slug
 
 MIDDLE = 0.4
 """Share of the way from the smallest peak to everything kept at which baselines are planned."""
@@ -101,14 +101,6 @@ def solve_case(results: Results, case: Case, small: bool, choices: Choices) -> N
         if goal.label == "cap":
             for planner in case.baselines:
                 plan(planner, goal)
-    if case.rungs:
-        ends = [job.reserving(BASELINES[name](profile, 1 << 59)) for name in ("recompute_all", "keep_all")]
-        low, high = (plan_.reserved_bytes or plan_.peak_bytes for plan_ in ends)
-        for rung in range(case.rungs):
-            budget = low + int((high - low) * (rung / (case.rungs - 1)) ** 2)  # most of them where memory is scarce
-            name = f"{OURS}.{RUNG}-{rung:02}"
-            goal = Goal(RUNG, budget, budget)
-            results.run(f"plans/{case.name}/{name}", functools.partial(_plan, results, job, case, OURS, goal, name))
     if case.cap_bytes is not None:
         return
     outside = _outside(results, case, most, choices)
@@ -132,8 +124,6 @@ def goals(results: Results, case: Case, least: int, most: int, choices: Choices)
     found: list[Goal] = []
     if case.cap_bytes is not None and case.cap_bytes < most + outside:
         found = [Goal("cap", case.cap_bytes, case.cap_bytes - outside)]
-    elif case.rungs:
-        return []
     elif not choices.fractions:
         for name in case.rivals:
             target = _peak(results, case, name)

@@ -21,25 +21,28 @@ RESULTS = ROOT / "experiments" / "results" / "gpu"
 
 
 @pytest.mark.parametrize(
-    ("name", "plans"),
+    ("name", "exact", "others"),
     [
-        # ckptplan.hf takes 256 MiB more with segments at rising addresses than at falling ones; rung-05 takes 2.2 GiB
-        # more where the output is held while the optimizer makes its state.
-        ("llama-4x4096", {"ckptplan.hf": "hf", "ckptplan.pooch": "pooch"}),
-        ("llama-4x4096-expandable", {"ckptplan.rung-05": "offload", "pooch.pooch": "pooch", "ckptplan.rung-09": "trl"}),
+        # Where the driver places segments isn't known; for these two plans of the default allocator it makes a
+        # difference of 0.3 and 0.1 %.
+        ("llama-4x4096", ("hf", "pooch", "trl"), ("offload", "pooch.pooch")),
+        ("llama-4x4096-expandable", ("hf", "offload", "pooch", "trl"), ("uniform", "pooch.pooch")),
     ],
 )
-def test_predicted_peaks_are_those_of_the_device(name: str, plans: dict[str, str]) -> None:
+def test_predicted_peaks_are_those_of_the_device(name: str, exact: tuple[str, ...], others: tuple[str, ...]) -> None:
     measured = json.loads((RESULTS / "h200.json").read_text())["cases"][name]["measure"]
     case = cases.find(name)
     step, target = solving._on_meta(case, False, "h200")
     training = Training(optimizer=case.optimizer, amp=case.amp)
     sizes = TrainingBytes(step.model, target, training, case.allocator)
-    for plan, group in plans.items():
-        peaks = measured[f"plans.{group}"]["contenders"][plan]["peaks"]
+    for label in (*exact, *others):
+        plan = label if "." in label else f"ckptplan.{label}"
+        peaks = measured[f"plans.{label.partition('.')[0]}"]["contenders"][plan]["peaks"]
         # What was there before the step: the memory that the check of each applied plan takes.
         most = peaks["reserved_bytes"] + peaks["other_bytes"]
         found = sizes.peaks(step, ckptplan.Plan.load(RESULTS / "plans" / name / f"{plan}.json"))
         assert found.requested_bytes == pytest.approx(peaks["requested_bytes"] + peaks["workspace_bytes"], rel=1e-5)
-        # A segment of 2 MiB for the check of a second plan, which isn't planned.
-        assert 0 <= most - found.reserved_bytes <= 2 << 20, plan
+        if label in exact:
+            assert found.reserved_bytes == most
+        else:
+            assert found.reserved_bytes == pytest.approx(most, rel=0.004)

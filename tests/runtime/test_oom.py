@@ -419,7 +419,7 @@ class _Noted(nn.Module):
 
 
 def test_the_step_runs_again_without_the_tensors_of_the_failed_one() -> None:
-    """Not even with what a stage was given, which leads to all before it, and of which the frame of its call has a copy."""
+    """Not even with what a stage was given, which leads to all before it: the frame of its call has a copy of that."""
     torch.manual_seed(0)
     made: list[StorageWeakRef] = []
     left: list[int] = []

@@ -234,9 +234,10 @@ def step_peaks(
 ) -> StepPeaks:
     """Return the peaks of steps on the device while `run` runs; `held_bytes` are there at the start.
 
-    On the CPU these are the allocator's events of one step. On CUDA they are the allocator's peaks over two steps, with
-    a call of `between` between them, because the second step of a training finds the segments that the first left. The
-    steps begin with an empty cache and without cuBLAS's workspaces.
+    On the CPU these are the allocator's events of one step. On CUDA they are the allocator's peaks over three steps,
+    with calls of `between` between them, because the second step of a training finds the segments that the first left,
+    and the third those of a step with the optimizer's state. The steps begin with an empty cache and without cuBLAS's
+    workspaces.
     """
     if not accelerator.is_accelerator(device):
         return StepPeaks(held_bytes + peak_above_start(run))
@@ -247,8 +248,9 @@ def step_peaks(
         other = max(accelerator.device_bytes(device).requested_bytes - held_bytes, 0)
         accelerator.reset_peaks(device)
         run()
-        between()
-        run()
+        for _ in range(2):
+            between()
+            run()
         accelerator.synchronize(device)
         peak = accelerator.device_bytes(device, "peak")
         workspace = accelerator.clear_library_workspaces(device)
