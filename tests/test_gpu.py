@@ -540,11 +540,61 @@ ATTENTION = """
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_profile_of_attention_with_dropout(dtype: str) -> None:
     # In a process of its own: fused attention reads its random seed on the host, and a wrong one ends the process.
-    code = textwrap.dedent(ATTENTION).replace("{dtype}", dtype)
+    run_alone(ATTENTION.replace("{dtype}", dtype))
+
+
+def run_alone(code: str) -> str:
+    """What a program prints in a process of its own."""
     root = str(Path(__file__).resolve().parent.parent)
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": path}
     ran = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=110, check=False
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
+    return ran.stdout
+
+
+FIRST_ATTENTION = """
+    import torch
+    from torch import nn
+    import ckptplan
+    from ckptplan.baselines._build import build, named, smallest_peak
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv = nn.Linear(256, 768)
+
+        def forward(self, x):
+            q, k, v = (t.unflatten(-1, (4, 64)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+            return x + nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+    with torch.device("cuda"):
+        model = nn.Sequential(*(Block() for _ in range(3))).bfloat16()
+        x = torch.randn(4, 256, 256).bfloat16()
+    if "{plan}":
+        with ckptplan.apply(model, ckptplan.Plan.load("{plan}")):
+            model(x).sum().backward()
+    elif "{save}":
+        profile = ckptplan.profile(model, x)
+        choice = named(profile, ["keep" if stage.is_glue else "recompute" for stage in profile.stages])
+        build(profile, choice, smallest_peak(profile, choice).bytes, "recompute").save("{save}")
+    else:
+        model(x).sum().backward()
+    print(torch._C._get_sdp_priority_order())
+"""
+
+
+def test_a_process_whose_first_attention_is_planned_runs_pytorchs_kernels(tmp_path: Path) -> None:
+    """On Hopper PyTorch puts cuDNN's first when attention runs for the first time; no reading before takes it back."""
+    saved = str(tmp_path / "plan.json")
+    orders = [
+        run_alone(FIRST_ATTENTION.replace("{plan}", plan).replace("{save}", save))
+        for plan, save in (("", ""), ("", saved), (saved, ""))
+    ]
+    assert orders[0] == orders[1] == orders[2]
