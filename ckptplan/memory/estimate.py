@@ -80,9 +80,9 @@ def estimate(
 
     The training loop consists of forward, loss and backward (`accumulation_steps` times, with the batch on the device
     throughout), the optimizer's update, and `zero_grad`. What the loop holds of output, loss and batch is said by
-    `holds_output` and `keeps`. The estimate covers two steps, since the first update makes the optimizer's state, and
-    then one forward without autograd ("inference"), and without `loss_fn`. Checkpoints of the model's own are estimated
-    as they are.
+    `holds_output` and `keeps`. The estimate covers two steps, since the first update makes the optimizer's state (three
+    with a plan on CUDA, under which the allocator's cache is emptied after that), and then one forward without autograd
+    ("inference"), and without `loss_fn`. Checkpoints of the model's own are estimated as they are.
 
     A list of two or more batches is run as it is, each batch once: what the allocator has reserved for one is there for
     the next, and the first update makes the optimizer's state. ``inputs=batches * 2`` is two epochs. Each batch is
@@ -268,12 +268,12 @@ class TrainingBytes:
         return _made_state_bytes(record_updates(self._optimizer, self.model, self.target), self.target)
 
     def reserved(self, step: TrainingStep, plan: Plan | None = None) -> int:
-        """Return the peak of the reserved bytes in two steps, updates included; on the CPU that of tensors."""
+        """Return the peak of the reserved bytes in the first steps, updates included; on the CPU that of tensors."""
         return self.peaks(step, plan).reserved_bytes
 
     @in_own_context
     def peaks(self, step: TrainingStep, plan: Plan | None = None) -> DeviceBytes:
-        """Return the peaks of two steps, updates included; on the CPU the three are equal."""
+        """Return the peaks of the first steps, updates included; on the CPU the three are equal."""
         with (
             _config(self.model, plan),
             reduced(self.model) as whole_gradient_bytes,
@@ -308,9 +308,10 @@ class TrainingBytes:
         return DeviceBytes(int(account.requested.max()), int(account.allocated.max()), most)
 
 
-def _made_state_bytes(updates: Recording, target: Target) -> int:
-    """Return the bytes of the state that the first update makes, in blocks."""
-    changes = [event for s in updates.sections if s.direction in ("update 1", "dropped 1") for event in s.events]
+def _made_state_bytes(updates: Recording, target: Target, update: int = 1) -> int:
+    """Return the bytes of the state that an update makes, in blocks."""
+    names = f"update {update}", f"dropped {update}"
+    changes = [event for s in updates.sections if s.direction in names for event in s.events]
     sizes = ((sign, b.nbytes) for sign, n in changes if (b := updates.blocks[n]).category == "optimizer state")
     return max(sum(sign * target.rounded(nbytes) for sign, nbytes in sizes), 0)
 
@@ -490,7 +491,7 @@ class _Run:
                 inputs=[tensor for batch in batches for tensor in batch.inputs],
                 keeps_gradients=not self._drops_gradients,
             )
-        if len(batches) == 1 and self._empties_for_state:
+        if len(batches) == 1 and self._empties_before(2):
             steps.append(steps[-1])  # which finds the segments that the one with an emptied cache has left
         updating = None if self.updates is None else _Updates(ledger, self.updates)
         held = range(len(ledger.blocks))
@@ -509,7 +510,7 @@ class _Run:
                     _require_gradients(batch, had)
                 had |= batch.fresh.gradients
                 name = f"{suffix}, accumulating{'' if micro == 2 else f' {micro}'}" if micro > 1 else suffix
-                empties = micro == 1 and number == 2 and self._empties_for_state
+                empties = micro == 1 and self._empties_before(number)
                 player = Player(ledger, batch.adding if has_gradients else batch.fresh, in_buckets=self._in_buckets)
                 loop.forward(player, batch, f"forward{name}", empties=empties)
                 loop.backward(player, batch, f"backward{name}")
@@ -527,12 +528,12 @@ class _Run:
                 loop.empty_cache()
         return ledger
 
-    @property
-    def _empties_for_state(self) -> bool:
-        """Whether the runtime empties the cache behind the first update (`ckptplan.runtime.guard.fresh_state`)."""
-        if self.plan is None or not self.target.is_cuda or self.updates is None:
+    def _empties_before(self, step: int) -> bool:
+        """Whether the runtime empties the cache, as the update before has made state (runtime/guard/fresh_state.py)."""
+        if self.plan is None or not self.target.is_cuda or self.updates is None or step < 2:
             return False
-        return _made_state_bytes(self.updates, self.target) > 0
+        recorded = sum(section.direction.startswith("update") for section in self.updates.sections)
+        return _made_state_bytes(self.updates, self.target, min(step - 1, recorded)) > 0
 
     @property
     def _drops_gradients(self) -> bool:

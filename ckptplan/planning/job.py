@@ -190,7 +190,10 @@ class Job:
         if not self.on_cuda or (rest := budget_bytes - self.needs(plan)) <= budget_bytes * _REST:
             return plan
         between = limit + (former[0] - limit) * rest // (former[1] + rest)
-        larger, _ = self._fitting(self._within(between, self.handing_out), budget_bytes)
+        try:
+            larger, _ = self._fitting(self._within(between, self.handing_out), budget_bytes)
+        except InfeasibleBudgetError:  # another search doesn't always find the smallest peak again in its time
+            return plan
         return plan if larger is None or larger.step_s >= plan.step_s else larger
 
     def _with_other_fragments(self, plan: Plan, over_bytes: int, budget_bytes: int) -> Iterator[Plan]:
@@ -202,7 +205,9 @@ class Job:
         if not self.on_cuda:
             return
         if any(choice.transfers for choice in plan.choices):
-            yield self.reserving(self.sound(self._examined(away_longest(self.profile, plan))))
+            moved = away_longest(self.profile, plan, time.monotonic() + self.limits.time_limit_s)
+            if moved.choices != plan.choices:
+                yield self.reserving(self.sound(self._examined(moved)))
         elif not plan.segments and over_bytes <= budget_bytes * _REORDERED_EXCESS:
             yield from self._in_other_orders(plan)
 

@@ -1,4 +1,4 @@
-"""Transfers of a plan as short as they can be away from where they must be: what leaves early leaves no fragments late.
+"""Transfers whose storages are away for as long as costs no time, so that what lingers leaves no fragments.
 
 A search lets storages stay until their room is needed and fetches them as soon as there is room: that costs no time in
 its model. In the caching allocator it does: forward then fills the budget with the blocks of all that hasn't left yet,
@@ -7,71 +7,66 @@ and the large tensors behind it, such as a loss's, don't fit into what these lea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Literal
 
-from ckptplan.core.errors import InvalidInputError
-from ckptplan.core.plan import Decision, Plan
+from ckptplan.core.plan import Decision, Plan, Transfer
 from ckptplan.core.profile import Profile
 from ckptplan.core.schedule import EQUAL_S
 from ckptplan.referee.simulate import simulate
 
-Place = tuple[int, int]
-"""A stage, and the number of one of its transfers."""
 
-
-def away_longest(profile: Profile, plan: Plan) -> Plan:
+def away_longest(profile: Profile, plan: Plan, deadline: float = math.inf) -> Plan:
     """Return the plan with each release point as early, and each prefetch point as late, as its step time allows.
 
-    Its peak is within the same budget. A copy that takes longer than predicted is waited for sooner.
+    One after the other, releases from the first to the last, then prefetches from the last to the first, until
+    `deadline` (of `time.monotonic()`). A copy that takes longer than predicted is waited for sooner.
     """
     most_s = simulate(profile, plan).makespan_s * (1 + EQUAL_S)
+    modules = [k for k, stage in enumerate(profile.stages) if not stage.is_glue]
+    back_by = {i: segment.last for segment in plan.segments for i in range(segment.first, segment.last + 1)}
 
     def allowed(choices: Sequence[Decision]) -> bool:
-        try:
-            found = simulate(profile, choices, plan.segments)
-        except InvalidInputError:  # an order that the queues of the links can't have
-            return False
-        return found.makespan_s <= most_s and found.peak_bytes <= plan.budget_bytes
+        in_time = time.monotonic() <= deadline
+        return in_time and simulate(profile, choices, plan.segments).makespan_s <= most_s
 
     choices = list(plan.choices)
-    for point in ("release", "prefetch"):
-        for place in _in_order(choices, point):
-            choices = _moved(choices, place, point, allowed)
+    transfers = [(i, k, t) for i, choice in enumerate(choices) for k, t in enumerate(choice.transfers)]
+    for i, k, t in sorted(transfers, key=lambda entry: entry[2].release):
+        ways = [replace(t, release=step) for step in range(i, t.release + 1)]
+        choices = _nearest(choices, i, k, ways, allowed)
+    for i, k, _ in sorted(transfers, key=lambda entry: entry[2].prefetch, reverse=True):
+        t = choices[i].transfers[k]
+        ways = [replace(t, prefetch=step) for step in modules if back_by.get(i, i) <= step <= t.prefetch]
+        choices = _nearest(choices, i, k, ways, allowed)
     return replace(plan, choices=tuple(choices))
 
 
-def _in_order(choices: Sequence[Decision], point: Literal["release", "prefetch"]) -> Iterator[Place]:
-    """The transfers as the lane has them: out from the first stage on, back to the last one first."""
-    places = [(i, k) for i, choice in enumerate(choices) for k in range(len(choice.transfers))]
-    if point == "release":
-        return iter(sorted(places, key=lambda place: choices[place[0]].transfers[place[1]].release))
-    return iter(sorted(places, key=lambda place: -choices[place[0]].transfers[place[1]].prefetch))
-
-
-def _moved(
+def _nearest(
     choices: list[Decision],
-    place: Place,
-    point: Literal["release", "prefetch"],
+    stage: int,
+    number: int,
+    ways: Sequence[Transfer],
     allowed: Callable[[Sequence[Decision]], bool],
 ) -> list[Decision]:
-    """The decisions with one point as near to its stage as is allowed: found by bisection, as nearer ones cost more."""
-    stage, number = place
+    """The decisions with the first of `ways` for a transfer that is allowed: by bisection, as nearer ones cost more.
 
-    def at(step: int) -> list[Decision]:
+    The last one is the transfer as it is.
+    """
+
+    def with_(way: Transfer) -> list[Decision]:
         transfers = list(choices[stage].transfers)
-        moved: dict[str, Any] = {point: step}
-        transfers[number] = replace(transfers[number], **moved)
+        transfers[number] = way
         return [*choices[:stage], replace(choices[stage], transfers=tuple(transfers)), *choices[stage + 1 :]]
 
-    least, most = stage, getattr(choices[stage].transfers[number], point)
+    low, high = 0, len(ways) - 1
     best = choices
-    while least < most:
-        middle = (least + most) // 2
-        moved = at(middle)
-        if allowed(moved):
-            best, most = moved, middle
+    while low < high:
+        middle = (low + high) // 2
+        if allowed(moved := with_(ways[middle])):
+            best, high = moved, middle
         else:
-            least = middle + 1
+            low = middle + 1
     return best

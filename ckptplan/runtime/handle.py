@@ -217,7 +217,8 @@ def apply(
     The model's classes, parameter names, `state_dict` and hooks stay as they are; only `forward` of the stages is
     replaced on the instances. Forwards without gradients, or in evaluation mode, run without the plan. The `use_cache`
     of a Hugging Face configuration is off while the plan is applied. On CUDA the allocator's cache is emptied and its
-    peak statistics are reset, so that `Handle.stats` has the plan's own peaks (`Stats.earlier` has the former ones).
+    peak statistics are reset, so that `Handle.stats` has the plan's own peaks (`Stats.earlier` has the former ones);
+    it is emptied again before the first forward after an update that makes an optimizer's state.
 
     Parameters
     ----------
@@ -278,7 +279,7 @@ def apply(
     disk_limit = None if disk_gb is None else budget_to_bytes(disk_gb, name="disk_gb")
 
     old_graph = OldGraph(device)
-    fresh_state = FreshState(model, device)
+    fresh_state = FreshState(device)
     checks = None if check == "off" else Checks(device, always=check == "always")
 
     def place(plan: Plan, former: Controller | None) -> tuple[Controller, Mapping[Tier, Store]]:

@@ -164,11 +164,13 @@ def plan_by_hand(profile: Profile, actions: Sequence[str]) -> Plan:
 def peaks(subject: Subject, forward: Forward) -> dict[str, Any]:
     """Peaks of a training's first steps by each account of the allocator; timed steps are others.
 
-    On CUDA the cache is empty and the optimizer has no state, as when a training begins: the first of two updates makes
-    it, among the segments that the first forward and backward have left. On the CPU, of a single step, it has.
+    On CUDA the cache is empty and the optimizer has no state, as when a training begins: the first of three updates
+    makes it, among the segments that the first forward and backward have left. On the CPU, of a single step, it has.
     """
     subject.begin_training()
-    found = step_peaks(lambda: subject.train(forward), subject.device, subject.held_bytes(), subject.drop_gradients)
+    found = step_peaks(
+        lambda: subject.train(forward), subject.device, subject.held_bytes(), subject.drop_gradients, steps=3
+    )
     return {**asdict(found), "judged_bytes": found.needed_bytes}
 
 

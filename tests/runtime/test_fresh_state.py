@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,111 +10,148 @@ import torch
 from fake_memory import FakeMemory
 from small_models import build, measured, plan_of
 from torch import nn
+from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
 import ckptplan
 from ckptplan.core.request import Training
 from ckptplan.memory.estimate import TrainingBytes
 from ckptplan.profiling.target import find_target
-from ckptplan.runtime import accelerator
 from ckptplan.runtime.guard import fresh_state
 from ckptplan.runtime.step import default_loss, make_step
 
-DEVICE = torch.device("cuda", 0)
+
+class Sums(SGD):
+    """Keeps its state in an attribute."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if not hasattr(self, "sums"):
+            self.sums = [torch.zeros_like(p) for p in self.param_groups[0]["params"]]
+        for total, p in zip(self.sums, self.param_groups[0]["params"], strict=True):
+            total.add_(p.grad)
+        super().step()
 
 
-@pytest.fixture
-def emptied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The numbers of the forwards before which the cache was emptied; tensors on the CPU count as on the device."""
-    found: list[int] = []
-    monkeypatch.setattr(fresh_state, "is_accelerator", lambda device: True)
-    monkeypatch.setattr(fresh_state, "is_capturing", lambda device: False)
-    monkeypatch.setattr(fresh_state, "empty_cache", lambda device: found.append(forward[0]))
-    return found
+class Prepared(SGD):
+    """Has entries for its parameters before there is state in them, as whoever reads `state[p]` makes them."""
+
+    def __init__(self, parameters: Any, **options: Any) -> None:
+        super().__init__(parameters, **options)
+        for p in self.param_groups[0]["params"]:
+            self.state[p]
 
 
-forward = [0]
+class Copies(Optimizer):
+    """Updates copies of the parameters in float64, which it makes in its first update."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+        self.inner: SGD | None = None
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        own = self.param_groups[0]["params"]
+        if self.inner is None:
+            self.inner = SGD([p.double() for p in own], lr=1e-3)
+        for p, copy in zip(own, self.inner.param_groups[0]["params"], strict=True):
+            copy.grad = p.grad.double()
+        self.inner.step()
+        for p, copy in zip(own, self.inner.param_groups[0]["params"], strict=True):
+            p.copy_(copy)
+            copy.grad = None
 
 
-def steps(model: nn.Module, inputs: torch.Tensor, *optimizers: torch.optim.Optimizer, count: int = 1) -> None:
-    for _ in range(count):
-        forward[0] += 1
-        default_loss(model(inputs)).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+class OnHost(Optimizer):
+    """Has its state on the host."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            self.state[p].setdefault("sum", bytearray(p.nbytes))
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "at"),
-    [
-        ("AdamW", {}, [2]),
-        ("SGD", {"momentum": 0.9}, [2]),
-        ("SGD", {}, []),  # has no state
-        ("Adagrad", {}, []),  # makes it when it is made
-    ],
-)
-def test_once_when_state_is_made(emptied: list[int], name: str, options: Any, at: list[int]) -> None:
-    forward[0] = 0
-    model, inputs = build("mlp")
-    plan = plan_of(measured("mlp"), ["recompute"] * len(measured("mlp").stages))
-    optimizer = getattr(torch.optim, name)(model.parameters(), lr=1e-3, **options)
-    with ckptplan.apply(model, plan):
-        steps(model, inputs, optimizer, count=4)
-        assert emptied == at
-        optimizer.state.clear()  # as where training begins anew
-        steps(model, inputs, optimizer, count=2)
-    assert emptied == at + [6] * (name != "SGD" or bool(options))
-
-
-def test_micro_batches_and_other_models(emptied: list[int]) -> None:
-    """Not before an update, and not for the optimizer of another model."""
-    forward[0] = 0
-    model, inputs = build("mlp")
-    other = nn.Linear(3, 3)
-    plan = plan_of(measured("mlp"), ["keep"] * len(measured("mlp").stages))
-    ours, theirs = (torch.optim.AdamW(m.parameters()) for m in (model, other))
-    with ckptplan.apply(model, plan):
-        steps(model, inputs, count=3)
-        other(torch.ones(3)).sum().backward()
-        theirs.step()
-        steps(model, inputs, ours)
-        assert emptied == []
-        steps(model, inputs, count=2)
-        assert emptied == [5]
-    optimizer = torch.optim.AdamW(model.parameters())
-    steps(model, inputs, optimizer, count=2)
-    assert emptied == [5]
-
-
-def test_state_on_the_host_is_none_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = nn.Linear(2, 2)
-    watch = fresh_state.FreshState(model, DEVICE)
-    monkeypatch.setattr(fresh_state, "empty_cache", lambda device: pytest.fail("nothing on the device"))
-    with watch.watching():
-        optimizer = torch.optim.AdamW(model.parameters())
-        model(torch.ones(2)).sum().backward()
-        optimizer.step()
-    monkeypatch.setattr(accelerator, "is_capturing", lambda device: False)
-    watch.pass_begins(None)
-
-
-def trained(plan: ckptplan.Plan, model: nn.Module, x: torch.Tensor, *, empties: bool) -> int:
-    """The peak of reserved bytes over four steps of training under a plan."""
+def trained(
+    plan: ckptplan.Plan,
+    model: nn.Module,
+    x: torch.Tensor,
+    optimizer: Optimizer,
+    *,
+    count: int = 4,
+    empties: bool = True,
+) -> tuple[int, list[int]]:
+    """The peak of reserved bytes in steps of training, and the numbers of those before which the cache was emptied."""
     memory = FakeMemory()
     memory.hold(*model.parameters(), x)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, foreach=True)
+    memory.hold(*(t for state in optimizer.state.values() for t in state.values()))
+    emptied: list[int] = []
+    begun: list[int] = []
+
+    def empty(device: torch.device) -> None:
+        emptied.append(len(begun))
+        memory.allocator.empty_cache()
+
     with pytest.MonkeyPatch.context() as patch, memory.installed():
         patch.setattr(fresh_state, "is_accelerator", lambda device: empties)
         patch.setattr(fresh_state, "is_capturing", lambda device: False)
-        patch.setattr(fresh_state, "empty_cache", lambda device: memory.allocator.empty_cache())
+        patch.setattr(fresh_state, "empty_cache", empty)
         with ckptplan.apply(model, plan, check="off"):
-            for _ in range(4):
+            for step in range(count):
+                begun.append(step)
                 output = model(x)
                 default_loss(output).backward()
                 optimizer.step()
                 optimizer.zero_grad()
                 del output
-    return memory.allocator.peak_reserved_bytes
+    return memory.allocator.peak_reserved_bytes, emptied
+
+
+@pytest.mark.parametrize(
+    ("make", "at"),
+    [
+        (lambda parameters: AdamW(parameters), [2]),
+        (lambda parameters: SGD(parameters, lr=1e-3, momentum=0.9), [2]),
+        (lambda parameters: Sums(parameters, lr=1e-3), [2]),
+        (lambda parameters: Prepared(parameters, lr=1e-3, momentum=0.9), [2]),
+        (lambda parameters: Copies(parameters), [2]),
+        (lambda parameters: SGD(parameters, lr=1e-3), []),  # has no state
+        (lambda parameters: Adagrad(parameters), []),  # makes it when it is made
+        (lambda parameters: OnHost(parameters, {}), []),
+    ],
+)
+def test_once_when_state_is_made(make: Callable[[Any], Optimizer], at: list[int]) -> None:
+    model, inputs = build("mlp")
+    plan = plan_of(measured("mlp"), ["recompute"] * len(measured("mlp").stages))
+    _, emptied = trained(plan, model, inputs, make(list(model.parameters())))
+    assert emptied == at
+
+
+def test_state_for_further_parameters() -> None:
+    """Layers that are trained in turn: each update that makes state counts."""
+    model, inputs = build("mlp")
+    plan = plan_of(measured("mlp"), ["keep"] * len(measured("mlp").stages))
+    parameters = list(model.parameters())
+
+    class InTurn(SGD):
+        updates = 0
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            self.updates += 1
+            if self.updates < 4:
+                parameters[-1].grad = None
+            super().step()
+
+    _, emptied = trained(plan, model, inputs, InTurn(parameters, lr=1e-3, momentum=0.9), count=7)
+    assert emptied == [2, 5]
+
+
+def test_no_hook_stays() -> None:
+    model, inputs = build("mlp")
+    plan = plan_of(measured("mlp"), ["keep"] * len(measured("mlp").stages))
+    optimizer = SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    _, emptied = trained(plan, model, inputs, SGD(model.parameters(), lr=1e-3))
+    default_loss(model(inputs)).backward()
+    optimizer.step()
+    default_loss(model(inputs)).backward()
+    assert emptied == []
 
 
 def test_the_prediction_is_what_training_reserves() -> None:
@@ -123,7 +161,11 @@ def test_the_prediction_is_what_training_reserves() -> None:
     x = torch.randn(1000, 512)
     chain = ckptplan.profile(model, x)
     plan = plan_of(chain, ["recompute"] * 2 + ["keep"] * (len(chain.stages) - 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, foreach=True)
-    sizes = TrainingBytes(model, find_target(model, "a100-40gb"), Training(optimizer=optimizer))
+
+    def optimizer() -> Optimizer:
+        return SGD(model.parameters(), lr=1e-3, momentum=0.9, foreach=True)
+
+    sizes = TrainingBytes(model, find_target(model, "a100-40gb"), Training(optimizer=optimizer()))
     predicted = sizes.peaks(make_step(model, Training(x)), plan).reserved_bytes
-    assert trained(plan, model, x, empties=True) == predicted < trained(plan, model, x, empties=False)
+    with_, without = (trained(plan, model, x, optimizer(), empties=empties)[0] for empties in (True, False))
+    assert with_ == predicted < without

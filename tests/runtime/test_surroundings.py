@@ -183,15 +183,22 @@ def test_flags_that_are_put_back_leave_pytorchs_first_choice(monkeypatch: pytest
         return 0
 
     empty = torch.empty
-    monkeypatch.setattr(flags_, "_settled", False)
+    started = [False]
+    monkeypatch.setattr(flags_, "_chosen", False)
     monkeypatch.setattr(accelerator, "IS_BUILT", True)
-    monkeypatch.setattr(accelerator.module, "is_initialized", lambda: True)
+    monkeypatch.setattr(accelerator.module, "is_initialized", lambda: started[0])
     monkeypatch.setattr(accelerator, "current_index", lambda: 0)
     monkeypatch.setattr(torch, "empty", lambda *size, device=None, **options: empty(*size, **options))
     monkeypatch.setattr(torch, "_fused_sdp_choice", first_attention)
     try:
+        before_cuda = flags_.flags()
+        started[0] = True
         before = flags_.flags()
         first_attention()
+        for earlier in (before, before_cuda):
+            flags_.set_flags(earlier)
+            assert torch._C._get_sdp_priority_order() == chosen
+        torch._C._set_sdp_priority_order(order)  # as a user's `sdpa_kernel(..., set_priority=True)` does
         flags_.set_flags(before)
         assert torch._C._get_sdp_priority_order() == chosen
     finally:

@@ -13,27 +13,25 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils import _pytree as pytree
 
-from ckptplan.runtime.accelerator import empty_cache, is_accelerator, is_capturing
+from ckptplan.runtime.accelerator import device_bytes, empty_cache, is_accelerator, is_capturing
 from ckptplan.runtime.observer import Observer
 
 
 class FreshState(Observer):
-    """Empties the allocator's cache before the first forward after an update that made state on the device.
+    """Empties the allocator's cache before the first forward after an update that left more memory in use.
+
+    It doesn't matter where the optimizer keeps its state, nor whose parameters it updates (those of the model, or
+    copies of them).
 
     Parameters
     ----------
-    model : nn.Module
-        Other models' optimizers are left alone.
     device : torch.device
         Nothing is done on the CPU, whose allocator caches nothing.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._model = weakref.ref(model)
+    def __init__(self, device: torch.device) -> None:
         self._device = device
         self._made = False
 
@@ -45,19 +43,37 @@ class FreshState(Observer):
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Inside, updates of the process's optimizers are noticed."""
+        """Inside, updates of the process's optimizers are noticed.
+
+        The allocator's counters take long to read. So once an update has left no more in use, later ones of that
+        optimizer count as making state if they add entries to it.
+        """
         if not is_accelerator(self._device):
             yield
             return
-        had: dict[int, int] = {}
+        settled: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        running: list[tuple[torch.optim.Optimizer, int | None]] = []  # one that calls its base class's is there twice
 
         def begins(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            had[id(optimizer)] = len(optimizer.state)
+            known = settled.get(optimizer) == len(optimizer.state)
+            running.append((optimizer, None if known else device_bytes(self._device).allocated_bytes))
 
         def ends(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            before = had.pop(id(optimizer), 0)
-            if len(optimizer.state) > before and not self._made:
-                self._made = self._is_ours(optimizer)
+            while running:  # what failed didn't end
+                begun, held = running.pop()
+                if begun is optimizer:
+                    break
+            else:
+                return
+            if held is None:
+                grew = settled.get(optimizer) != len(optimizer.state)
+            else:
+                grew = device_bytes(self._device).allocated_bytes > held
+            if grew:
+                self._made = True
+                settled.pop(optimizer, None)
+            elif all(other is not optimizer for other, _ in running):
+                settled[optimizer] = len(optimizer.state)
 
         hooks = register_optimizer_step_pre_hook(begins), register_optimizer_step_post_hook(ends)
         try:
@@ -65,10 +81,3 @@ class FreshState(Observer):
         finally:
             for hook in hooks:
                 hook.remove()
-
-    def _is_ours(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether an optimizer has state on the device for parameters of the model."""
-        model = self._model()
-        parameters = () if model is None else model.parameters()
-        states = [optimizer.state[p] for p in parameters if p in optimizer.state]
-        return any(isinstance(t, torch.Tensor) and is_accelerator(t.device) for t in pytree.tree_leaves(states))

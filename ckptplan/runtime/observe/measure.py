@@ -230,14 +230,19 @@ class StepPeaks:
 
 
 def step_peaks(
-    run: Callable[[], Any], device: torch.device, held_bytes: int, between: Callable[[], Any] = lambda: None
+    run: Callable[[], Any],
+    device: torch.device,
+    held_bytes: int,
+    between: Callable[[], Any] = lambda: None,
+    *,
+    steps: int = 2,
 ) -> StepPeaks:
     """Return the peaks of steps on the device while `run` runs; `held_bytes` are there at the start.
 
-    On the CPU these are the allocator's events of one step. On CUDA they are the allocator's peaks over three steps,
-    with calls of `between` between them, because the second step of a training finds the segments that the first left,
-    and the third those of a step with the optimizer's state. The steps begin with an empty cache and without cuBLAS's
-    workspaces.
+    On the CPU these are the allocator's events of one step. On CUDA they are the allocator's peaks over so many
+    `steps`, with calls of `between` between them, because the second step of a training finds the segments that the
+    first left; where `run` updates, the third finds those of a step with the optimizer's state. The steps begin with an
+    empty cache and without cuBLAS's workspaces.
     """
     if not accelerator.is_accelerator(device):
         return StepPeaks(held_bytes + peak_above_start(run))
@@ -248,7 +253,7 @@ def step_peaks(
         other = max(accelerator.device_bytes(device).requested_bytes - held_bytes, 0)
         accelerator.reset_peaks(device)
         run()
-        for _ in range(2):
+        for _ in range(steps - 1):
             between()
             run()
         accelerator.synchronize(device)

@@ -16,12 +16,12 @@ Setter = Callable[[Any], Any]
 
 
 _UNREADABLE = "unreadable"
-"""Stands for a flag that PyTorch refuses to read because its old and its new interface were both used."""
+"""Stands for a flag that PyTorch refuses to read because its old and its new interface were both used, and for the
+order of attention's kernels before it is chosen (`accelerator.choose_attention`)."""
 
 _PLAIN = (
     "mkldnn_enabled", "mkldnn_deterministic", "nnpack_enabled", "cpu_allow_fp16_reduced_precision_reduction",
-    "math_sdp_allow_fp16_bf16_reduction", "sdp_priority_order", "deterministic_fill_uninitialized_memory",
-    "torch_function_state",
+    "math_sdp_allow_fp16_bf16_reduction", "deterministic_fill_uninitialized_memory", "torch_function_state",
 )  # fmt: skip
 """Flags with a `_get_<name>` and a `_set_<name>` in `torch._C`."""
 
@@ -67,6 +67,14 @@ def _threads() -> int:
     return 0 if accelerator.module.is_initialized() else torch.get_num_threads()
 
 
+_chosen = False
+"""Whether PyTorch has chosen the order of attention's kernels, as it does at a process's first attention on CUDA."""
+
+
+def _attention_order() -> Any:
+    return torch._C._get_sdp_priority_order() if _chosen or not accelerator.IS_BUILT else _UNREADABLE
+
+
 def _found() -> dict[str, tuple[Getter, Setter]]:
     """Return the flags of this version and build of PyTorch by name, in the order in which they are set."""
     c = torch._C
@@ -93,6 +101,8 @@ def _found() -> dict[str, tuple[Getter, Setter]]:
     for name, get, put in pairs:
         if hasattr(c, get) and hasattr(c, put):
             found[name] = getattr(c, get), _spread(getattr(c, put))
+    if hasattr(c, "_get_sdp_priority_order"):
+        found["sdp_priority_order"] = _attention_order, c._set_sdp_priority_order
     if hasattr(c, "_cuda_getDevice"):
         found["current CUDA device"] = accelerator.current_index, lambda index: accelerator.module.set_device(index)
     return found
@@ -118,16 +128,12 @@ _contradicting: set[tuple[str, ...]] = set()
 """Precisions with which reading the old interface has raised: it isn't read again, since the exception takes long."""
 
 
-_settled = False
-"""Whether PyTorch has made the choice of flags that it makes at a process's first attention on the accelerator."""
-
-
 def flags() -> list[Any]:
     """Return the present values of all flags, in the order of `FLAGS`."""
-    global _settled
-    if not _settled and accelerator.module.is_initialized():
-        _settled = True
+    global _chosen
+    if not _chosen and accelerator.module.is_initialized():
         accelerator.choose_attention()
+        _chosen = True
     precisions = tuple([get() for get in _precision])
     former = [_UNREADABLE] * len(_former)
     if precisions not in _contradicting:
