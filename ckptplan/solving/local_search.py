@@ -124,19 +124,12 @@ class LocalSearch:
         return self.evaluator.compute_s(rows, segments)
 
     def improve(
-        self, codes: Sequence[int], segments: Segments, deadline: float, *, pairs: int | None = None
+        self, codes: Sequence[int], segments: Segments, deadline: float
     ) -> tuple[tuple[int, ...], Segments, float]:
-        """The plan reached when no change helps any more, or at `deadline`, and its makespan in seconds.
-
-        Parameters
-        ----------
-        pairs : int
-            Most pairs of changes to try from each plan; `Parameters.tried` by default.
-        """
-        pairs = self.parameters.tried if pairs is None else pairs
+        """The plan reached when no change helps any more, or at `deadline`, and its makespan in seconds."""
         best, best_s = list(codes), self.cost(codes, segments)
         while time.monotonic() < deadline:
-            best, value = self._options(best, segments, best_s, deadline, pairs)
+            best, value = self._options(best, segments, best_s, deadline, self.parameters.tried)
             found = self._segments(best, segments, value, deadline)
             if found is None:
                 return tuple(best), segments, value

@@ -369,7 +369,7 @@ def test_local_search_never_gets_worse_and_stays_in_the_space() -> None:
         if costs.min() == math.inf:
             continue
         first = start[costs.argmin()].tolist()
-        codes, segments, seconds = LocalSearch(evaluator, space, budget).improve(first, (), math.inf, pairs=100)
+        codes, segments, seconds = LocalSearch(evaluator, space, budget).improve(first, (), math.inf)
         assert seconds <= costs.min()
         assert evaluator.step_s(codes, budget, segments) == seconds
         menu = space.menu_in(segments)
