@@ -3,6 +3,7 @@
     python experiments/ablation.py --out experiments/results
     python experiments/ablation.py --only segformer,unet-14 --parts columns,last-search --budgets 0,10 --seconds 10
     python experiments/ablation.py --no-segments --parts cp-sat,scip --budgets 10,25
+    python experiments/ablation.py --recompute-alone --parts segment-dp,label-dp --budgets 45,65
 
 Cells are instances and budgets as in `certificate.py`: 0, 2 and 10 % of the way from the smallest peak to everything
 kept, and 25 % of chains made from formulas. An instance with `+disk` behind its name has a disk tier, and a host that
@@ -312,9 +313,13 @@ def main() -> None:
     parser.add_argument("--budgets", help="per cent from smallest peak to keep-all, of budgets.json")
     parser.add_argument("--seconds", type=float, default=15.0, help="time limit of a solve")
     parser.add_argument("--no-segments", action="store_true", help="plans without segments")
+    parser.add_argument("--recompute-alone", action="store_true", help="plans that swap nothing")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
     limits = Limits(time_limit_s=args.seconds, gap=0.0, segments=not args.no_segments)
+    if args.recompute_alone:
+        limits = replace(limits, actions=("keep", "recompute"))
+    narrower = [f"--{name}" for name in ("no-segments", "recompute-alone") if getattr(args, name.replace("-", "_"))]
     if args.one:
         name, percent, off = args.one.split(",")
         json.dump(solve(name, int(percent), off, limits), sys.stdout)
@@ -329,8 +334,7 @@ def main() -> None:
 
     def run(name: str, percent: int, off: str) -> Row:
         command = [sys.executable, __file__, "--one", f"{name},{percent},{off}", "--seconds", str(args.seconds)]
-        command += ["--no-segments"] if args.no_segments else []
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run([*command, *narrower], capture_output=True, text=True, check=False)
         if done.returncode:
             raise SystemExit(done.stderr)
         row: Row = json.loads(done.stdout)
@@ -354,7 +358,8 @@ def main() -> None:
         if args.out:
             environment = {**documents.environment(1), "ortools": version("ortools")}
             document = {"schema": SCHEMA, "command": documents.command(), "environment": environment, "rows": rows}
-            documents.write(document, args.out / f"ablation{'_no_segments' if args.no_segments else ''}.json")
+            file = "_".join(("ablation", *(option.strip("-").replace("-", "_") for option in narrower)))
+            documents.write(document, args.out / f"{file}.json")
     print("\n" + table(compare(rows, parts)))
 
 
