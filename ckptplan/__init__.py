@@ -7,6 +7,7 @@ The public names are loaded when they are first used (PEP 562), so `import ckptp
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -113,7 +114,11 @@ if not TYPE_CHECKING:  # or a type checker would accept any name
     def __getattr__(name: str) -> Any:
         if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        random = sys.modules.get("random")  # from which some packages draw when they are imported
+        state = None if random is None else random.getstate()
         found = getattr(importlib.import_module(_MODULES[name]), name)
+        if random is not None:
+            random.setstate(state)
         globals()[name] = found  # the next access finds it there
         return found
 
