@@ -91,8 +91,6 @@ def choose_attention() -> None:
     comes first). Flags that were read before and are set again would take that back: recomputes, and all attention
     after a profile, would run other kernels.
     """
-    if not IS_BUILT:
-        return
     # No kernel for no elements is an error; the order is set all the same.
     with _disable_current_modes(), torch._C.DisableTorchFunction(), contextlib.suppress(RuntimeError):
         nothing = torch.empty((1, 1, 0, 8), dtype=torch.float16, device=torch.device("cuda", current_index()))

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ckptplan.runtime.accelerator import device_bytes, empty_cache, is_accelerator, is_capturing
+from ckptplan.runtime.guard.optimizer_steps import around_steps
 from ckptplan.runtime.observer import Observer
 
 
@@ -75,9 +75,5 @@ class FreshState(Observer):
             elif all(other is not optimizer for other, _ in running):
                 settled[optimizer] = len(optimizer.state)
 
-        hooks = register_optimizer_step_pre_hook(begins), register_optimizer_step_post_hook(ends)
-        try:
+        with around_steps(begins, ends):
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()

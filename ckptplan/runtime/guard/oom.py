@@ -50,7 +50,6 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.batchnorm import _NormBase
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ckptplan.core import allocator_settings as allocator
 from ckptplan.core.errors import SwapError
@@ -59,6 +58,7 @@ from ckptplan.core.shortage import Doing
 from ckptplan.core.stage import Phase
 from ckptplan.runtime.accelerator import device_bytes, empty_cache, is_accelerator
 from ckptplan.runtime.controller import Place
+from ckptplan.runtime.guard.optimizer_steps import around_steps
 from ckptplan.runtime.recompute.call import Call
 from ckptplan.runtime.state.restore import random_state
 from ckptplan.runtime.swap.record import Record, finish_leaving, start_leaving, start_returning
@@ -269,12 +269,8 @@ class StepStart:
             if optimizer in self._states:
                 self._updates -= 1
 
-        hooks = register_optimizer_step_pre_hook(begins), register_optimizer_step_post_hook(ends)
-        try:
+        with around_steps(begins, ends):
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def unwritten_buffers(self) -> set[tuple[nn.Module, str]]:
         """Return the buffers that the step didn't write to."""

@@ -131,7 +131,7 @@ _contradicting: set[tuple[str, ...]] = set()
 def flags() -> list[Any]:
     """Return the present values of all flags, in the order of `FLAGS`."""
     global _chosen
-    if not _chosen and accelerator.module.is_initialized():
+    if accelerator.IS_BUILT and not _chosen and accelerator.module.is_initialized():
         accelerator.choose_attention()
         _chosen = True
     precisions = tuple([get() for get in _precision])
