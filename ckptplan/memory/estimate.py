@@ -43,7 +43,7 @@ from ckptplan.profiling.workload.optimizers import make_optimizer
 from ckptplan.runtime.guard.check import BENCH_BYTES
 from ckptplan.runtime.guard.gradients import accumulates, starting_gradients
 from ckptplan.runtime.replicated import broadcast_bytes, buckets
-from ckptplan.runtime.sharded import as_asked, reduced
+from ckptplan.runtime.sharded import as_asked, keeping_whole, reduced
 from ckptplan.runtime.state.compiled import refuse_compiled
 from ckptplan.runtime.state.process import in_own_context
 from ckptplan.runtime.state.restore import restored
@@ -168,7 +168,7 @@ def estimate(
     reached = [each for step in steps for each in step.reached()]
     with (
         _config(model, plan),
-        reduced(model) as run.whole_gradient_bytes,
+        reduced(model) as run.keeps_whole_gradients,
         restored(model, reached, runs=False) as rewind,
     ):
         rewind()
@@ -276,7 +276,7 @@ class TrainingBytes:
         """Return the peaks of the first steps, updates included; on the CPU the three are equal."""
         with (
             _config(self.model, plan),
-            reduced(self.model) as whole_gradient_bytes,
+            reduced(self.model) as keeps_whole_gradients,
             restored(self.model, step.reached(), runs=False) as rewind,
         ):
             rewind()
@@ -287,7 +287,7 @@ class TrainingBytes:
                 scaler=_in_float16(step),
                 plan=plan,
                 updates=self._updates,
-                whole_gradient_bytes=whole_gradient_bytes,
+                keeps_whole_gradients=keeps_whole_gradients,
             )
             batches = run.recorded(rewind)
             account = Account.of(run.training(batches), self._settings)
@@ -360,7 +360,10 @@ def _block(nbytes: int, category: str, name: str, tensor: torch.Tensor) -> Block
 
 @dataclass
 class _Batch:
-    """A batch, and the recordings of a step on it: without gradients from before, with them, and without autograd."""
+    """A batch, and the recordings of a step on it: without gradients from before, with them, and without autograd.
+
+    Of models that keep whole gradients, `fresh` reduces them and `adding` adds to them.
+    """
 
     number: int
     step: TrainingStep
@@ -391,7 +394,7 @@ class _Run:
     updates: Recording | None = None
     unknown: set[str] = field(default_factory=set)
     path_is_drawn: bool = False
-    whole_gradient_bytes: int = 0
+    keeps_whole_gradients: bool = False
     holds_output_over_update: bool = False
     """Whether the loop holds the output until the next forward begins."""
     checks: bool = False
@@ -456,13 +459,14 @@ class _Run:
             return recording
 
         # From the second backward on, gradients exist to add to, unless they are dropped after each step.
-        lasting = self.accumulation_steps > 1 or not self._drops_gradients
+        lasting = self.accumulation_steps > 1 or not self._drops_gradients or self.keeps_whole_gradients
         passes, of_batch = 1 + lasting + inference, f" of batch {number}" if len(self.steps) > 1 else ""
         self.report(counted("recording", 1, passes, f"passes{of_batch}"))
         fresh = record()
         if lasting:
             self.report(counted("recording", 2, passes, f"passes{of_batch}"))
-        adding = record(accumulating=True) if lasting else fresh
+        with keeping_whole(self._model) if self.keeps_whole_gradients else contextlib.nullcontext():
+            adding = record(accumulating=True) if lasting else fresh
         if inference:
             self.report(counted("recording", passes, passes, f"passes{of_batch}"))
         return _Batch(number, step, inputs, fresh, adding, record(inference=True) if inference else None)
@@ -473,8 +477,11 @@ class _Run:
         """Return the micro-batches of each step: the batches in turn, or the only one in two steps."""
         size = self.accumulation_steps
         if len(batches) == 1:
-            return [[batches[0]] * min(size, 2)] * 2
-        return [batches[at : at + size] for at in range(0, len(batches), size)]
+            steps: list[Sequence[_Batch]] = [[batches[0]] * min(size, 2)] * 2
+        else:
+            steps = [batches[at : at + size] for at in range(0, len(batches), size)]
+        # Of micro-batches that leave whole gradients the last reduces them.
+        return [[*step, *step] if self.keeps_whole_gradients and len(step) == 1 else step for step in steps]
 
     def training(self, batches: Sequence[_Batch]) -> Ledger:
         """Return the ledger of training; in the first step the optimizer makes its state."""
@@ -502,17 +509,27 @@ class _Run:
         gradients = [index for index in lasting if ledger.blocks[index].category == "gradients"]
         loop = _Loop(self, ledger)
         had: frozenset[str] = frozenset()
+        unreduced: dict[str, int] = {}
         for number, step in enumerate(steps, 1):
             suffix = "" if number == 1 else f" {number}"
             for micro, batch in enumerate(step, 1):
                 has_gradients = micro > 1 or self._accumulates or (number > 1 and not self.set_to_none)
-                if has_gradients and not self._accumulates:
+                if self.keeps_whole_gradients:
+                    has_gradients = micro < len(step)
+                elif has_gradients and not self._accumulates:
                     _require_gradients(batch, had)
                 had |= batch.fresh.gradients
                 name = f"{suffix}, accumulating{'' if micro == 2 else f' {micro}'}" if micro > 1 else suffix
                 empties = micro == 1 and self._empties_before(number)
-                player = Player(ledger, batch.adding if has_gradients else batch.fresh, in_buckets=self._in_buckets)
-                loop.forward(player, batch, f"forward{name}", empties=empties)
+                player = Player(
+                    ledger,
+                    batch.adding if has_gradients else batch.fresh,
+                    in_buckets=self._in_buckets,
+                    unreduced=unreduced,
+                )
+                ledger.phase(f"forward{name}", batch.number)
+                self._make_unreduced(ledger, unreduced)
+                loop.forward(player, batch, empties=empties)
                 loop.backward(player, batch, f"backward{name}")
                 gradients += player.left("gradients")
                 player.drop()
@@ -542,7 +559,7 @@ class _Run:
 
     @property
     def _accumulates(self) -> bool:
-        return self.steps[0].accumulates and not self.whole_gradient_bytes  # which stand for those at the start
+        return self.steps[0].accumulates and not self.keeps_whole_gradients  # see `_make_unreduced`
 
     @property
     def _model(self) -> nn.Module:
@@ -577,9 +594,6 @@ class _Run:
             for name, nbytes in starting_gradients(model).items():
                 if nbytes:
                     ledger.allocate(_block(nbytes, "gradients", name, parameters[name]))
-        if training and self.whole_gradient_bytes:
-            what = "whole gradients of micro-batches that don't reduce them"
-            ledger.allocate(Block(self.whole_gradient_bytes, "gradients", what))
         if training and self._ddp is not None:
             for n, nbytes in enumerate(buckets(model, self._ddp)):
                 ledger.allocate(Block(nbytes, "gradients", f"DDP bucket {n}"))
@@ -591,6 +605,15 @@ class _Run:
         if training and self.checks:
             for nbytes in BENCH_BYTES:
                 ledger.allocate(Block(nbytes, "workspaces and temporaries", "digests of the check"))
+
+    def _make_unreduced(self, ledger: Ledger, there: dict[str, int]) -> None:
+        """Allocate the gradients that earlier micro-batches leave whole, but for those that are `there`."""
+        if self.keeps_whole_gradients:
+            parameters = dict(self._model.named_parameters())
+            for name, nbytes in starting_gradients(self._model, whole=True).items():
+                if nbytes and name not in there:
+                    what = f"{name}, of micro-batches that don't reduce it"
+                    there[name] = ledger.allocate(_block(nbytes, "gradients", what, parameters[name]))
 
     def _on_host(self, tensor: torch.Tensor) -> bool:
         return self.target.spec is None and tensor.device.type not in (self.target.device.type, "meta")
@@ -610,7 +633,8 @@ class _Run:
                 loop.empty_cache()
             assert batch.inferring is not None
             player = Player(ledger, batch.inferring)
-            loop.forward(player, batch, "inference" if batch.number == 1 else f"inference {batch.number}")
+            ledger.phase("inference" if batch.number == 1 else f"inference {batch.number}", batch.number)
+            loop.forward(player, batch)
             player.run("end")
             loop.hold("output", player.rest())
         return ledger
@@ -699,9 +723,8 @@ class _Loop:
         """Hold blocks until the next batch, output or loss, of which `name` is one, takes their place."""
         self._kept += [(name, index) for index in indices]
 
-    def forward(self, player: Player, batch: _Batch, name: str, *, empties: bool = False) -> None:
+    def forward(self, player: Player, batch: _Batch, *, empties: bool = False) -> None:
         """Write a forward with its loss, on a batch that is loaded if it isn't yet; `empties`: the cache before it."""
-        self._ledger.phase(name, batch.number)
         keeps = self._run.keeps
         again = batch is self._loaded and "batch" not in keeps
         self._release(*(what for what in KEPT if what not in keeps and not (again and what == "batch")))

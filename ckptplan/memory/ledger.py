@@ -72,11 +72,21 @@ class Player:
     recording : Recording
     in_buckets : bool
         Gradients are views of buckets, which are allocated already: backward copies each gradient there and frees it.
+    unreduced : dict of str to int
+        The ledger's blocks of gradients from before, by the parameter: each is freed, and taken out, when backward
+        makes the parameter's gradient, into which it is reduced.
     """
 
-    def __init__(self, ledger: Ledger, recording: Recording, *, in_buckets: bool = False) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        recording: Recording,
+        *,
+        in_buckets: bool = False,
+        unreduced: dict[str, int] | None = None,
+    ) -> None:
         self._ledger, self.recording = ledger, recording
-        self._in_buckets = in_buckets
+        self._in_buckets, self._unreduced = in_buckets, {} if unreduced is None else unreduced
         self._index: dict[int, int] = {}
 
     def run(self, *directions: str, before: Callable[[str], None] = lambda direction: None) -> None:
@@ -90,6 +100,9 @@ class Player:
                 for code, block in section.events:
                     if code == ALLOCATE:
                         made = self.recording.blocks[block]
+                        for name in made.parameters if self._unreduced else ():
+                            if name in self._unreduced:
+                                self._ledger.free(self._unreduced.pop(name))
                         index = self._ledger.allocate(made)
                         if self._in_buckets and made.category == "gradients":
                             self._ledger.free(index)

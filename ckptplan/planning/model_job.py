@@ -29,7 +29,7 @@ from ckptplan.runtime.group import GroupCall, group_call
 from ckptplan.runtime.guard.shapes import input_tensors, read_inputs
 from ckptplan.runtime.observe.measure import held_tensors, unique_bytes
 from ckptplan.runtime.replicated import unwrapped
-from ckptplan.runtime.sharded import keep_whole_gradients, parameter_groups, reducing
+from ckptplan.runtime.sharded import keep_whole_gradients, parameter_groups
 from ckptplan.runtime.sharded import sharded as sharded
 from ckptplan.runtime.step import TrainingStep, check_supported, fingerprint
 from ckptplan.solving.tiers import check_disk
@@ -92,9 +92,8 @@ def replaying(job: Job, step: TrainingStep, sizes: TrainingBytes) -> Job:
 
     def replayed(plan: Plan) -> DeviceBytes:
         found = [needs(step, plan)]
-        if reduces_last:  # the last of several micro-batches reduces their gradients
-            with reducing(step.model):
-                found.append(needs(step, plan))
+        if reduces_last and not target.is_cuda:  # the profile is of micro-batches that don't reduce their gradients
+            found.append(sizes.peaks(step, plan))
         for other in others:
             try:
                 found.append(needs(other, plan))

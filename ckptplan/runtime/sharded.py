@@ -148,18 +148,26 @@ def reducing(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def reduced(model: nn.Module) -> Iterator[int]:
-    """Inside, micro-batches reduce their gradients, and there are no whole ones; yields the bytes that those have."""
+def reduced(model: nn.Module) -> Iterator[bool]:
+    """Inside, micro-batches reduce their gradients, and there are no whole ones; yields whether there were, or will."""
     groups = parameter_groups(model)
     if not keep_whole_gradients(groups):
-        yield 0
+        yield False
         return
-    trained = {id(p.sharded_param) for group in groups for p in group.fsdp_params if p.sharded_param.requires_grad}
-    nbytes = sum(n for key, n in whole_gradient_bytes(groups).items() if key in trained)
     with _put_back(_engine(model)), _set_aside(model):
         for group in groups:
             group.reduce_grads = group.all_reduce_grads = True
-        yield nbytes
+        yield True
+
+
+@contextlib.contextmanager
+def keeping_whole(model: nn.Module) -> Iterator[None]:
+    """Inside, micro-batches don't reduce their gradients."""
+    groups = parameter_groups(model)
+    with _put_back(groups):
+        for group in groups:
+            group.reduce_grads = False
+        yield
 
 
 def has_prefetch_lists(model: nn.Module) -> bool:
