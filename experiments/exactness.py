@@ -1,19 +1,22 @@
 """Is the planner exact where everything can be tried, and never behind the recompute-only optimum?
 
     python experiments/exactness.py --chains 500 --odd 3000 --rotor 200 --out experiments/results
+    python experiments/exactness.py --chains 0 --odd 0 --rotor 20 --seconds 5 --without segment-dp
 
 Random chains of 1 to 7 stages with menus, segments, swapping, shared storages and skips: ours against every plan there
 is, by the referee's cost (tests/brute_force.py): options, segments, parts of what may move, and points. Random chains
 of 1 to 4 stages with ties, zero times and bytes, extreme links and host limits: no plan is faster than one called
 optimal or than its bound, and none has a smaller peak than one called proven. Of both, two in seven are launched by a
 host that takes about as long as the device. Random textbook chains of up to 48 stages: ours, recompute only, against
-the dynamic program of Beaumont et al. (2019) at exact byte resolution.
+the dynamic program of Beaumont et al. (2019) at exact byte resolution. With `--without` a part of the search for plans
+is off, as in `ablation.py`; budgets are those of the whole solver.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import sys
 import time
@@ -24,6 +27,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import brute_force
+from ablation import PARTS, switch_off
 from random_chains import launched, odd_chain, random_chain, textbook_chain
 
 from ckptplan.baselines import BASELINES
@@ -121,7 +125,7 @@ def without_false_proofs(seed: int, percents: tuple[int, ...]) -> list[dict[str,
     return rows
 
 
-def against_rotor(seed: int) -> list[dict[str, Any]]:
+def against_rotor(seed: int, seconds: float) -> list[dict[str, Any]]:
     """One random textbook chain at three budgets, recompute only."""
     rng = random.Random(seed)
     profile = textbook_chain(rng, rng.randint(2, 48))
@@ -130,13 +134,21 @@ def against_rotor(seed: int) -> list[dict[str, Any]]:
     rows = []
     for percent in (0, 20, 60):
         budget = least + max(0, most - least) * percent // 100
-        ours = sound(profile, solve_profile(profile, budget, Limits(actions=only, gap=0.0)))
+        row: dict[str, Any] = {"seed": seed, "stages": len(profile.stages), "percent": percent, "excess": None}
+        begin = time.perf_counter()
+        limits = Limits(actions=only, gap=0.0, time_limit_s=seconds)
+        try:
+            ours = sound(profile, solve_profile(profile, budget, limits))
+            found = {"optimal": ours.status == "optimal", "gap": ours.gap}
+        except InfeasibleBudgetError:
+            ours, found = None, {"optimal": False, "gap": math.inf}
+        row |= {**found, "seconds": time.perf_counter() - begin}
         try:
             rotor_s = sound(profile, BASELINES["rotor"](profile, budget)).step_s
+            row["excess"] = math.inf if ours is None else ours.step_s / rotor_s - 1
         except InfeasibleBudgetError:
-            rotor_s = None
-        excess = None if rotor_s is None else ours.step_s / rotor_s - 1
-        rows.append({"seed": seed, "stages": len(profile.stages), "percent": percent, "excess": excess})
+            pass
+        rows.append(row)
     return rows
 
 
@@ -157,12 +169,18 @@ def main() -> None:
     parser.add_argument("--odd", type=int, default=3000, help="odd chains whose proofs are examined")
     parser.add_argument("--rotor", type=int, default=200, help="random chains against rotor")
     parser.add_argument("--budgets", default="0,30,70", help="per cent from the smallest peak to everything kept")
+    parser.add_argument("--seconds", type=float, default=10.0, help="time limit of a solve against rotor")
+    parser.add_argument("--without", choices=sorted(PARTS), help="a part of the search that is off")
     parser.add_argument("--out", type=Path, help="folder for exactness.json")
     args = parser.parse_args()
+    if args.without and args.out:
+        parser.error("--without is for looking, and writes no result; leave out --out")
+    if args.without:
+        switch_off(args.without)
     percents = tuple(int(x) for x in args.budgets.split(","))
     brute = [row for seed in range(args.chains) for row in against_brute_force(seed, percents)]
     odd = [row for seed in range(args.odd) for row in without_false_proofs(20_000 + seed, percents)]
-    rotor = [row for seed in range(args.rotor) for row in against_rotor(10_000 + seed)]
+    rotor = [row for seed in range(args.rotor) for row in against_rotor(10_000 + seed, args.seconds)]
     behind = [row for row in rotor if row["excess"] is not None and row["excess"] > SAME]
     equal, optimal = sum(row["equal"] for row in brute), sum(row["optimal"] for row in brute)
     too_high = sum(not row["bound_holds"] for row in brute)
@@ -173,7 +191,9 @@ def main() -> None:
         f"worst excess {max((row['excess'] for row in brute), default=0.0):.3%}",
         f"{args.rotor} chains, {len(rotor)} plans, recompute only: behind rotor in {len(behind)}; rotor fits in "
         f"{sum(r['excess'] is not None for r in rotor)}; least excess "
-        f"{min((r['excess'] for r in rotor if r['excess'] is not None), default=0.0):.3%}",
+        f"{min((r['excess'] for r in rotor if r['excess'] is not None), default=0.0):.3%}; proven to be optimal "
+        f"{sum(r['optimal'] for r in rotor)}, largest gap {max((r['gap'] for r in rotor), default=0.0):.3%}, seconds "
+        f"{max((r['seconds'] for r in rotor), default=0.0):.2f} at most",
     ]
     print(*summary, sep="\n")
     for row in [r for r in brute if not (r["equal"] and r["bound_holds"])] + [r for r in odd if r["false"]] + behind:
