@@ -90,13 +90,13 @@ class Job:
         bound_s, space = self.profile.baseline_step_s, None
         if attempts:
             bound_s, space = attempts[0].lower_bound_s, attempts[0].space
-        tightened = plan is not None and plan.budget_bytes < budget_bytes
-        if plan is not None and tightened:
+        fragmented = self.on_cuda and plan is not None and plan.budget_bytes < budget_bytes
+        if plan is not None and fragmented:
             plan = plan.within(budget_bytes, bound_s, space)
             if self.limits.on_plan is not None:  # should the next search be interrupted
                 self.limits.on_plan(plan)
         handed_out = plan
-        if plan is None or (tightened and plan.step_s > bound_s * (1 + self.limits.gap)):
+        if plan is None or (fragmented and plan.step_s > bound_s * (1 + self.limits.gap)):
             for simpler in self._leaving_fewer_fragments():
                 if plan is not None and simpler.profile is not self.profile:
                     break
@@ -157,8 +157,8 @@ class Job:
                 return fitting if former is None else self._using_the_rest(fitting, limit, former, budget_bytes)
             former = limit, over
             # The excess is fragments of the allocator, or an error of the chain model: reduce the limit by it. The plan
-            # then has the smaller budget, to which its status and bound refer (`solved`). Bytes of the limit that the
-            # plan didn't use are dropped first, since a limit between peak and budget has the same plan.
+            # then has the smaller budget, to which its status and bound refer. Bytes of the limit that the plan didn't
+            # use are dropped first, since a limit between peak and budget has the same plan.
             limit = max(min(limit, plan.needed_bytes) - over, 1)
         raise CkptPlanError(
             f"a plan with a peak of {format_bytes(plan.needed_bytes)} needs {format_bytes(budget_bytes + over)} in a "
