@@ -179,9 +179,9 @@ class GradientGuard(Observer):
         if seen == self._seen:  # the same objects passed this check before
             return
         nbytes = existing_gradient_bytes(found)
-        if leaves_whole:  # beside the reduced ones that are there
-            reduced = existing_gradient_bytes(found[: len(found) - len(whole)])
-            nbytes = max(nbytes, reduced + starting_gradient_bytes(self._model, whole=True))
+        if leaves_whole:  # beside the reduced ones that are there; those of other parameters are among the whole ones
+            reduced = [g for g in found[: len(found) - len(whole)] if local_part(g) is not g]
+            nbytes = max(nbytes, existing_gradient_bytes(reduced) + starting_gradient_bytes(self._model, whole=True))
         more = nbytes - self._planned_bytes
         if more > 0 and self._needs_bytes + more > self._budget_bytes:
             raise PlanMismatchError(self._left_whole(nbytes) if leaves_whole else self._over(nbytes))
