@@ -84,9 +84,10 @@ def estimate(
     with a plan on CUDA, under which the allocator's cache is emptied after that), and then one forward without autograd
     ("inference"), and without `loss_fn`. Checkpoints of the model's own are estimated as they are.
 
-    A list of two or more batches is run as it is, each batch once: what the allocator has reserved for one is there for
-    the next, and the first update makes the optimizer's state. ``inputs=batches * 2`` is two epochs. Each batch is
-    loaded anew, so a tensor that two of them share counts for each.
+    A list of two or more batches is run as it is, each batch once (twice where micro-batches leave whole gradients of a
+    sharded model: the last of an update reduces them, and there are two of one batch): what the allocator has reserved
+    for one is there for the next, and the first update makes the optimizer's state. ``inputs=batches * 2`` is two
+    epochs. Each batch is loaded anew, so a tensor that two of them share counts for each.
 
     Parameters
     ----------
@@ -512,12 +513,13 @@ class _Run:
         unreduced: dict[str, int] = {}
         for number, step in enumerate(steps, 1):
             suffix = "" if number == 1 else f" {number}"
+            remain = number > 1 and not self.set_to_none
             for micro, batch in enumerate(step, 1):
+                if not self._accumulates and (remain or (micro > 1 and not self.keeps_whole_gradients)):
+                    _require_gradients(batch, had)
                 has_gradients = micro > 1 or self._accumulates or (number > 1 and not self.set_to_none)
                 if self.keeps_whole_gradients:
                     has_gradients = micro < len(step)
-                elif has_gradients and not self._accumulates:
-                    _require_gradients(batch, had)
                 had |= batch.fresh.gradients
                 name = f"{suffix}, accumulating{'' if micro == 2 else f' {micro}'}" if micro > 1 else suffix
                 empties = micro == 1 and self._empties_before(number)
@@ -531,7 +533,9 @@ class _Run:
                 self._make_unreduced(ledger, unreduced)
                 loop.forward(player, batch, empties=empties)
                 loop.backward(player, batch, f"backward{name}")
-                gradients += player.left("gradients")
+                made = player.left("gradients")
+                # What the last micro-batch has reduced is added to what remains of the step before.
+                gradients += _free(ledger, made) if self.keeps_whole_gradients and remain else made
                 player.drop()
             if updating is not None:
                 ledger.phase(f"optimizer{suffix}", step[-1].number)
@@ -589,10 +593,10 @@ class _Run:
             for _, name, tensor in named:
                 nbytes = tensor.numel() * tensor.element_size()
                 ledger.allocate(Block(nbytes, "weights", f"{name} (as loaded from the file)"))
-        if training and self._accumulates and not self._in_buckets:
+        if training and (self._accumulates or self.keeps_whole_gradients) and not self._in_buckets:
             parameters = dict(model.named_parameters())
             for name, nbytes in starting_gradients(model).items():
-                if nbytes:
+                if nbytes and not self._leaves_whole(parameters[name]):
                     ledger.allocate(_block(nbytes, "gradients", name, parameters[name]))
         if training and self._ddp is not None:
             for n, nbytes in enumerate(buckets(model, self._ddp)):
@@ -611,9 +615,12 @@ class _Run:
         if self.keeps_whole_gradients:
             parameters = dict(self._model.named_parameters())
             for name, nbytes in starting_gradients(self._model, whole=True).items():
-                if nbytes and name not in there:
+                if nbytes and name not in there and self._leaves_whole(parameters[name]):
                     what = f"{name}, of micro-batches that don't reduce it"
                     there[name] = ledger.allocate(_block(nbytes, "gradients", what, parameters[name]))
+
+    def _leaves_whole(self, parameter: torch.Tensor) -> bool:
+        return self.keeps_whole_gradients and local_part(parameter) is not parameter
 
     def _on_host(self, tensor: torch.Tensor) -> bool:
         return self.target.spec is None and tensor.device.type not in (self.target.device.type, "meta")
