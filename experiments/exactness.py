@@ -20,7 +20,7 @@ import math
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,14 @@ def sound(profile: Profile, plan: Plan) -> Plan:
     if broken:
         raise SystemExit(f"the referee rejects a plan: {broken}")
     return plan
+
+
+def sound_if_any(profile: Profile, planned: Callable[[], Plan]) -> Plan | None:
+    """The plan of `planned`, which must be sound; None where it says that there is none."""
+    try:
+        return sound(profile, planned())
+    except InfeasibleBudgetError:
+        return None
 
 
 def against_brute_force(seed: int, percents: tuple[int, ...]) -> list[dict[str, Any]]:
@@ -137,17 +145,15 @@ def against_rotor(seed: int, seconds: float) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"seed": seed, "stages": len(profile.stages), "percent": percent, "excess": None}
         begin = time.perf_counter()
         limits = Limits(actions=only, gap=0.0, time_limit_s=seconds)
-        try:
-            ours = sound(profile, solve_profile(profile, budget, limits))
-            found = {"optimal": ours.status == "optimal", "gap": ours.gap}
-        except InfeasibleBudgetError:
-            ours, found = None, {"optimal": False, "gap": math.inf}
-        row |= {**found, "seconds": time.perf_counter() - begin}
-        try:
-            rotor_s = sound(profile, BASELINES["rotor"](profile, budget)).step_s
-            row["excess"] = math.inf if ours is None else ours.step_s / rotor_s - 1
-        except InfeasibleBudgetError:
-            pass
+        ours = sound_if_any(profile, lambda limits=limits, budget=budget: solve_profile(profile, budget, limits))
+        row |= {
+            "optimal": ours is not None and ours.status == "optimal",
+            "gap": math.inf if ours is None else ours.gap,
+            "seconds": time.perf_counter() - begin,
+        }
+        rotor = sound_if_any(profile, lambda budget=budget: BASELINES["rotor"](profile, budget))
+        if rotor is not None:
+            row["excess"] = math.inf if ours is None else ours.step_s / rotor.step_s - 1
         rows.append(row)
     return rows
 
