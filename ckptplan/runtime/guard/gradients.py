@@ -179,7 +179,8 @@ class GradientGuard(Observer):
         if seen == self._seen:  # the same objects passed this check before
             return
         nbytes = existing_gradient_bytes(found)
-        if leaves_whole:  # beside the reduced ones that are there; those of other parameters are among the whole ones
+        if leaves_whole:  # beside the reduced ones that are there
+            # Those of parameters outside sharded units are among the whole ones.
             reduced = [g for g in found[: len(found) - len(whole)] if local_part(g) is not g]
             nbytes = max(nbytes, existing_gradient_bytes(reduced) + starting_gradient_bytes(self._model, whole=True))
         more = nbytes - self._planned_bytes
