@@ -2418,6 +2418,14 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     ),
     Safeguard(
         35,
+        "copies of outputs count where unused parameters are looked for",
+        "TrainingStep.forward",
+        "                if self.ddp is not None and self.ddp.find_unused_parameters:",
+        "                if False:",
+        ("tests/parallel/test_replicated.py::test_the_same_bits_within_the_budget",),
+    ),
+    Safeguard(
+        35,
         "a rank that fails tells the others",
         "GroupCall.__exit__",
         '                    self._ask(lambda: self._store.set(f"error/{self.rank}", _packed(error)))',

@@ -29,6 +29,9 @@ class MeasuredTrainer(Trainer):
             p.grad = gradient
         before.clear()
         step = super().training_step
-        loss, peak = measured(lambda: step(model, inputs, *args), model, [self.optimizer.optimizer], inputs)
+        given = self._prepare_inputs(inputs)  # of several ranks on the CPU a copy, which the step makes and holds
+        held = [tensor for name, tensor in inputs.items() if given[name] is tensor]
+        del given
+        loss, peak = measured(lambda: step(model, inputs, *args), model, [self.optimizer.optimizer], held)
         self.__dict__.setdefault("peaks", []).append(peak)
         return loss

@@ -11,7 +11,7 @@ from ckptplan.core.errors import InvalidInputError
 if TYPE_CHECKING:
     import torch
 
-_BESIDE, _IN_BUCKETS = "ddp", "ddp, gradients in buckets"
+_REPLICATED, _IN_BUCKETS, _COPIED = "ddp", ", gradients in buckets", ", outputs copied"
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,8 @@ class DDP:
 
     Gradients are copied into buckets or, with `gradient_as_bucket_view`, are views of buckets from the start. The
     buckets are there from the construction of `torch.nn.parallel.DistributedDataParallel` on. NCCL's own memory is
-    outside PyTorch's allocator and not counted.
+    outside PyTorch's allocator and not counted. To find unused parameters, outputs of the forward are copied, and the
+    program gets the copies.
 
     Parameters
     ----------
@@ -28,12 +29,16 @@ class DDP:
         Size of a full bucket and of the first one, in units of 2**20 bytes.
     gradient_as_bucket_view, broadcast_buffers : bool
         As in `torch.nn.parallel.DistributedDataParallel`. Buffers are broadcast before each forward in copies.
+    find_unused_parameters : bool
+        As there; also for `static_graph=True`, which finds them in the first step. A `step` has to call the model in
+        its wrapper for that: copies of what it gets from the model inside aren't counted.
     """
 
     bucket_cap_mb: float = 25.0
     first_bucket_mb: float = 1.0
     gradient_as_bucket_view: bool = False
     broadcast_buffers: bool = True
+    find_unused_parameters: bool = False
 
     def __post_init__(self) -> None:
         for name in ("bucket_cap_mb", "first_bucket_mb"):
@@ -53,10 +58,15 @@ class DDP:
 
     @property
     def kind(self) -> str:
-        """What plans are bound to: whether gradients lie beside the buckets, or in them."""
-        return _IN_BUCKETS if self.gradient_as_bucket_view else _BESIDE
+        """What plans are bound to: whether gradients lie beside the buckets, or in them, and outputs are copied."""
+        return _REPLICATED + _IN_BUCKETS * self.gradient_as_bucket_view + _COPIED * self.find_unused_parameters
 
     @classmethod
     def of_kind(cls, kind: str) -> DDP | None:
         """Return settings of a `kind`, which tell the bytes of all buckets, not their sizes; None for another one."""
-        return cls(gradient_as_bucket_view=kind == _IN_BUCKETS) if kind in (_BESIDE, _IN_BUCKETS) else None
+        settings = (
+            cls(gradient_as_bucket_view=view, find_unused_parameters=find)
+            for view in (False, True)
+            for find in (False, True)
+        )
+        return next((found for found in settings if found.kind == kind), None)

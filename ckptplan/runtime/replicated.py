@@ -8,7 +8,9 @@ A plan is for the model inside the wrapper, and may be applied on either side of
 2. With `gradient_as_bucket_view`, gradients that backward makes are copied into the buckets, one by one, and freed. So
    a step takes the memory of one that starts with gradients, and is planned as such (`TrainingStep.accumulates`). Not
    with `static_graph`, whose first step copies them when backward is over.
-3. Collectives. Whatever runs the model and undoes what it did (`restored`) runs it without them: forward goes past the
+3. Copies of the outputs, where it looks for unused parameters (`find_unused_parameters`, and `static_graph` in the
+   first step): the program gets these, and what the model's last operation saves lies beside them.
+4. Collectives. Whatever runs the model and undoes what it did (`restored`) runs it without them: forward goes past the
    wrapper, and real backwards run on parameters of their own (`apart`), since those of the model have hooks that count.
 """
 
@@ -23,6 +25,7 @@ from unittest import mock
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
 
 from ckptplan.core.ddp import DDP
 from ckptplan.core.errors import UnsupportedModelError
@@ -65,7 +68,12 @@ def ddp_of(model: nn.Module) -> DDP | None:
         (first if model.bucket_bytes_cap_default else most) / 2**20,
         model.gradient_as_bucket_view and not model.static_graph,
         model.broadcast_buffers,
+        _copies_outputs(model),
     )
+
+
+def _copies_outputs(wrapper: DistributedDataParallel) -> bool:
+    return (wrapper.find_unused_parameters or wrapper.static_graph) and getattr(wrapper, "_ddp_sink_clone", True)
 
 
 def buckets(model: nn.Module, ddp: DDP) -> list[int]:
@@ -86,6 +94,26 @@ def added_bytes(model: nn.Module, ddp: DDP | None, round_to: int = 1) -> int:
     """
     beside = [] if ddp is None or ddp.gradient_as_bucket_view else buckets(model, ddp)
     return sum(-(-nbytes // round_to) * round_to for nbytes in (*beside, broadcast_bytes(model, ddp)))
+
+
+class _Copies(torch.autograd.Function):
+    """Copies of tensors; their gradients go on when all are there."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Any) -> Any:
+        ctx.set_materialize_grads(False)
+        return tuple(t.clone() if isinstance(t, torch.Tensor) else t for t in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients
+
+
+def copied(output: Any) -> Any:
+    """Return copies of a model's outputs as its wrapper makes them (NOTE, item 3)."""
+    leaves, structure = pytree.tree_flatten(output)
+    copies = zip(leaves, _Copies.apply(*leaves), strict=True)
+    return pytree.tree_unflatten([copy if getattr(leaf, "grad_fn", None) else leaf for leaf, copy in copies], structure)
 
 
 def unseen_bucket_bytes(model: nn.Module, ddp: DDP | None) -> int:
@@ -131,11 +159,14 @@ def apart(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_reduction() -> Iterator[None]:
-    """Inside, in this thread, forwards and backwards of replicated models don't communicate (NOTE, item 3)."""
+    """Inside, in this thread, forwards and backwards of replicated models don't communicate (NOTE, item 4)."""
     here, forward = threading.get_ident(), DistributedDataParallel.forward
 
     def alone(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
-        return (self.module if threading.get_ident() == here else forward.__get__(self))(*args, **kwargs)
+        if threading.get_ident() != here:
+            return forward(self, *args, **kwargs)
+        output = self.module(*args, **kwargs)
+        return copied(output) if _copies_outputs(self) else output
 
     with mock.patch.object(DistributedDataParallel, "forward", alone):
         yield

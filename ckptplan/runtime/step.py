@@ -24,7 +24,7 @@ from ckptplan.core.request import Training
 from ckptplan.runtime import accelerator
 from ckptplan.runtime.guard.gradients import accumulates
 from ckptplan.runtime.guard.shapes import input_tensors
-from ckptplan.runtime.replicated import ddp_of, unwrapped
+from ckptplan.runtime.replicated import copied, ddp_of, unwrapped
 from ckptplan.runtime.sharded import check_planned, engine_parameters, kind_of
 from ckptplan.runtime.state.compiled import check_compiled, compiled_modules
 
@@ -103,6 +103,8 @@ class TrainingStep:
                 source = "step()"
             else:
                 output = self.model(*self.args, **self.kwargs)
+                if self.ddp is not None and self.ddp.find_unused_parameters:
+                    output = copied(output)
                 loss = self.loss_fn(output)
                 source = "loss_fn(output)" if self.loss_fn is not default_loss else "the model's loss"
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():

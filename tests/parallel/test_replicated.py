@@ -27,7 +27,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 class Net(nn.Module):
-    """Blocks with dropout and a batch norm; one parameter is in no forward."""
+    """Blocks with dropout and a batch norm; with a parameter in no forward, the output is wide, and saved."""
 
     def __init__(self, *, unused: bool) -> None:
         super().__init__()
@@ -36,11 +36,12 @@ class Net(nn.Module):
         )
         self.norm = nn.BatchNorm1d(64)
         self.unused = nn.Linear(64, 64) if unused else None
+        self.head = nn.Sequential(nn.Linear(64, 1024), nn.Tanh()) if unused else nn.Identity()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = x + layer(x)
-        return self.norm(x)
+        return self.head(self.norm(x))  # type: ignore[no-any-return]
 
 
 def made(name: str) -> tuple[nn.Module, torch.Tensor]:
@@ -91,6 +92,8 @@ def compared(name: str) -> dict[str, Any]:
     plan = ckptplan.solve(
         wrapped, budget="20%", inputs=x, loss_fn=loss_fn, time_limit_s=0.2, cache=False, accumulate=twice
     )
+    estimated = ckptplan.estimate(wrapped, x, loss_fn=loss_fn, accumulate=twice).peak_bytes
+    assert estimated == pytest.approx(plain[1], rel=0.03)
     unchanged = all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     verified = ckptplan.verify(wrapped, plan, x, loss_fn, repeats=1)
     ckptplan.trace(wrapped, plan, x, loss_fn)
@@ -139,6 +142,24 @@ def either_side() -> tuple[int, int, int]:
 def test_plans_go_on_either_side_of_the_wrapper(two: Ranks) -> None:
     for alone, coming, there in two.good(either_side):
         assert alone < coming == there
+
+
+def by_a_step() -> list[int]:
+    """Everything kept: by inputs, by a step that calls the wrapper, for a wrapper to come, without copies."""
+    model, x = made("unused")
+    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+    steps: list[tuple[nn.Module, dict[str, Any]]] = [
+        (wrapped, {"inputs": x, "loss_fn": loss_fn}),
+        (wrapped, {"step": lambda: loss_fn(wrapped(x))}),
+        (model, {"inputs": x, "loss_fn": loss_fn, "ddp": ckptplan.DDP(find_unused_parameters=True)}),
+        (model, {"inputs": x, "loss_fn": loss_fn, "ddp": True}),
+    ]
+    return [ckptplan.solve(m, 1, time_limit_s=0.2, cache=False, **how).peak_bytes for m, how in steps]
+
+
+def test_copies_of_outputs_count_by_a_step(two: Ranks) -> None:
+    for found in two.good(by_a_step):
+        assert found[0] == found[1] == found[2] == found[3] + 128 * 1024 * 4
 
 
 def refused() -> None:
