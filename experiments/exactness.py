@@ -1,6 +1,6 @@
 """Is the planner exact where everything can be tried, and never behind the recompute-only optimum?
 
-    python experiments/exactness.py --chains 500 --odd 3000 --rotor 200 --out experiments/results
+    python experiments/exactness.py --chains 300 --odd 3000 --rotor 200 --workers 2 --out experiments/results
     python experiments/exactness.py --chains 0 --odd 0 --rotor 20 --seconds 5 --without segment-dp
 
 Random chains of 1 to 7 stages with menus, segments, swapping, shared storages and skips: ours against every plan there
@@ -9,18 +9,23 @@ of 1 to 4 stages with ties, zero times and bytes, extreme links and host limits:
 optimal or than its bound, and none has a smaller peak than one called proven. Of both, two in seven are launched by a
 host that takes about as long as the device. Random textbook chains of up to 48 stages: ours, recompute only, against
 the dynamic program of Beaumont et al. (2019) at exact byte resolution. With `--without` a part of the search for plans
-is off, as in `ablation.py`; budgets are those of the whole solver.
+is off, as in `ablation.py`; budgets are those of the whole solver. With `--workers` so many chains are in work at once.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import json
 import math
 import random
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -171,22 +176,33 @@ def _of_odd(chains: int, rows: Sequence[dict[str, Any]]) -> str:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--chains", type=int, default=500, help="random chains against brute force")
+    parser.add_argument("--chains", type=int, default=300, help="random chains against brute force")
     parser.add_argument("--odd", type=int, default=3000, help="odd chains whose proofs are examined")
     parser.add_argument("--rotor", type=int, default=200, help="random chains against rotor")
     parser.add_argument("--budgets", default="0,30,70", help="per cent from the smallest peak to everything kept")
     parser.add_argument("--seconds", type=float, default=10.0, help="time limit of a solve against rotor")
     parser.add_argument("--without", choices=sorted(PARTS), help="a part of the search that is off")
+    parser.add_argument("--workers", type=int, default=1, help="chains in work at once, each in a process")
     parser.add_argument("--out", type=Path, help="folder for exactness.json")
     args = parser.parse_args()
     if args.without and args.out:
         parser.error("--without is for looking, and writes no result; leave out --out")
     if args.without:
+        if args.workers > 1:
+            parser.error("--without is for one process; leave out --workers")
         switch_off(args.without)
     percents = tuple(int(x) for x in args.budgets.split(","))
-    brute = [row for seed in range(args.chains) for row in against_brute_force(seed, percents)]
-    odd = [row for seed in range(args.odd) for row in without_false_proofs(20_000 + seed, percents)]
-    rotor = [row for seed in range(args.rotor) for row in against_rotor(10_000 + seed, args.seconds)]
+    with contextlib.ExitStack() as stack:
+        each: Callable[..., Iterable[list[dict[str, Any]]]] = map
+        if args.workers > 1:
+            each = stack.enter_context(ProcessPoolExecutor(args.workers, get_context("spawn"))).map
+
+        def rows(of: Callable[[int], list[dict[str, Any]]], first: int, chains: int) -> list[dict[str, Any]]:
+            return list(itertools.chain.from_iterable(each(of, range(first, first + chains))))
+
+        brute = rows(partial(against_brute_force, percents=percents), 0, args.chains)
+        odd = rows(partial(without_false_proofs, percents=percents), 20_000, args.odd)
+        rotor = rows(partial(against_rotor, seconds=args.seconds), 10_000, args.rotor)
     behind = [row for row in rotor if row["excess"] is not None and row["excess"] > SAME]
     equal, optimal = sum(row["equal"] for row in brute), sum(row["optimal"] for row in brute)
     too_high = sum(not row["bound_holds"] for row in brute)

@@ -44,7 +44,8 @@ def fastest(profile: Profile, budget_bytes: int, count: int) -> float | None:
     return brute_force.fastest_of_all_points(longer, budget_bytes, needs=needs)
 
 
-@pytest.mark.parametrize("seed", range(12))
+# Without 11, which has so many points that it would take as long as the others together.
+@pytest.mark.parametrize("seed", [*range(11), 12])
 def test_no_plan_of_a_small_chain_is_faster(seed: int) -> None:
     profile = replace(random_chain(seed, 3, most_options=4), input_bytes=seed)
     count = 2 + seed % 3

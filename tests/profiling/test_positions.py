@@ -197,7 +197,8 @@ def test_the_whole_menu_keeps_to_the_profiled_positions(
     profile = ckptplan.profile(model, x, amp=amp)
     middle = next(stage for stage in profile.stages if stage.name == "1")
     names = [option.name for option in middle.options]
-    assert {"keep", "swap", "recompute", "recompute+swap", "selective-1"} <= set(names)
+    assert {"keep", "swap", "recompute", "recompute+swap"} <= set(names)
+    assert any(name.startswith("selective") for name in names)  # which of them pay, measured times say
     for name in names:
         plan = scheduled(profile, [stage.find(name) or stage.keep for stage in profile.stages])
         with ckptplan.apply(model, plan) as handle:

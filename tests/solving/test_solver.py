@@ -611,8 +611,9 @@ def test_the_way_for_long_chains_is_sound_on_short_ones(monkeypatch: pytest.Monk
     # Each search ends with its rounds, long before its time limit.
     steer(monkeypatch, few_plans=0, many_plans=0, rounds=20)
     optimal, near, count = 0, 0, 0
-    # A few: a search takes 0.3 s, and experiments/exactness.py compares by the hundred.
-    for seed in range(4):
+    # A few: a search takes 0.3 s, and experiments/exactness.py compares by the hundred. Of 7's six stages all plans are
+    # tried in seconds.
+    for seed in (0, 1, 2, 7):
         profile, rng = random_chain(seed, 3 + seed % 4, most_options=5), random.Random(seed)
         host = None if seed % 4 else 30
         combinations = brute_force.combinations(profile)
