@@ -2426,6 +2426,14 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     ),
     Safeguard(
         35,
+        "copies of what a training_step returns count, too",
+        "ActivationPlanner._begin",
+        "                if ddp is not None and ddp.find_unused_parameters:  # in training it is the wrapper's forward",
+        "                if False:",
+        ("tests/integrations/test_ranks_training.py::test_trainings_of_two_ranks",),
+    ),
+    Safeguard(
+        35,
         "a rank that fails tells the others",
         "GroupCall.__exit__",
         '                    self._ask(lambda: self._store.set(f"error/{self.rank}", _packed(error)))',

@@ -39,7 +39,7 @@ from ckptplan.profiling.loops import Loop
 from ckptplan.profiling.workload.discover import NothingSavedError
 from ckptplan.runtime.handle import Handle
 from ckptplan.runtime.observe.measure import tensors_in
-from ckptplan.runtime.replicated import ddp_of, is_distributed
+from ckptplan.runtime.replicated import copied, ddp_of, is_distributed
 
 _STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy")
 """Strategies with which a plan can be applied."""
@@ -130,10 +130,13 @@ class ActivationPlanner(PlanningCallback, pl.Callback):
                 return self._planning.begin(module, Plan.from_json(saved["plan"]))
 
         of, precision = Loop(trainer, holders=frozenset()), trainer.precision_plugin
+        ddp, again = ddp_of(trainer.strategy.model or module), bool(self._made)
 
         def step() -> torch.Tensor:
             with _planning(of.value, module) as losses, precision.train_step_context():
                 output = module.training_step(*args, **kwargs)
+                if ddp is not None and ddp.find_unused_parameters:  # in training it is the wrapper's forward
+                    output = copied(output)
             if losses:
                 return torch.stack([loss.float() for loss in losses]).sum()
             loss = output.get("loss") if isinstance(output, Mapping) else output
@@ -147,7 +150,6 @@ class ActivationPlanner(PlanningCallback, pl.Callback):
         optimizers = [getattr(o, "optimizer", o) for o in trainer.optimizers]
         optimizer = optimizers[0] if len(optimizers) == 1 else _Together(optimizers) if optimizers else None
         # Lightning's own loop, and most manual ones, drop the gradients of a step after the next one's forward.
-        ddp, again = ddp_of(trainer.strategy.model or module), bool(self._made)
         return self._planning.begin(module, again=again, step=step, optimizer=optimizer, accumulate=True, ddp=ddp)
 
     def _request(self, trainer: pl.Trainer, module: pl.LightningModule, batch: PlannedBatch) -> dict[str, Any]:

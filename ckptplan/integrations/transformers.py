@@ -199,7 +199,8 @@ class _Run:
                     return output
                 raise _SecondForward
 
-            with installed([PatchedForward(model, give)]):
+            # A wrapper's, too, which would copy the output once more.
+            with installed([PatchedForward(m, give) for m in dict.fromkeys((model, batch.model))]):
                 return batch.loss(code, of)
 
         def step() -> torch.Tensor:

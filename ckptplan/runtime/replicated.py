@@ -113,7 +113,10 @@ def copied(output: Any) -> Any:
     """Return copies of a model's outputs as its wrapper makes them (NOTE, item 3)."""
     leaves, structure = pytree.tree_flatten(output)
     copies = zip(leaves, _Copies.apply(*leaves), strict=True)
-    return pytree.tree_unflatten([copy if getattr(leaf, "grad_fn", None) else leaf for leaf, copy in copies], structure)
+    return pytree.tree_unflatten(
+        [copy if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None else leaf for leaf, copy in copies],
+        structure,
+    )
 
 
 def unseen_bucket_bytes(model: nn.Module, ddp: DDP | None) -> int:

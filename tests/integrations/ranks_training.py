@@ -6,7 +6,7 @@ import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch_setup  # noqa: F401
 from accelerate.state import AcceleratorState, DistributedType, PartialState
 from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from ckptplan.core.errors import UnsupportedModelError
@@ -79,17 +80,35 @@ def in_a_trainer_that_shards(folder: Path) -> None:
         test_transformers.trained(folder, ActivationPlanCallback(1))
 
 
-def in_lightning(folder: Path, *, sharded: bool) -> None:
+def outputs_are_copied_once(folder: Path) -> None:
+    callback = ActivationPlanCallback(budget="100%", time_limit_s=0.2, cache=False)
+    planned = test_transformers.trained(folder, callback, **test_transformers.WAYS["label smoothing"])
+    bucket_bytes = sum(p.nbytes for p in planned.model.parameters())
+    assert callback.plan.needed_bytes == pytest.approx(planned.peaks[-1] + bucket_bytes, rel=0.005)
+
+
+class Returning(test_lightning.Module):
+    """Returns an output that the last operation saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Sequential(nn.Linear(10, 1024), nn.Tanh())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        output = self.wide(self.layers(batch[0]))
+        return {"loss": nn.functional.cross_entropy(output, batch[1]), "output": output}
+
+
+def in_lightning(folder: Path, kind: type[test_lightning.Module], strategy: Callable[[], Any]) -> None:
     callback = ActivationPlanner(budget="20%", time_limit_s=0.2, check="always", cache=False)
 
     def fit(*callbacks: Any) -> test_lightning.Module:
-        strategy = ModelParallelStrategy(ranks, 1) if sharded else "ddp"
-        kind = test_lightning.Sharded if sharded else test_lightning.Module
-        return test_lightning.fit(folder, *callbacks, kind=kind, strategy=strategy, devices=ranks)[0]
+        return test_lightning.fit(folder, *callbacks, kind=kind, strategy=strategy(), devices=ranks)[0]
 
     ranks = dist.get_world_size()
     plain, planned = fit(), fit(callback)
     test_lightning.assert_same(planned, plain)
+    sharded = kind is test_lightning.Sharded
     held(callback, planned.peaks, plain.peaks, 0 if sharded else sum(p.nbytes for p in planned.parameters()))
 
 
@@ -99,9 +118,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         in_a_trainer(folder, **test_transformers.WAYS["another with a graph"])
+        outputs_are_copied_once(folder)
         in_a_trainer_that_shards(folder)
-        in_lightning(folder, sharded=False)
-        in_lightning(folder, sharded=True)
+        in_lightning(folder, test_lightning.Module, lambda: "ddp")
+        in_lightning(folder, Returning, lambda: "ddp_find_unused_parameters_true")
+        in_lightning(folder, test_lightning.Sharded, lambda: ModelParallelStrategy(dist.get_world_size(), 1))
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from trained_ranks import check, outcome
 
 import ckptplan
 from ckptplan.core.errors import PlanMismatchError, UnsupportedModelError
+from ckptplan.runtime.replicated import copied
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -160,6 +161,21 @@ def by_a_step() -> list[int]:
 def test_copies_of_outputs_count_by_a_step(two: Ranks) -> None:
     for found in two.good(by_a_step):
         assert found[0] == found[1] == found[2] == found[3] + 128 * 1024 * 4
+
+
+class Attributes(dict[str, Any]):
+    __getattr__ = dict.__getitem__
+
+
+def test_outputs_of_any_kind_are_copied() -> None:
+    given = torch.ones(2, requires_grad=True) * 2
+    output = {"loss": given, "twice": (given, None), "plain": torch.ones(1), "number": 3, "own": Attributes(a=given)}
+    found = copied(output)
+    assert found["loss"] is not given
+    assert torch.equal(found["twice"][0], given)
+    assert all(found[name] is output[name] for name in ("plain", "number", "own"))  # as DDP leaves them
+    (gradient,) = torch.autograd.grad((found["loss"] * 3).sum(), given)
+    assert torch.equal(gradient, torch.full((2,), 3.0))
 
 
 def refused() -> None:
