@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
@@ -26,12 +26,15 @@ from ckptplan.referee import simulate
 from ckptplan.referee.simulate import Timeline
 
 
-class Combination(NamedTuple):
+@dataclass(eq=False)
+class Combination:
     """An option for every stage, the segments, and the compute time of a step with them."""
 
     compute_s: float
     options: tuple[Option, ...]
     segments: tuple[Segment, ...]
+    steps: tuple[Profile, _Steps] | None = None
+    """Of the profile for which they were asked last."""
 
 
 class _Forest(NamedTuple):
@@ -135,7 +138,7 @@ class _Space:
 
 def combinations(profile: Profile, *, actions: Sequence[str] = ACTIONS, segments: bool = True) -> list[Combination]:
     """The whole plan space but for the schedules, the shortest compute time first."""
-    return sorted(_Space(profile, actions, segments=segments).suffixes(), key=itemgetter(0))
+    return sorted(_Space(profile, actions, segments=segments).suffixes(), key=attrgetter("compute_s"))
 
 
 def decision(option: Option, moves: tuple[int, ...] = (), release: int = 0, prefetch: int = 0) -> Decision:
@@ -414,7 +417,9 @@ def fastest_of(
     """The fastest decisions for one combination: all transfers, every point and tier; None if none is below."""
     n = len(found.options)
     moves = moves_of(profile, found)
-    steps = _steps_of(profile, found, moves)
+    if found.steps is None or found.steps[0] is not profile:
+        found.steps = profile, _steps_of(profile, found, moves)
+    steps = found.steps[1]
     modules = [k for k in range(n) if not profile.stages[k].is_glue] or list(range(n))
     releases = [range(i, modules[-1] + 1) for i in range(n)]
     prefetches = [[k for k in modules if k >= moves.back_by[i]] for i in range(n)]

@@ -94,8 +94,9 @@ def test_equals_brute_force(part: int) -> None:
             assert plan.step_s == pytest.approx(best, **SAME), (seed, budget)
 
 
-@pytest.mark.parametrize(("size", "seeds"), [(2, range(30)), (3, range(100, 120))])
-def test_no_other_points_are_faster(size: int, seeds: range) -> None:
+# Without 112, whose points would take three quarters of the time.
+@pytest.mark.parametrize(("size", "seeds"), [(2, range(30)), (3, [*range(100, 112), *range(113, 120)])])
+def test_no_other_points_are_faster(size: int, seeds: range | list[int]) -> None:
     for seed in seeds:
         profile = random_chain(seed, size)
         budget = smallest_peak(profile).peak_bytes + seed % 5
