@@ -1,6 +1,6 @@
 """Is the planner exact where everything can be tried, and never behind the recompute-only optimum?
 
-    python experiments/exactness.py --chains 300 --odd 3000 --rotor 200 --workers 2 --out experiments/results
+    python experiments/exactness.py --chains 100 --odd 3000 --rotor 200 --workers 2 --out experiments/results
     python experiments/exactness.py --chains 0 --odd 0 --rotor 20 --seconds 5 --without segment-dp
 
 Random chains of 1 to 7 stages with menus, segments, swapping, shared storages and skips: ours against every plan there
@@ -176,7 +176,7 @@ def _of_odd(chains: int, rows: Sequence[dict[str, Any]]) -> str:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--chains", type=int, default=300, help="random chains against brute force")
+    parser.add_argument("--chains", type=int, default=100, help="random chains against brute force")
     parser.add_argument("--odd", type=int, default=3000, help="odd chains whose proofs are examined")
     parser.add_argument("--rotor", type=int, default=200, help="random chains against rotor")
     parser.add_argument("--budgets", default="0,30,70", help="per cent from the smallest peak to everything kept")

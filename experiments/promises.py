@@ -48,7 +48,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         "exactness",
         "Plans against every plan there is, and against the recompute-only optimum",
         "exactness.json",
-        "--chains 300 --odd 3000 --rotor 200 --workers 2",
+        "--chains 100 --odd 3000 --rotor 200 --workers 2",
     ),
     Experiment(
         "certificate",
