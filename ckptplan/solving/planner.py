@@ -229,7 +229,7 @@ class _PlanSearch:
         p = self.parameters
         if self.incumbent.closed:
             return
-        if self.fewer_than(p.few_plans):
+        if self.fewer_than(p.few_plans, p.tried):
             yield _Part("exact search", self.enumerate, p.large_share)
             # Storages too many, or the time too short, to try all parts of what may move.
             self.begin_mixed("scip")
@@ -244,7 +244,7 @@ class _PlanSearch:
         if self.incumbent.best is None:
             yield _Part("smallest peak", self.refuse)
         yield from self.improvements()
-        if self.fewer_than(p.many_plans):
+        if self.fewer_than(p.many_plans, p.cells):
             yield _Part("exact search", self.enumerate)
 
     def improvements(self) -> Iterator[_Part]:
@@ -289,9 +289,9 @@ class _PlanSearch:
         p = self.parameters
         return _Part("segment DP", self.segments, p.small_share if self.space.moves else p.large_share)
 
-    def fewer_than(self, plans: int) -> bool:
-        """Whether there are no more plans than this."""
-        return self.space.count(plans, self.parameters.tried) <= plans
+    def fewer_than(self, plans: int, forests: int) -> bool:
+        """Whether there are no more plans than this, nor more ways to choose segments."""
+        return self.space.count(plans, forests) <= plans
 
     def left_s(self) -> float:
         """Seconds until the deadline."""

@@ -636,6 +636,18 @@ def test_the_way_for_long_chains_is_sound_on_short_ones(monkeypatch: pytest.Monk
     assert near >= 0.95 * count
 
 
+def test_the_exact_search_is_the_last_resort() -> None:
+    """Of a chain with few plans, though with many ways to choose segments, where the bounds leave a gap."""
+    rng = random.Random(78)
+    profile = random_chain(78, rng.randint(1, 7))
+    least = smallest_peak(profile).peak_bytes
+    budget = least + (peak_of_keeping(profile) - least) * 70 // 100
+    plan = solve_profile(profile, budget, Limits(gap=0.0, time_limit_s=LONG_S))
+    assert len(profile.stages) == 7
+    assert plan.status == "optimal"
+    check(profile, plan, budget)
+
+
 def test_segments_in_a_plan_are_data() -> None:
     profile = Profile.from_chain([1.0] * 12, [2.0] * 12, [10] * 12, [20] * 12, input_bytes=10)
     limits = Limits(actions=NOTHING_MOVES)
