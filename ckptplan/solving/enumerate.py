@@ -206,6 +206,8 @@ def fastest_of_all(
     baseline_s = space.profile.baseline_compute_s
     complete = True
     refined, most_refined = 0, space.parameters.least_width
+    if time.monotonic() > deadline:  # to list the forests takes seconds where there are many
+        return False
     for forest in space.forests():
         if baseline_s + space.least_extra_s(forest) >= best_s * (1 - EQUAL_S):
             break
