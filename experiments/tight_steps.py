@@ -8,8 +8,8 @@
 Budgets are percentages of the way from the smallest feasible peak to the peak with everything kept; a planner that
 finds no plan for one has the smallest budget that it names. All plan from one profile, the earlier version in a process
 of its own. In each cell a rival's plan is applied and its peak measured (allocator events); ours is planned for that
-peak, and its measured peak must not be above it. Then the rival, ours and the plain model take steps in turn, a quarter
-of the rounds in each of four fresh copies.
+peak, and its measured peak must not be above it. Then the rival, ours and the plain model take steps in turn, a tenth
+of the rounds in each of ten fresh copies, which every other time are made in reverse order.
 
 A cell is won where the bootstrap interval of the median ratio, our step / the rival's in the same round, lies below 1,
 lost where it lies above. Predicted steps are those of a replay by the referee. The heap keeps its pages, as in
@@ -190,21 +190,23 @@ class Bench:
 
     def cell(self, rival: str, percents: list[float], plan: ckptplan.Plan) -> Cell:
         """Measure the rival's peak, plan ours for it, and time both, in several copies of the model."""
-        plain, theirs, ours = _Times(), _Times(), _Times()
-        own: ckptplan.Plan | None = None
+        plans: dict[str, ckptplan.Plan | None] = {"plain": None, rival: plan}
+        times = {name: _Times() for name in (*plans, "ours")}
         for number in range(self.copies):
             with contextlib.ExitStack() as stack:
                 if self.ratio:
                     stack.enter_context(slowed(self.profile.link))
-                entered = [self.entered("plain", None, stack), self.entered(rival, plan, stack)]
-                if number == 0 and (found := self.within(entered[1].peak_bytes, plan.peak_bytes, stack)) is not None:
-                    own = found[0]
-                    entered.append(found[1])
-                elif own is not None:
-                    entered.append(self.entered("ours", own, stack))
-                race([*entered[1:], entered[0]], self.rounds // self.copies)
-                for times, contender in zip((plain, theirs, ours), entered, strict=False):
-                    times.add(contender, entered[0])
+                names = list(plans) if number % 2 == 0 else list(reversed(plans))
+                entered = {name: self.entered(name, plans[name], stack) for name in names}
+                if (
+                    number == 0
+                    and (found := self.within(entered[rival].peak_bytes, plan.peak_bytes, stack)) is not None
+                ):
+                    plans["ours"], entered["ours"] = found
+                race(list(entered.values()), self.rounds // self.copies)
+                for name, contender in entered.items():
+                    times[name].add(contender, entered["plain"])
+        own, plain, theirs, ours = plans.get("ours"), times["plain"], times[rival], times["ours"]
         their_side, our_side = self.side(plan, theirs), None if own is None else self.side(own, ours)
         return Cell(
             model=self.name,
@@ -356,7 +358,7 @@ def main() -> None:
     parser.add_argument("--earlier", type=Path, help="checkout of an earlier commit, whose planner is a rival, too")
     parser.add_argument("--link-ratio", type=float, help="make copies this many times slower than the forward")
     parser.add_argument("--rounds", type=int, default=20, help="timed steps of each")
-    parser.add_argument("--copies", type=int, default=4, help="copies of each model that share the rounds")
+    parser.add_argument("--copies", type=int, default=10, help="copies of each model that share the rounds")
     parser.add_argument("--time-limit", type=float, default=10.0, help="seconds for each plan of ours")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="two small models, 4 rounds, 2 s for each plan")
