@@ -71,7 +71,8 @@ def solve(
     **options
         What is trained: `loss_fn`, `optimizer`, `device`, `step`, `amp`, `accumulate`, `ddp`, `fsdp`
         (`ckptplan.core.request.Training`); what a plan may use: `actions`, `segments`, `menus`, `host_gb`, `disk_gb`,
-        `time_limit_s`, `gap`, `cache`, `seed`, `workers`, `on_progress`, `on_plan` (`ckptplan.core.request.Limits`).
+        `in_flight`, `time_limit_s`, `gap`, `cache`, `seed`, `workers`, `on_progress`, `on_plan`
+        (`ckptplan.core.request.Limits`).
 
     Returns
     -------
@@ -236,7 +237,7 @@ def _checked(job: Job, plans: Iterable[Plan]) -> list[Plan]:
 def undominated(plans: Iterable[Plan]) -> Frontier:
     """By rising need of memory, those that are faster than all that need less."""
     out: list[Plan] = []
-    for plan in sorted(plans, key=lambda p: (p.reserved_bytes or p.peak_bytes, p.step_s)):
+    for plan in sorted(plans, key=lambda p: (p.counted_bytes, p.step_s)):
         if not out or plan.step_s < out[-1].step_s:
             out.append(plan)
     return Frontier(tuple(out))

@@ -59,6 +59,8 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         "ablation",
         "What each part of the solver adds to plans, bounds and the time to a gap of 1 %",
         "ablation.json",
+        "--only unet-14,bart-base,unet-45,heterogeneous-100,encoder-decoder-96,resnet-1001,transformer-98,"
+        "resnet-50+disk,heterogeneous-24+disk,homogeneous-12 --budgets 0,10 --seconds 10",
     ),
     Experiment(
         "solvers",
@@ -87,6 +89,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         "compare_real",
         "Step and peak beside what PyTorch users have",
         "compare_real.json",
+        "--threads 1",
     ),
     Experiment(
         "tight_steps",
@@ -95,7 +98,10 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         "--earlier ../earlier",
     ),
     Experiment(
-        "planning_time", "Seconds of profiling and solving by part, and how they grow with depth", "planning_time.json"
+        "planning_time",
+        "Seconds of profiling and solving by part, and how they grow with depth",
+        "planning_time.json",
+        "--before FOLDER",
     ),
     Experiment("predicted_steps", "Predicted step times against measured ones", "predicted_steps.json"),
     Experiment(
@@ -107,17 +113,19 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         "overhead",
         "The time that the machinery adds to a step that keeps everything, and to a recomputed block",
         "overhead.json",
+        "--rounds 60",
     ),
     Experiment(
         "check_overhead",
         "What comparing costs, in a checked step and in a run of 1,000, on three real models",
         "check_overhead.json",
+        "--rounds 7",
     ),
     Experiment(
         "swap_overhead",
         "Swapping's bookkeeping per saved storage, beside a pair of hooks that does nothing",
         "swap_overhead.json",
-        "--rounds 60",
+        "--rounds 80",
     ),
     Experiment("roofline_check", "Times of a roofline against real ones on this machine", None),
     Experiment(
@@ -129,11 +137,13 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         "estimate_drawn",
         "Estimates, and plans that keep everything, against the allocator's events on 20 model classes drawn by a seed",
         "estimate_drawn.json",
+        "--jobs 2",
     ),
     Experiment(
         "folding_drawn",
         "Profiles with layers left out against those of all layers, on 10 model classes drawn by a seed",
         "folding_drawn.json",
+        "--time-limit 500",
     ),
     Experiment(
         "trainer_drawn",
@@ -190,6 +200,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         "odd_random",
         "1000 random models and loops that combine odd state, arguments and hooks, under every decision and mixtures",
         "odd_random.json",
+        "--processes 2",
     ),
     Experiment(
         "accumulation",
@@ -216,7 +227,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         "size",
         "Lines of code, parameters, numbers and import times, beside those of another commit",
         "size.json",
-        "--commit 3892eb31",
+        "--commit 3892eb31 --rounds 5",
     ),
     Experiment("walks", "Which functions a budget, a saved tensor and a stage's bytes pass", None),
     Experiment("mutations", "Each of the runtime's safeguards taken out: does a test fail?", "mutations.json"),

@@ -3,6 +3,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 
 def calls_in(run: Callable[[], object]) -> int:
@@ -43,3 +44,7 @@ def bytecodes_in(run: Callable[[], object]) -> int:
     finally:
         sys.settrace(before)
     return count
+
+
+class Log(list[Any]):
+    """Notes of hooks, recomputes included, whose changes to lists, dictionaries and the like are undone."""

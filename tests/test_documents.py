@@ -18,7 +18,6 @@ README, GUIDE = ROOT / "README.md", ROOT / "docs" / "guide.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
-GPU_RUN = ("probe", "profile", "measure", "plans", "traces", "histories", "plots")
 """Folders that the first run on a GPU writes (docs/gpu.md)."""
 
 page = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)

@@ -28,7 +28,8 @@ class Fingerprint:
     `accumulates`: whether the step starts with a gradient for each parameter that requires one. `optimizer`: the class
     whose state and update count, empty without one; applying a plan asks for no optimizer, so it isn't compared.
     `parallel`: what runs the model on several devices, and counts (`DDP.kind`, `sharded.kind_of`);
-    empty: nothing does.
+    empty: nothing does. `autocast`: the type to which autocast around the forward casts ("bfloat16", "float16"), or
+    "off"; empty: not known. It isn't compared either, since applying a plan runs nothing: the first forward tells.
     """
 
     model: str
@@ -40,6 +41,7 @@ class Fingerprint:
     accumulates: bool = False
     optimizer: str = ""
     parallel: str = ""
+    autocast: str = ""
 
     def __post_init__(self) -> None:
         check_fields("fingerprint", self)
@@ -54,7 +56,7 @@ class Fingerprint:
         """
         for field in dataclasses.fields(self):
             want, have = getattr(self, field.name), getattr(found, field.name)
-            if field.name not in (*ignore, "optimizer") and want != have:
+            if field.name not in (*ignore, "optimizer", "autocast") and want != have:
                 raise PlanMismatchError(f"{self._difference(field.name, want, have)}; solve again for this model")
 
     @staticmethod

@@ -16,7 +16,7 @@ from ckptplan.core.plan import Plan, require_plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.request import ApplyKeywords, Limits, Training, require_known, tier_bytes
 from ckptplan.core.trace import Trace
-from ckptplan.core.units import GIB, format_bytes
+from ckptplan.core.units import format_bytes
 from ckptplan.memory.estimate import TrainingBytes
 from ckptplan.planning.adviser import Adviser
 from ckptplan.planning.enlarging import Enlarger
@@ -59,13 +59,14 @@ def apply(
     The model's classes, parameter names, `state_dict` and hooks don't change; only `forward` of the stages is replaced
     on the instances. Forwards without gradients, or in evaluation mode, run without the plan. The `use_cache` of a
     Hugging Face configuration is off while the plan is applied. On CUDA the allocator's cache is emptied and its peak
-    statistics are reset, so that `handle.stats` has the plan's peaks (its `earlier` has those from before).
+    statistics are reset, so that `handle.stats` has the plan's peaks (its `earlier` has those from before); it is
+    emptied again before the first forward after an update that makes an optimizer's state.
 
     Parameters
     ----------
     swap_dir : path, optional
-        Folder of the swap file of a CPU plan, or of a CUDA plan's disk tier. The file has no name, and at most the
-        plan's swapped bytes per living graph.
+        Folder of the swap file of a CPU plan, or of a CUDA plan's disk tier; by default the system's temporary one. The
+        file has no name, and at most the plan's swapped bytes per living graph.
     checksums : bool
         Whether to compare checksums of all bytes that leave and return; detects damage on any tier, and takes the time
         to read all of them twice.
@@ -167,9 +168,9 @@ def _applied(
     limits = Limits.of(options)
     host_bytes, disk_bytes = (tier_bytes(*each) for each in (("host_gb", host_gb), ("disk_gb", disk_gb)))
     limits = shared_by(replace(limits, host_bytes=host_bytes, disk_bytes=disk_bytes), local_ranks)
-    host_gb, disk_gb = (None if n is None else n / GIB for n in (limits.host_bytes, limits.disk_bytes))
+    host_bytes, disk_bytes = limits.host_bytes, limits.disk_bytes
     limits = replace(limits, in_flight=plan.in_flight)
-    if disk_gb is None:
+    if disk_bytes is None:
         limits = replace(limits, disk_bytes=plan.disk_bytes or None)
     training = Training.of(options, inputs)
     if plan.fingerprint.device.startswith(PLANNED):
@@ -208,8 +209,8 @@ def _applied(
         model,
         plan,
         swap_dir=swap_dir,
-        host_gb=host_gb,
-        disk_gb=disk_gb,
+        host_bytes=host_bytes,
+        disk_bytes=disk_bytes,
         on_oom=rule,
         adviser=adviser,
         on_larger=enlarger,

@@ -45,8 +45,8 @@ def plot_frontier(plans: Sequence[Plan], path: str | Path, *, title: str | None 
     """
     figure = _figure()
     axes = figure.subplots()
-    unit, size = _unit(plans[-1].peak_bytes)
-    peaks = [plan.peak_bytes / size for plan in plans]
+    unit, size = _unit(plans[-1].counted_bytes)
+    peaks = [plan.counted_bytes / size for plan in plans]
     base_s = plans[0].baseline_step_s or 1.0
     slower = [100 * max(plan.overhead, 0.0) for plan in plans]
     axes.step(peaks, slower, where="post", marker="o", linewidth=2, label="plan")

@@ -67,12 +67,10 @@ def corrections(profile: Profile, plan: Plan, shortage: Shortage) -> tuple[Corre
        the stages of the kind that ran, in that phase, since stages of one kind do the same. The limit is the plan's
        budget, or the device's capacity if that is smaller.
     2. If `plan` still fits the corrected profile, and always on the CPU, where nothing is measured: at most the
-    requested
-       bytes were missing at that moment. The limit is the planned bytes of that moment less the request.
+       requested bytes were missing at that moment. The limit is the planned bytes of that moment less the request.
     3. If other moments, which no plan changes, need more than that: the limit is that of 1, and the stages of that
-    kind,
-       in that phase, get additional bytes, so that their plan has to use a twentieth less, or less by the request.
-       These bytes guide the solver only; they aren't part of the profile for the next retry.
+       kind, in that phase, get additional bytes, so that their plan has to use a twentieth less, or less by the
+       request. These bytes guide the solver only; they aren't part of the profile for the next retry.
     4. If that fails too: a plan whose highest peak is smaller by that much, or smaller at all.
 
     Example for 2: 900 MiB were planned, a request of 100 MiB failed; the limit is 800 MiB.

@@ -114,7 +114,7 @@ def frontier_table(plans: Sequence[Plan]) -> Table:
     for plan in plans:
         counts = [sum(choice.action == action for choice in plan.choices) for action in ACTIONS]
         table.add_row(
-            format_bytes(plan.peak_bytes),
+            format_bytes(plan.counted_bytes),
             format_seconds(plan.step_s),
             f"{max(plan.overhead, 0.0):.1%}",
             f"{plan.gap:.2%}",

@@ -143,6 +143,7 @@ class Controller:
         self._saved = decisions.saved_bytes
         self._pass_begins = listeners(observers, "pass_begins")
         self._inputs = listeners(observers, "inputs")
+        self._stages_begin = listeners(observers, "stages_begin")
         self._enter = listeners(observers, "enter")
         self._exit = listeners(observers, "exit")
         self._output = listeners(observers, "output")
@@ -295,14 +296,14 @@ class Controller:
             self._watches |= not former.watched
             waiting = weakref.ref(former)
         del former  # its graph alone holds it now
-        for pass_begins in self._pass_begins:
-            pass_begins(waiting)
         bypassed = next((patch.module for patch in self._compiled if patch.bypassed), None)
         if bypassed is not None:
             raise UnsupportedModelError(
                 f"a {type(bypassed).__name__} that is a stage of the plan was compiled anew, or no longer is, since "
                 "the plan was applied; call remove() on its handle, then solve and apply again"
             )
+        for pass_begins in self._pass_begins:
+            pass_begins(waiting)
         checks = None if self.checks is None else self.checks.begin(self._stages)
         own = OwnStorages(self._own_names)
         self.counters.forwards += 1
@@ -357,6 +358,9 @@ class Controller:
         self.place = inside
         self.counters.meter.mark(index * KINDS)
         try:
+            if index == self._first:
+                for stages_begin in self._stages_begin:
+                    stages_begin()
             self._limits[index].check(self._stages[index], args, kwargs)
             self._release_until(current, index)
             for place in self._release_before.get(index, ()):

@@ -16,7 +16,6 @@ from ckptplan.core.errors import InvalidInputError, PlanMismatchError
 from ckptplan.core.link import Tier
 from ckptplan.core.plan import Plan
 from ckptplan.core.trace import Trace
-from ckptplan.core.units import budget_to_bytes
 from ckptplan.runtime.adviser import Adviser
 from ckptplan.runtime.applied import Applied, Replan
 from ckptplan.runtime.controller import Controller
@@ -54,8 +53,12 @@ class Handle:
 
     def __init__(self, applied: Applied, adviser: Adviser | None, retry: Retry | None) -> None:
         self._applied, self._adviser, self._retry = applied, adviser, retry
-        for guard in (training_config(applied.model), STEPS.watched(), noticing_idle(applied), last_words(applied)):
-            applied.guards.enter_context(guard)
+        try:
+            for guard in (training_config(applied.model), STEPS.watched(), noticing_idle(applied), last_words(applied)):
+                applied.guards.enter_context(guard)
+        except BaseException:
+            self.remove()
+            raise
 
     @property
     def plan(self) -> Plan:
@@ -77,8 +80,8 @@ class Handle:
 
         Without such a rule (`on_oom="raise"`) this is `run()`. Otherwise a step that runs out of memory is undone: its
         graph is freed, gradients that it created are None again, and buffers are as before. Then the error is reported,
-        or the step runs again with a leaner plan from the same random state, so that its gradients are those of a plain
-        step.
+        or the step runs again with a leaner plan from the same random state and with modules' attributes and hooks as
+        before, so that its gradients are those of a plain step.
 
         Parameters
         ----------
@@ -203,8 +206,8 @@ def apply(
     plan: Plan,
     *,
     swap_dir: str | Path | None = None,
-    host_gb: float | None = None,
-    disk_gb: float | None = None,
+    host_bytes: int | None = None,
+    disk_bytes: int | None = None,
     checksums: bool = False,
     synchronous: bool = False,
     check: When = "sampled",
@@ -212,52 +215,20 @@ def apply(
     adviser: Adviser | None = None,
     on_larger: OnLarger | None = None,
 ) -> Handle:
-    """Make every training forward of `model` follow `plan`.
-
-    The model's classes, parameter names, `state_dict` and hooks stay as they are; only `forward` of the stages is
-    replaced on the instances. Forwards without gradients, or in evaluation mode, run without the plan. The `use_cache`
-    of a Hugging Face configuration is off while the plan is applied. On CUDA the allocator's cache is emptied and its
-    peak statistics are reset, so that `Handle.stats` has the plan's own peaks (`Stats.earlier` has the former ones);
-    it is emptied again before the first forward after an update that makes an optimizer's state.
+    """Make every training forward of `model` follow `plan`; see `ckptplan.apply`.
 
     Parameters
     ----------
-    swap_dir : path, optional
-        Directory of the swap file, which a CPU plan and a CUDA plan's disk tier use; by default the system's temporary
-        directory. The file has no name, and has at most the plan's swapped bytes per graph that is alive.
-    host_gb : float, optional
-        Limit on pinned host memory for a CUDA plan, in units of 2**30 bytes. A disk tier's staging counts.
-    disk_gb : float, optional
-        Limit on the swap file, in units of 2**30 bytes.
-    checksums : bool
-        Compare checksums of all swapped bytes before they leave and after they return. Finds damage on any tier, and
-        takes the time of reading all these bytes twice.
-    synchronous : bool
-        Wait for every copy as soon as it is issued: the same results without overlap, to find faults.
-    check : "sampled", "always" or "off"
-        In which steps to compare the tensors of backward with those of forward (NOTE [Digests] in check.py).
+    swap_dir, checksums, synchronous, check
+        As there.
+    host_bytes, disk_bytes : int, optional
+        Limits on pinned host memory and on the swap file.
     on_oom : OnOom, optional
         The rule of `Handle.step` for out-of-memory errors; None: they are raised.
     adviser : Adviser, optional
         Supplies predictions for `Handle.stats` and `Handle.trace`, and plans again for `Handle.refine`.
     on_larger : OnLarger, optional
         Makes another plan for a forward whose inputs are larger than planned; None: such a forward is an error.
-
-    Returns
-    -------
-    Handle
-
-    Raises
-    ------
-    PlanMismatchError
-        If the plan was made for another model, device or library version.
-    UnsupportedModelError
-        If a plan is applied already, or the model checkpoints by itself or is compiled.
-    InvalidInputError
-        If the swap directory can't be written or is too small, or the plan needs more than a limit allows, or a tier
-        that its device doesn't have.
-
-    The model is unchanged after any of these errors.
     """
     for name, value in (("checksums", checksums), ("synchronous", synchronous)):
         if not isinstance(value, bool):
@@ -275,8 +246,6 @@ def apply(
     model = unwrapped(model)
     plan.fingerprint.require(found, ignore=("inputs", "accumulates", *unlike(model, plan)))
     check_supported(model)
-    host_limit = None if host_gb is None else budget_to_bytes(host_gb, name="host_gb")
-    disk_limit = None if disk_gb is None else budget_to_bytes(disk_gb, name="disk_gb")
 
     old_graph = OldGraph(device)
     fresh_state = FreshState(device)
@@ -288,8 +257,8 @@ def apply(
             device,
             plan,
             directory=swap_dir,
-            host_limit_bytes=host_limit,
-            disk_limit_bytes=disk_limit,
+            host_limit_bytes=host_bytes,
+            disk_limit_bytes=disk_bytes,
             checksums=checksums,
             synchronous=synchronous,
         )

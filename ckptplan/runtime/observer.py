@@ -22,6 +22,9 @@ class Observer:
     def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Called with the arguments of the model's forward."""
 
+    def stages_begin(self) -> None:
+        """Called when the forward of the first stage begins."""
+
     def enter(self, stage: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Called when the forward of `stage` begins."""
 

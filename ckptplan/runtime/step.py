@@ -355,11 +355,24 @@ def caching(model: nn.Module) -> list[Any]:
 
 @contextlib.contextmanager
 def training_config(model: nn.Module) -> Iterator[None]:
-    """Turn generation caches off inside: a stage that appends to a cache can't be run twice."""
-    found = caching(model)
-    for config in found:
-        config.use_cache = False
+    """Turn generation caches off inside: a stage that appends to a cache can't be run twice.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If a configuration can't be written to.
+    """
+    found: list[Any] = []
     try:
+        for config in caching(model):
+            try:
+                config.use_cache = False
+            except AttributeError as error:
+                raise UnsupportedModelError(
+                    f"use_cache of the model's {type(config).__name__} is True and can't be set ({error}), and a plan "
+                    "needs it off; make the model from a configuration with use_cache=False"
+                ) from error
+            found.append(config)
         yield
     finally:
         for config in found:
@@ -396,4 +409,15 @@ def fingerprint(step: TrainingStep, device_name: str | None = None) -> Fingerpri
         torch_version=torch.__version__.partition("+")[0],
         accumulates=step.accumulates,
         parallel=kind_of(model) if step.ddp is None else step.ddp.kind,
+        autocast=present_autocast(device.type) if step.autocast is None else _type_name(step.autocast[1]),
     )
+
+
+def present_autocast(kind: str) -> str:
+    """Return the type to which autocast casts now on a kind of device, as in `Fingerprint`; "off" if it is off."""
+    on = kind != "meta" and torch.is_autocast_enabled(kind)
+    return _type_name(torch.get_autocast_dtype(kind)) if on else "off"
+
+
+def _type_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -229,7 +229,7 @@ class LabelDp:
             Labels per boundary, about: the size of the grid that they are pruned on, or with prices the most there are.
         deadline : float
             By `time.monotonic()`.
-        prices : Prices, optional
+        prices : Steering, optional
             What bytes are worth, to keep the most promising labels.
         below_s : float
             Labels that can't beat this are dropped.

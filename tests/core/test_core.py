@@ -419,7 +419,7 @@ def test_unknown_and_missing_fields_are_named(what: str, tmp_path: Path) -> None
         "backward_launch_s", "baseline_launch_s", "copy_s", "allocated_bytes", "accumulates", "forward_peak_bytes",
         "between_bytes", "outside", "dropped_bytes", "inner", "overhead_s", "step_error",
         "rerun_overhead_s", "rerun_overhead_launch_s", "optimizer", "parallel", "least_peak_bytes", "most_peak_bytes",
-        "in_flight", "others_bytes", "input_bytes", "origin",
+        "in_flight", "others_bytes", "input_bytes", "origin", "autocast",
     }  # fmt: skip
     seen = 0
     for path in paths_in(good):

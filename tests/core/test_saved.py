@@ -31,7 +31,7 @@ ADDED = {
     },
     "option": {"launch_s": 0.0, "overhead_s": 0.0},
     "link": {"copy_s": 0.0},
-    "fingerprint": {"accumulates": False, "optimizer": "", "parallel": ""},
+    "fingerprint": {"accumulates": False, "optimizer": "", "parallel": "", "autocast": ""},
     "plan": {
         "outside": None,
         "allocated_bytes": None,

@@ -182,6 +182,76 @@ def test_a_stage_that_reads_what_can_not_be_put_back_is_not_recomputed() -> None
     assert "global variable" in note
 
 
+SCALE = 1.0
+
+
+class ScalesGlobally(Stage):
+    """Takes back what it changes behind the last tensor that it saves, where a recompute has ended."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        global SCALE
+        SCALE = 2.0
+        y = super().forward(x) * SCALE
+        SCALE = 1.0
+        return y
+
+
+class SetsAFlag(Stage):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch.use_deterministic_algorithms(True)
+        y = super().forward(x) * 2.0
+        torch.use_deterministic_algorithms(False)
+        return y
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"), [(ScalesGlobally, "test_cells.SCALE"), (SetsAFlag, "deterministic algorithms")]
+)
+def test_a_stage_that_takes_back_too_late_is_not_recomputed(kind: type[Stage], what: str) -> None:
+    profile = ckptplan.profile(nn.Sequential(*(kind(one) for _ in range(3))), torch.randn(16, WIDTH))
+    assert {option.action for stage in profile.stages for option in stage.options} == {"keep", "swap"}
+    assert any(f"{what} and takes that back when a recompute has ended already" in note for note in profile.notes)
+    assert SCALE == 1.0
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def one(stage: Stage) -> float:
+    return 1.0
+
+
+def hooked(model: nn.Module) -> list[torch.Tensor]:
+    """Have hooks of modules in the stages fill a list, as those that collect features or statistics do."""
+    seen: list[torch.Tensor] = []
+    for stage in model:  # type: ignore[attr-defined]
+        stage.linear.register_forward_hook(lambda module, args, output: seen.append(output.detach().abs().mean()))
+    return seen
+
+
+def hooked_steps(model: nn.Module, x: torch.Tensor, seen: list[torch.Tensor]) -> list[torch.Tensor]:
+    found = []
+    for _ in range(4):
+        model.zero_grad()
+        loss = model(x).square().mean()
+        found.append(torch.stack(seen))
+        loss = loss / torch.stack(seen).sum()
+        seen.clear()
+        loss.backward()
+        found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return found
+
+
+@pytest.mark.parametrize("first", ["hooks", "plan"])
+def test_what_hooks_inside_a_stage_enclose(first: str) -> None:
+    plain, x = made(one)
+    wanted = hooked_steps(plain, x, hooked(plain))
+    model, _ = made(one)
+    seen = hooked(model) if first == "hooks" else []
+    with ckptplan.apply(model, recomputed(model, x)) as handle:
+        found = hooked_steps(model, x, seen if first == "hooks" else hooked(model))
+        assert handle.stats().recomputed_stages == 12
+    assert all(map(torch.equal, found, wanted))
+
+
 SCALES = [torch.ones(WIDTH), torch.full((WIDTH,), 0.5)]
 
 

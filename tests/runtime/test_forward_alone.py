@@ -346,6 +346,99 @@ def test_a_stage_that_registers_a_hook_in_every_forward(plan: str, stays: bool) 
     check(loop, plan, run)
 
 
+def on_a_weight_once(stage: Stage) -> None:
+    if not stage.linear.weight._backward_hooks:
+        stage.linear.weight.register_hook(lambda gradient: gradient * 0.5)
+
+
+def on_a_weight_anew(stage: Stage) -> None:
+    if stage.handle is not None:
+        stage.handle.remove()
+    stage.handle = stage.linear.weight.register_hook(lambda gradient: gradient * 0.5)
+
+
+def halve(p: torch.Tensor) -> None:
+    p.grad *= 0.5  # type: ignore[operator]
+
+
+def through_a_handle_on_the_weight(stage: Stage) -> None:
+    weight = stage.linear.weight
+    if hasattr(weight, "handle"):
+        weight.handle.remove()
+    weight.handle = weight.register_hook(lambda gradient: gradient * 0.5)
+
+
+def in_place_of_all(stage: Stage) -> None:
+    weight = stage.linear.weight
+    if weight._backward_hooks:
+        weight._backward_hooks.clear()
+    weight.register_hook(lambda gradient: gradient * 0.5)
+
+
+def behind_accumulation(stage: Stage) -> None:
+    if stage.handle is None:
+        stage.handle = stage.linear.weight.register_post_accumulate_grad_hook(halve)
+
+
+def on_the_stage_itself(stage: Stage) -> None:
+    if stage.handle is None:
+        stage.handle = stage.register_full_backward_pre_hook(lambda module, gradients: (gradients[0] * 0.5,))
+
+
+@pytest.mark.parametrize(
+    "register",
+    [
+        on_a_weight_once, on_a_weight_anew, through_a_handle_on_the_weight, in_place_of_all, behind_accumulation,
+        on_the_stage_itself,
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_stage_that_registers_a_hook_on_its_gradients(plan: str, register: Callable[[Stage], None]) -> None:
+    def run(stage: Stage, x: torch.Tensor) -> torch.Tensor:
+        register(stage)
+        return product(stage, x)
+
+    def loop(model: Chain) -> Any:
+        found = []
+        for stage in model:
+            stage.handle = None
+        for _ in range(3):
+            model.zero_grad()
+            model(torch.ones(4, WIDTH, requires_grad=True)).square().sum().backward()
+            found.append(gradients(model))
+        return found
+
+    check(loop, plan, run)
+
+
+class TakesBack(Stage):
+    """Changes what it takes back behind the last tensor that it saves, where a recompute has ended."""
+
+    depth = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.depth += 1
+        y = super().forward(x) * self.depth
+        self.depth -= 1
+        return y
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_stage_that_takes_back_at_its_end_what_it_changed(plan: str) -> None:
+    def loop(model: Chain) -> Any:
+        found = []
+        for stage in model:
+            stage.__class__ = TakesBack
+            stage.depth = 0
+        for _ in range(2):
+            model.zero_grad()
+            loss_of(model).backward()
+            found.append([gradients(model), [stage.depth for stage in model]])
+        return found
+
+    check(loop, plan)
+
+
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_class_with_another_forward_since(plan: str) -> None:
     model = Chain(product)

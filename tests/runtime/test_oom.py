@@ -712,6 +712,49 @@ def test_replans_until_it_fits(name: str, share: float) -> None:
     assert "forward" not in vars(model)
 
 
+class Noisy(nn.Module):
+    """Draws from its own generator, counts its calls, and hooks its weight in the first one."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.linear, self.generator = nn.Linear(64, 64), torch.Generator().manual_seed(seed)
+        self.calls, self.counts = 0, [0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.counts[0] += 1
+        if self.calls == 1:
+            self.linear.weight.register_hook(lambda gradient: gradient * 0.5)
+        noise = torch.randn(x.shape, generator=self.generator)
+        return x + torch.tanh(self.linear(x + noise)) / (self.calls + self.counts[0])
+
+
+def test_a_step_that_runs_again_finds_the_state_of_modules_as_it_was() -> None:
+    def made() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(*(Noisy(seed) for seed in range(6)))
+
+    def step() -> None:
+        loss = model(x).square().mean()
+        if failures.pop():
+            raise torch.OutOfMemoryError("Tried to allocate 16.00 KiB.")
+        loss.backward()
+
+    x = torch.randn(256, 64)
+    plain, model = made(), made()
+    plain(x).square().mean().backward()
+    profile = ckptplan.profile(made(), x)
+    failures = [False, True]
+    keep = plan_of(profile, ["keep"] * len(profile.stages))
+    with ckptplan.apply(model, keep, on_oom="replan", profile=profile, time_limit_s=1.0) as handle:
+        with pytest.warns(RuntimeWarning, match="out of memory in"):
+            handle.step(step)
+        assert len(handle.replans) == 1
+    assert [(stage.calls, stage.counts) for stage in model] == [(1, [1])] * 6
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)  # type: ignore[arg-type]
+
+
 def test_no_more_than_the_allowed_plans() -> None:
     model, inputs = build("transformer")
     profile = measured("transformer")

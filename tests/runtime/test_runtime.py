@@ -981,6 +981,56 @@ def test_generation_caches_are_off_meanwhile() -> None:
     assert model.config.use_cache is False
 
 
+class _Late(nn.Module):
+    """Makes a table in its first forward and keeps it as a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+        self.register_buffer("table", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.table is None:
+            self.table = torch.linspace(0, 1, 64 * 64).reshape(64, 64).sin()
+        return x + torch.tanh(self.linear(x) @ self.table)
+
+
+def test_a_buffer_that_a_forward_registers_is_saved_as_in_the_traced_step() -> None:
+    model, x = nn.Sequential(*(_Late() for _ in range(4))), torch.randn(128, 64)
+    plan = uniform(model, x, "swap")
+    with ckptplan.apply(model, plan) as handle:
+        for step in range(1, 4):
+            model(x).square().mean().backward()
+            stats = handle.stats()
+            assert stats.other_paths == 0
+            assert stats.swapped_out_bytes == step * plan.host_bytes > 0
+
+
+def test_no_host_memory_is_a_limit_too() -> None:
+    model, inputs = build("mlp")
+    chain = measured("mlp")
+    plan = ckptplan.solve(chain, budget="50%", host_gb=0, time_limit_s=1)
+    assert not plan.host_bytes
+    with ckptplan.apply(model, plan, host_gb=0, disk_gb=0):
+        assert_same(clean_step(model, inputs), plain_step("mlp"))
+
+
+class _Fixed:
+    __slots__ = ()
+    use_cache = True
+
+
+def test_a_configuration_that_can_not_be_written_to_leaves_all_as_it_was() -> None:
+    model, _ = build("mlp")
+    model.config, model[1].config = _Config(), _Fixed()
+    with pytest.raises(UnsupportedModelError, match=r"use_cache of the model's _Fixed is True and can't be set"):
+        apply(model, planned("mlp", "recompute"))
+    assert model.config.use_cache is True
+    assert not any("forward" in m.__dict__ for m in model.modules())
+    del model[1].config
+    apply(model, planned("mlp", "recompute")).remove()
+
+
 # verify() leaves no trace
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from counting import Log
 from small_models import assert_same, build, gradients
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -743,7 +744,7 @@ def live_outputs(model: nn.Module, stages: Sequence[str], log: list[Any]) -> Ite
 
 def test_only_the_first_input_is_held_between_forward_and_backward() -> None:
     model, x, stages = make("loop")
-    log: list[Any] = []
+    log = Log()
     with applied(model, stages, segments=[Segment(0, 2), Segment(3, 5)]), live_outputs(model, stages, log):
         loss = call(model, x)
         assert [i for i, _, output in log if not output.expired()] == [2]  # the second segment's input
@@ -757,8 +758,7 @@ class _Alive:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.outputs: list[tuple[int, StorageWeakRef]] = []
-        self.at_start: list[tuple[int, list[int]]] = []
+        self.outputs, self.at_start = Log(), Log()
         for i, layer in enumerate(model.layers):
             layer[0].register_forward_pre_hook(functools.partial(self._start, i))
             layer[3].register_forward_hook(functools.partial(self._end, i))
@@ -839,7 +839,7 @@ def test_peak_falls_with_skips() -> None:
 def test_a_freed_graph_frees_everything() -> None:
     """Without a collection of cycles, whatever was run of it before."""
     model, x, stages = make("loop")
-    log: list[Any] = []
+    log = Log()
     frames: list[weakref.ref[SegmentFrame]] = []
     real = segments_module.SegmentRun.add
 
@@ -883,7 +883,7 @@ def test_a_freed_graph_frees_everything() -> None:
 
 def test_a_partial_backward_leaves_no_activations() -> None:
     model, x, stages = make("loop")
-    log: list[Any] = []
+    log = Log()
     with applied(model, stages, segments=NESTED), live_outputs(model, stages, log), no_cycles_collected():
         loss = call(model, x)
         del log[:]
@@ -919,8 +919,7 @@ class Planted(Exception):
     """Thrown by the tests on purpose."""
 
 
-RUNS: list[int] = []
-"""Global, so that a run again doesn't find it as forward did."""
+RUNS = Log()
 
 
 @pytest.mark.parametrize("stage", [0, 2, 5])
@@ -1082,7 +1081,7 @@ def test_a_segments_input_moves() -> None:
     nested = [Segment(2, 5, (Segment(2, 3),))]
     counters = check(copy.deepcopy(model), x, stages, choices, nested).counters
     assert counters.swapped_out_bytes == counters.swapped_in_bytes == 2 * 32 * 64 * 4
-    log: list[Any] = []
+    log = Log()
     with applied(model, stages, choices, nested), live_outputs(model, stages, log):
         loss = call(model, x)
         held = [i for i, _, output in log if not output.expired()]
@@ -1324,7 +1323,7 @@ def test_numbers_are_those_of_the_stages_own_operations() -> None:
     found, _ = operations(copy.deepcopy(model), "1", x)
     products = [i for i, func in enumerate(found) if "addmm" in str(func)]
     check(model, x, ["0", "1", "2"], [Decision("recompute", ops=(products[0],))] * 3)
-    watched: list[int] = []
+    watched = Log()
     model[1].a.register_forward_hook(lambda _, __, output: watched.append(output.data_ptr()))
     with applied(model, ["0", "1", "2"], [Decision("recompute", ops=(products[0],))] * 3):
         call(model, x).backward()

@@ -170,6 +170,47 @@ def test_one_sample_takes_another_path_within_the_planned_bytes() -> None:
         model(inputs[:1])
 
 
+@dataclasses.dataclass
+class Carried:
+    """What layers hand on, with a note of what was handed on before."""
+
+    x: torch.Tensor
+    inner: dict[str, list[torch.Tensor]]
+    before: list[Carried] = dataclasses.field(default_factory=list)
+
+
+class Carries(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, carried: Carried) -> Carried:
+        y = carried.x + torch.tanh(self.linear(carried.inner["all"][0]))
+        return Carried(y, {"all": [y]}, [carried])
+
+
+@pytest.mark.parametrize("what", ["keep", "recompute"])
+def test_tensors_in_objects_may_be_no_larger_either(what: Action) -> None:
+    def given(count: int) -> tuple[Carried]:
+        x = torch.randn(count, 64)
+        return (Carried(x, {"all": [x]}),)
+
+    model = nn.Sequential(*(Carries() for _ in range(3)))
+    chain = profile(model, given(32), loss_fn=lambda carried: carried.x.mean(), menus=False)
+    plan = plan_of(chain, [what] * len(chain.stages))
+    with apply(model, plan):
+        for count in (32, 7):
+            model(*given(count)).x.mean().backward()
+            model.zero_grad()
+        with pytest.raises(
+            PlanMismatchError, match=r"got \[0\]\[0\]->x .*\[33, 64\]; the plan holds for up to .*\[32, 64\]"
+        ):
+            model(*given(33))
+        first = given(32)[0]
+        more = Carried(first.x, first.inner, [Carried(torch.randn(99, 99), {})])  # nothing was there when planned
+        model(more).x.mean().backward()
+
+
 class Forked(nn.Module):
     """Saves more, and other storages, for fewer rows."""
 

@@ -66,6 +66,18 @@ def deeper(model: Model) -> None:
     train(model, X)
 
 
+def replaced(model: Model) -> None:
+    model.layers[1] = nn.Sequential(nn.Linear(16, 16), nn.ReLU())
+    train(model, X)
+
+
+def in_autocast(model: Model) -> None:
+    for _ in range(3):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(X).mean()
+        loss.backward()
+
+
 def backward_in_autocast(model: Model) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         train(model, X)
@@ -91,15 +103,71 @@ def test_the_step_that_was_planned(model: Model, plan: Plan) -> None:
             lambda model: train(model, X, labels=torch.randn(8, 4)),
             "gets .*labels.* float32.8, 4., and the plan was",
         ),
+        (replaced, "module 'layers.1' was added or replaced since the plan was applied"),
         (backward_in_autocast, "autocast is still on when backward begins"),
     ],
-    ids=["module", "layer", "input", "autocast"],
+    ids=["module", "layer", "input", "replaced", "autocast"],
 )
 def test_what_is_noticed_and_told_once(run: Callable[[Model], None], text: str, model: Model, plan: Plan) -> None:
     with ckptplan.apply(model, plan), pytest.warns(RuntimeWarning, match=text) as told:
         run(model)
     assert len([each for each in told if "may exceed the budget" in str(each.message)]) == 1
     assert "forward" not in vars(model.heads["b"])
+
+
+class Casting(Model):
+    """Turns autocast on by itself, as accelerate has a model do."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(*args, **kwargs).float()
+
+
+@pytest.mark.parametrize("kind", [Model, Casting])
+def test_a_plan_for_autocast(kind: type[Model]) -> None:
+    model = kind()
+    plan = ckptplan.solve(model, 1, inputs=(X,), amp="bfloat16")
+    assert plan.fingerprint.autocast == "bfloat16"
+    with ckptplan.apply(model, plan):
+        in_autocast(model)
+    with ckptplan.apply(kind(), ckptplan.solve(kind(), 1, inputs=(X,))) as handle:  # on where it wasn't planned
+        in_autocast(handle._applied.model)  # type: ignore[arg-type]
+    with ckptplan.apply(model, plan):
+        if kind is Casting:
+            train(model, X)
+        else:
+            told = pytest.warns(
+                RuntimeWarning, match="without autocast, and .* under autocast to bfloat16; solve without"
+            )
+            with (
+                told,
+                pytest.raises(PlanMismatchError, match=r"float32\[8, 16\]; the plan holds for up to .* bfloat16"),
+            ):
+                model(X)
+    with ckptplan.apply(model, plan), pytest.warns(RuntimeWarning, match="autocast is still on when backward begins"):
+        backward_in_autocast(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        plan = ckptplan.solve(kind(), 1, inputs=(X,))
+    assert plan.fingerprint.autocast == "bfloat16"
+
+
+class Lazy(Model):
+    """Makes a module in its first forward, also in the profiled step, after which profiling takes it away."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if not hasattr(self, "act"):
+            self.act = nn.Tanh()
+        return self.act(super().forward(*args, **kwargs))
+
+
+def test_modules_that_the_first_forward_makes_are_planned_and_later_ones_are_noticed() -> None:
+    model = Lazy()
+    with ckptplan.apply(model, ckptplan.solve(Lazy(), 1, inputs=(X,))):
+        train(model, X)
+        train(model, X)
+        model.layers[2] = nn.Sequential(nn.Linear(16, 16), nn.ReLU())
+        with pytest.warns(RuntimeWarning, match="module 'layers.2' was added or replaced"):
+            train(model, X)  # forwards 7 to 9
 
 
 def test_thawed_parameters_are_an_error(model: Model, plan: Plan) -> None:

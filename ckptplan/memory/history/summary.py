@@ -51,8 +51,6 @@ THRESHOLDS = (0.6, 0.8, 0.9)
 NEAR = 0.01  # settings within this part of the best one count as equally good; a smaller gain isn't worth a setting
 MOST_SHORTAGES = 16  # the last ones are listed; a program that catches the error may have one in every step
 
-Place = tuple[str, int, str]  # file, line, function
-
 
 @dataclass(frozen=True, slots=True)
 class Holder:

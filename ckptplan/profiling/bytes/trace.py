@@ -63,7 +63,7 @@ from ckptplan.profiling.times.timing import Times
 from ckptplan.profiling.values.watched import Watched
 from ckptplan.profiling.workload.discover import Found, discover_stages
 from ckptplan.runtime.controller import Controller, is_glue
-from ckptplan.runtime.guard.shapes import input_tensors
+from ckptplan.runtime.guard.shapes import stage_inputs
 from ckptplan.runtime.observe.measure import collection_off, tensors_in
 from ckptplan.runtime.observer import Observer
 from ckptplan.runtime.recompute.call import cached_weights, shares_containers
@@ -293,7 +293,7 @@ class _Watcher(Observer):
                 self._replay.sizes[sid] = self._tracker.bytes_here(tensor)
                 self._replay.in_objects.add(sid)
                 linked.discard(sid)
-        self._replay.arguments[self._position] = input_tensors(args, kwargs)
+        self._replay.arguments[self._position] = stage_inputs(args, kwargs)
 
     def exit(self, stage: int, output: Any) -> None:
         if any(t._version != version for t, version in self._given):

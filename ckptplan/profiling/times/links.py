@@ -134,15 +134,15 @@ def busy_for(seconds: float, device: torch.device, most_bytes: int) -> Callable[
 def _nothing() -> None: ...
 
 
-def measure_costs(device: torch.device, swap_dir: str | Path | None = None, tier: Tier = "host") -> Link:
+def measure_costs(device: torch.device, swap_dir: str | Path | None = None) -> Link:
     """Measure the time of a transfer beyond its bytes (latency), and of each storage in it; the rate is a by-product.
 
-    Uses three transfers to the tier, each waited for: one small block, 65 small blocks together, one large block. The
+    Uses three transfers to the host, each waited for: one small block, 65 small blocks together, one large block. The
     minimum over several rounds counts, since disturbances only add time.
     """
     groups = [[_SMALL_BYTES], [_SMALL_BYTES] * (_SMALL_COUNT + 1), [_LARGE_BYTES]]
     capacity_bytes = max(map(sum, groups))
-    store = make_store(device, capacity_bytes=capacity_bytes, directory=swap_dir, limit_bytes=None, tier=tier)
+    store = make_store(device, capacity_bytes=capacity_bytes, directory=swap_dir, limit_bytes=None)
     try:
         source = torch.ones(_LARGE_BYTES, dtype=torch.uint8, device=device)
         least_s = [float("inf")] * len(groups)

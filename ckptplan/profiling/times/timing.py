@@ -40,9 +40,12 @@ from ckptplan.runtime.observe.counters import Counters
 from ckptplan.runtime.observe.measure import same_bits, tensors_in
 from ckptplan.runtime.patching import PatchedForward, installed
 from ckptplan.runtime.recompute.call import Call, PlannedStage, caching
-from ckptplan.runtime.recompute.frames import run_recomputed
+from ckptplan.runtime.recompute.frames import Enough, run_recomputed
 from ckptplan.runtime.sharded import states, undisturbed
 from ckptplan.runtime.state.cells import Changing, Snapshot, below
+from ckptplan.runtime.state.code import read_by
+from ckptplan.runtime.state.compiled import out_of_sight
+from ckptplan.runtime.state.flags import FLAGS, flags, set_flags
 from ckptplan.runtime.state.objects import attributes_of
 from ckptplan.runtime.state.restore import beside
 from ckptplan.runtime.step import TrainingStep, without_graph
@@ -82,17 +85,26 @@ def why_not_again(
 ) -> str | None:
     """Return why a stage can't run again as a recompute does; None if it can.
 
-    It runs twice on the same inputs, the second time from what the runtime has kept of the first. The outputs are
-    compared bit for bit, and so are the contents of all objects that the stage's code can reach.
+    It runs again on the same inputs from what the runtime has kept of the first run. The outputs are compared bit for
+    bit, and so are the contents of all objects that the stage's code can reach, also after a run that ends where a
+    recompute does, as soon as it has saved all tensors.
     """
     call = Call(PlannedStage(module, Decision("recompute"), device, Counters()), original)
     try:
-        saves_nothing = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing)
-        with saves_nothing, caching(parametrize._cache_enabled):
+        with caching(parametrize._cache_enabled):
             tensors = call.split(args, kwargs)
-            first = [t.detach() for t in _tensors(call(*tensors))]
-            after = Snapshot(below(module), (args, kwargs), changing=Changing(), searches=True)
-            second = [t.detach() for t in _tensors(call(*tensors))]
+            first, count = _saving(call, tensors)
+            read = read_by(below(module))
+            after = Snapshot(below(module), (args, kwargs), changing=Changing(), searches=True, read=read.places)
+            second, _ = _saving(call, tensors)
+            left = after.differences() + read.changed()
+            before = flags()
+            with contextlib.suppress(Enough):
+                _saving(call, tensors, most=count)
+            left_early = after.differences() + read.changed()
+            left_early += [name for name, a, b in zip(FLAGS, before, flags(), strict=True) if a != b]
+            set_flags(before)
+            read.put_back()
     except UnsupportedModelError as error:
         return str(error)
     if len(first) != len(second) or not all(map(same_bits, first, second)):
@@ -100,8 +112,25 @@ def why_not_again(
             "its outputs are others when it runs again on the same inputs: it reads or draws from what can't be put "
             "back (a global variable, a file, a clock), or one of its kernels gives other bits each time"
         )
-    left = after.differences()
-    return f"another run leaves a trace in {', '.join(left)}" if left else None
+    if left:
+        return f"another run leaves a trace in {', '.join(left)}"
+    if left_early:
+        return f"it changes {', '.join(left_early)} and takes that back when a recompute has ended already"
+    return None
+
+
+def _saving(call: Call, tensors: list[torch.Tensor], *, most: int | None = None) -> tuple[list[torch.Tensor], int]:
+    """Run a call and return its outputs and how many tensors autograd saves; `Enough` ends it at number `most`."""
+    count = 0
+
+    def save(tensor: torch.Tensor) -> None:
+        nonlocal count
+        count += 1
+        if count == most:
+            raise Enough
+
+    with torch.autograd.graph.saved_tensors_hooks(out_of_sight(save), lambda nothing: nothing):
+        return [t.detach() for t in _tensors(call(*tensors))], count
 
 
 @dataclass
@@ -524,8 +553,6 @@ def _medians(timing: _Timing, lane: int) -> Times:
     """The times of one lane."""
     out = Times()
     for kind in dict.fromkeys(timing.kinds.values()):
-        if (kind, None, "forward") not in timing.samples:
-            continue
         forward_s = out.forward_s[kind] = statistics.median(t[lane] for t in timing.samples[kind, None, "forward"])
         out.backward_s[kind] = statistics.median(t[lane] for t in timing.samples[kind, None, "backward"])
         out.error_s[kind] = timing.error_s(kind)

@@ -12,7 +12,9 @@ NOTE [Undoing a step]
    copy only those that a step has updated.
 4. State that an optimizer created in the step is dropped. If parameters or older optimizer state were written to, by an
    update or in place, they stay as they are, and the step isn't repeatable. Writes through `.data` aren't noticed.
-5. Random generators are set back only if the step is to run again.
+5. Random generators and the modules' Python state (attributes, lists, dictionaries and sets among them, hooks of
+   modules and parameters) are set back only if the step is to run again. A tensor among the attributes that was written
+   to isn't, and the step isn't repeatable. Large ones that were replaced are as before if they are still there.
 
 Example: memory runs out in the third of four micro-batches. In `opt.zero_grad()` followed by four backwards, the step
 itself dropped the old gradients, so the partial sums become None and the step can run again. If each micro-batch is a
@@ -42,6 +44,7 @@ import gc
 import math
 import re
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import Any
@@ -60,6 +63,10 @@ from ckptplan.runtime.accelerator import device_bytes, empty_cache, is_accelerat
 from ckptplan.runtime.controller import Place
 from ckptplan.runtime.guard.optimizer_steps import around_steps
 from ckptplan.runtime.recompute.call import Call
+from ckptplan.runtime.state.cells import Tables, below, plain_attributes, write_items
+from ckptplan.runtime.state.generators import KINDS as GENERATORS
+from ckptplan.runtime.state.module_tables import HOOKS
+from ckptplan.runtime.state.process import Leaves
 from ckptplan.runtime.state.restore import random_state
 from ckptplan.runtime.swap.record import Record, finish_leaving, start_leaving, start_returning
 from ckptplan.runtime.swap.views import version_of
@@ -212,6 +219,60 @@ def _untouched(tensor: torch.Tensor | None, version: Version) -> bool:
     return tensor is not None and _version(tensor)[1:] == version[1:]
 
 
+_MOST_ENTRIES, _MOST_BYTES = 1 << 12, 1 << 16
+"""Entries of containers, and bytes of tensors, that are kept to be restored; what is larger is taken to be data."""
+
+
+class _PythonState:
+    """Attributes of a model's modules, lists, dictionaries and sets among them, hooks, and random generators.
+
+    Large tensors among the attributes aren't kept alive, and containers of tensors aren't restored.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        modules = below(model)
+        found = [(m, name, value) for m in modules for name, value in plain_attributes(m).items()]
+        self._large = [(m, name, weakref.ref(value)) for m, name, value in found if _is_large(value)]
+        self._attributes = [each for each in found if not _is_large(each[2])]
+        self._versions = [
+            (value, version_of(value)) for _, _, value in self._attributes if isinstance(value, torch.Tensor)
+        ]
+        containers = {id(value): value for _, _, value in found if type(value) in (list, dict, set)}.values()
+        self._contents = [(c, c.copy()) for c in containers if len(c) <= _MOST_ENTRIES and not _has_tensors(c)]
+        self._hooks = Tables.of(vars(m)[name] for m in modules for name in HOOKS)
+        self._leaves = Leaves(modules)
+        self._random = random_state([value for _, _, value in found if isinstance(value, GENERATORS)])
+        self._names = [(m, set(plain_attributes(m))) for m in modules]
+
+    def put(self) -> bool:
+        """Restore them; return whether one of the tensors was written to, which isn't restored."""
+        self._hooks.put()
+        self._leaves.put()
+        for container, contents in self._contents:
+            if isinstance(container, list):
+                container[:] = contents
+            else:
+                write_items(container, contents)
+        for module, names in self._names:
+            for name in plain_attributes(module).keys() - names:
+                del module.__dict__[name]
+        for module, name, value in self._attributes:
+            module.__dict__[name] = value
+        for module, name, ref in self._large:
+            if (tensor := ref()) is not None:
+                module.__dict__[name] = tensor
+        self._random()
+        return any(version_of(tensor) != version for tensor, version in self._versions)
+
+
+def _is_large(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() * value.element_size() > _MOST_BYTES
+
+
+def _has_tensors(container: Any) -> bool:
+    return any(isinstance(x, torch.Tensor) for x in (container.values() if isinstance(container, dict) else container))
+
+
 class StepStart:
     """The state of a model at the start of a step: versions, copies of updated buffers, random states.
 
@@ -220,7 +281,7 @@ class StepStart:
     read_only : set of (nn.Module, str)
         Buffers that earlier steps didn't write to, as `unwritten_buffers` returned them: these aren't copied.
     rewinds : bool
-        Whether `undo` restores random generators as well.
+        Whether `undo` restores random generators and Python state as well.
     """
 
     def __init__(self, model: nn.Module, read_only: set[tuple[nn.Module, str]], *, rewinds: bool) -> None:
@@ -232,7 +293,7 @@ class StepStart:
             for name, buffer in m._buffers.items()
             if buffer is not None
         ]
-        self._random = random_state() if rewinds else None
+        self._python = _PythonState(model) if rewinds else None
         self._at_backward: list[Version | None] | None = None
         self._states: dict[torch.optim.Optimizer, list[tuple[torch.Tensor, list[Version] | None]]] = {}
         self._updates = 0
@@ -298,8 +359,8 @@ class StepStart:
                 if written and copy is not None:
                     buffer.copy_(copy)
                 half |= written and copy is None  # not copied: no earlier step wrote to it
-        if self._random is not None:
-            self._random()
+        if self._python is not None:
+            half |= self._python.put()
         return lost, half
 
     def _undo_optimizers(self) -> bool:

@@ -12,8 +12,7 @@ import psutil
 from torch import nn
 
 from ckptplan.core.allocator_settings import allocator_conf
-from ckptplan.core.checks import is_int
-from ckptplan.core.errors import CkptPlanError, InvalidInputError, OutOfMemoryError
+from ckptplan.core.errors import CkptPlanError, OutOfMemoryError
 from ckptplan.core.shortage import Shortage
 from ckptplan.core.units import format_bytes
 from ckptplan.runtime.accelerator import capacity_bytes, device_bytes, is_accelerator
@@ -35,22 +34,12 @@ class OnOom:
     adviser : Adviser, optional
         Adds predictions to reports, and makes the plans for retries.
     retries : int
-        Largest number of plans that are tried for one step before the error is raised; 0: it is only reported.
-
-    Raises
-    ------
-    InvalidInputError
-        If `retries` isn't an integer of at least 0, or is positive without an adviser.
+        Largest number of plans that are tried for one step before the error is raised; 0: it is only reported. More
+        need an adviser.
     """
 
     adviser: Adviser | None = None
     retries: int = 0
-
-    def __post_init__(self) -> None:
-        if not is_int(self.retries) or self.retries < 0:
-            raise InvalidInputError(f"retries={self.retries!r}; give the number of plans to try for a step, 0 or more")
-        if self.retries and self.adviser is None:
-            raise InvalidInputError(f"retries={self.retries} needs an adviser, which makes the plans; give one, or 0")
 
 
 class Retry:

@@ -15,6 +15,7 @@ from ckptplan.core.errors import PlanMismatchError
 from ckptplan.core.plan import Plan
 from ckptplan.core.stage import InputTensor
 from ckptplan.core.units import format_seconds
+from ckptplan.runtime.state.objects import attributes_of
 
 _NO_TENSOR = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size})
 
@@ -22,6 +23,12 @@ _NO_TENSOR = frozenset({type(None), bool, int, float, complex, str, bytes, torch
 def input_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[InputTensor, ...]:
     """Return the tensors among the arguments of a call, described by path, dtype and shape."""
     return tuple(described(path, tensor) for path, tensor in tensors_at((args, kwargs)))
+
+
+def stage_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[InputTensor, ...]:
+    """Return the tensors among the arguments of a stage's call, those in plain objects included."""
+    inside = ((path, t) for path, t in tensors_in_objects_at((args, kwargs)) if t.shape)
+    return (*input_tensors(args, kwargs), *(described(path, tensor) for path, tensor in inside))
 
 
 def described(path: str, tensor: torch.Tensor) -> InputTensor:
@@ -59,6 +66,35 @@ def _add_tensors(tree: Any, path: str, found: list[tuple[str, torch.Tensor]]) ->
                 found.append((path + pytree.keystr(below), _measurable(leaf)))
 
 
+_IN_OBJECT = "->"
+"""Stands in a path before the name of an object's attribute."""
+_MOST_OBJECTS = 1 << 10
+"""Objects and containers in objects that are looked into; one may lead to a trainer."""
+
+
+def tensors_in_objects_at(tree: Any) -> list[tuple[str, torch.Tensor]]:
+    """Return the tensors in plain objects among a tree's leaves with their paths, each object's once."""
+    found: list[tuple[str, torch.Tensor]] = []
+    seen: set[int] = set()
+
+    def add(value: Any, path: str) -> None:
+        if isinstance(value, torch.Tensor):
+            found.append((path, _measurable(value)))
+            return
+        inside: Any = dict(enumerate(value)) if isinstance(value, (list, tuple)) else value
+        attributes = None if isinstance(inside, dict) else attributes_of(value)
+        if (attributes is None and not isinstance(inside, dict)) or id(value) in seen or len(seen) >= _MOST_OBJECTS:
+            return
+        seen.add(id(value))
+        for name, item in (inside if attributes is None else attributes).items():
+            add(item, f"{path}[{name!r}]" if attributes is None else f"{path}{_IN_OBJECT}{name}")
+
+    for below, leaf in pytree.tree_flatten_with_path(tree)[0]:
+        if type(leaf) not in _NO_TENSOR and attributes_of(leaf) is not None:
+            add(leaf, pytree.keystr(below))
+    return found
+
+
 def _measurable(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor whose sizes are numbers: for a nested tensor its values, with all rows joined."""
     return tensor.values() if tensor.is_nested else tensor
@@ -81,6 +117,7 @@ class Limits:
         )
         only = planned[0] if planned is not None and len(planned) == 1 else None
         self._only = (only.shape, getattr(torch, only.dtype)) if only is not None and only.path == "[0][0]" else None
+        self._objects = any(_IN_OBJECT in t.path for t in planned or ())
 
     def first_beyond(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -97,7 +134,10 @@ class Limits:
             only = args[0]
             if type(only) is torch.Tensor and (only.shape, only.dtype) == self._only:
                 return None
-        for path, tensor in tensors_at((args, kwargs)):
+        given = tensors_at((args, kwargs))
+        if self._objects:  # of these, what wasn't there when it was planned is not compared
+            given += [(path, t) for path, t in tensors_in_objects_at((args, kwargs)) if path in planned]
+        for path, tensor in given:
             limit = planned.get(path)
             if limit is None:
                 if not tensor.shape:
@@ -128,7 +168,9 @@ class Limits:
             if limit is None:
                 holds, remedy = "no tensor there", "solve again with the inputs of this step, all of them"
             else:
-                holds, remedy = f"up to {limit}", "solve again with the largest shapes, or apply on_larger='replan'"
+                holds, remedy = f"up to {limit}", "solve again with the largest shapes"
+                if _IN_OBJECT not in limit.path:  # the model's inputs tell of it, too
+                    remedy += ", or apply on_larger='replan'"
             raise PlanMismatchError(f"stage {stage!r} got {tensor}; the plan holds for {holds}; {remedy}")
 
 

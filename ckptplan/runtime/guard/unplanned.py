@@ -7,12 +7,16 @@ stages don't show:
 1. A parameter that was frozen when the plan was applied gets a gradient now. This is an error, as in `apply`.
 2. The model gets a tensor that it didn't get in the profiled step, such as labels from which it computes a loss.
 3. A module outside of all stages is called that the profiled step didn't call, such as another head.
-4. Autocast was off when the plan was applied and is on when backward begins. It keeps its casts of the weights until
+4. Modules were added or replaced since the plan was applied, as libraries of adapters do. Their calls are no stages'.
+   Looked for in the first forwards, and in every eighth.
+5. The profiled step ran under autocast and this one doesn't, or under one to another type. (Whether a model turns it on
+   by itself isn't known, so that it is on now and was off isn't looked at.)
+6. Autocast was off when the plan was applied and is on when backward begins. It keeps its casts of the weights until
    it is left.
 
-How many bytes the last three need isn't known, and they may fit. So each is a warning, given once.
+How many bytes the last five need isn't known, and they may fit. So each is a warning, given once.
 
-Example of rule 4: with float32 weights of 400 MiB, the cached bfloat16 casts take 200 MiB. In the first step below they
+Example of rule 6: with float32 weights of 400 MiB, the cached bfloat16 casts take 200 MiB. In the first step below they
 are freed before backward; in the second one they add to its peak::
 
     with torch.autocast("cuda", torch.bfloat16):
@@ -40,6 +44,9 @@ from ckptplan.runtime.guard.shapes import ByName, Limits
 from ckptplan.runtime.observer import Observer
 from ckptplan.runtime.patching import PatchedForward, is_patchable
 from ckptplan.runtime.state.cells import below
+from ckptplan.runtime.step import present_autocast
+
+_FIRST, _EVERY = 3, 8
 
 
 class Unplanned(Observer):
@@ -54,18 +61,20 @@ class Unplanned(Observer):
     def __init__(self, model: nn.Module, plan: Plan, device: torch.device) -> None:
         self._model, self._device = model, device
         self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
-        self._warned = Warned()
+        self._warned, self._looks_at_autocast = Warned(), False
         # An autocast context that is entered now was also entered during profiling, so its casts are in the plan.
         self._autocast = next((kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)), None)
-        self._inputs = None
+        self._inputs, self._planned_autocast = None, ""
         if plan.fingerprint.inputs != "step()":
+            self._planned_autocast = plan.fingerprint.autocast
             self._by_name = ByName(model.forward)
             self._inputs = Limits(self._by_name.planned(plan.fingerprint.inputs))
         self._outside = None if plan.outside is None else set(plan.outside)
         self._stages = {name.partition("#")[0] for name in plan.stages}
+        self._modules, self._passes = weakref.WeakSet(below(model)), 0
 
     def pass_begins(self, waiting: weakref.ref[Any] | None) -> None:
-        """Check at the start of a forward that frozen parameters are still frozen.
+        """Check at the start of a forward that frozen parameters are still frozen; warn if there are new modules.
 
         Raises
         ------
@@ -78,6 +87,36 @@ class Unplanned(Observer):
                     f"parameter {name!r} was frozen when the plan was applied, and now gets a gradient: it and what "
                     "its layers save for it are not in the plan; solve again with it, or freeze it"
                 )
+        self._passes += 1
+        looks = self._passes <= _FIRST or not self._passes % _EVERY
+        if looks and not all(m in self._modules for m in below(self._model)):
+            new = next(name for name, m in self._model.named_modules() if m not in self._modules)
+            self._warned.once(
+                "new",
+                f"module {new!r} was added or replaced since the plan was applied, which doesn't hold for it; call "
+                "remove() on its handle, solve and apply again",
+            )
+
+        self._looks_at_autocast = self._planned_autocast not in ("", "off")
+
+    def output(self, output: Any, inputs: Any) -> None:
+        """Take modules that the first forward has made for the model's: the profiled one made them, too."""
+        if self._passes == 1:
+            self._modules.update(below(self._model))
+
+    def stages_begin(self) -> None:
+        """Warn if autocast isn't as planned; by now the model may have turned it on by itself, as accelerate's do."""
+        if not self._looks_at_autocast:
+            return
+        self._looks_at_autocast = False
+        now = present_autocast(self._device.type)
+        if now != self._planned_autocast:
+            here = "without autocast" if now == "off" else f"under autocast to {now}"
+            self._warned.once(
+                "autocast",
+                f"forward runs {here}, and the plan was made for one under autocast to {self._planned_autocast}; solve "
+                + ("without amp=" if now == "off" else f"with amp={now!r}"),
+            )
 
     def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Warn if a call of the model gets a tensor that the profiled step didn't pass."""

@@ -277,7 +277,7 @@ class _State:
     def __init__(self, modules: list[nn.Module], arguments: Iterable[Any] = ()) -> None:
         self._changing = changing(modules[0])
         self._searches = self._changing.searches(modules)
-        read = read_by(modules)[2] if self._searches else ()
+        read = read_by(modules).places if self._searches else ()
         self._cells = Snapshot(modules, arguments, self._changing, self._searches, read=read)
         modules = self._cells.modules
         self._tables = Tables(modules)

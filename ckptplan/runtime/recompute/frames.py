@@ -52,7 +52,7 @@ class Slot:
         self.frame.forget(self.number)
 
 
-class _Enough(BaseException):
+class Enough(BaseException):
     """Raised in a recompute to end it once every slot of the frame is filled."""
 
 
@@ -155,12 +155,12 @@ class Frame:
             if self._slots[number]() is not None:
                 table[number] = self._models_own.get(number) or Held(value)
             if not to_the_end and count == last:
-                raise _Enough
+                raise Enough
             return None
 
         try:
             leaves = self._again(inputs, save)
-        except _Enough:
+        except Enough:
             return []
         if count != last:
             raise self._another_path(f"saves {count} tensors")

@@ -300,14 +300,12 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 class Changing:
-    """Objects, attributes and buffers that a stage's forward was seen to change; lives as long as the stage's module.
+    """Objects and buffers that a stage's forward was seen to change; lives as long as the stage's module.
 
     Attributes
     ----------
     calls : int
         Calls of `searches` so far, those with fake parameters left out.
-    modules : set of int
-        Identities of the modules whose plain attributes the forward changed.
     places : set of Place
         Global containers that the forward changed.
     buffers : mapping
@@ -318,7 +316,6 @@ class Changing:
         self.calls = 0
         self._objects: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._without_references: dict[int, type] = {}  # objects that don't support weak references, by identity
-        self.modules: set[int] = set()
         self.places: set[Place] = set()
         self.buffers: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
         self._parents: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
@@ -399,6 +396,12 @@ _Attributes = tuple[
 ]
 """A module, the names of all its attributes, the names of the plain ones, the getter of their values, the values when
 the snapshot was taken, and whether any of them are of the types `_REPLACED`."""
+
+
+_Present = tuple[
+    nn.Module, tuple[str, ...], tuple[str, ...], Callable[[dict[str, Any]], tuple[Any, ...]], Sequence[Any]
+]
+"""The first five of these, with the values that the module has now."""
 
 
 @dataclass
@@ -594,9 +597,6 @@ class Snapshot:
         change must stay, so the object is not restored.
         """
         assert self.changing is not None
-        for module, all_names, _, values_in, values, _ in self._attributes:
-            if tuple(module.__dict__) != all_names or not all(map(operator.is_, values_in(module.__dict__), values)):
-                self.changing.modules.add(id(module))
         for key, found in list(self._cells.items()):
             if found.path and _equal(found.kind.read(found.cell), found.contents):
                 if key in self._directs:
@@ -631,10 +631,8 @@ class Snapshot:
         instead : mapping, optional
             Identity of a tensor -> the tensor to put in its place. Iterators are replaced by fresh copies at each call.
         """
-        undo: Steps = []
-        # The next run changes these modules, so they need an undo step even if they now equal the snapshot: the loop
-        # may have reset them after forward.
-        changed = () if self.changing is None else self.changing.modules
+        present: list[_Present] = []
+        undo: Steps = [functools.partial(_put_again, present)]
         if self._iterators:
             instead = {**instead, **{id(iterator): _copied(iterator) for iterator in self._iterators}}
         try:
@@ -642,10 +640,16 @@ class Snapshot:
                 if instead and is_replaced:
                     values = [instead.get(id(value), value) for value in values]
                 table = module.__dict__
-                same = tuple(table) == all_names and all(map(operator.is_, values_in(table), values))
-                if not same or id(module) in changed:
+                # All are undone: the loop may have reset what forward changes, or forward itself, at its end, before
+                # which the next run may stop.
+                if tuple(table) == all_names:
+                    found = values_in(table)
+                    present.append((module, all_names, names, values_in, found))
+                    if all(map(operator.is_, found, values)):
+                        continue
+                else:
                     undo.append(functools.partial(_put, module, plain_attributes(module)))
-                    _put(module, dict(zip(names, values, strict=True)))
+                _put(module, dict(zip(names, values, strict=True)))
             for cell in self._cells.values():
                 contents = cell.contents
                 if instead and cell.is_replaced:
@@ -716,6 +720,17 @@ def _write_again(cell: _Cell, contents: Any) -> None:
     """Write earlier contents into a cell, unless it has them already."""
     if not _same(cell.kind.read(cell.cell), contents):
         cell.kind.write(cell.cell, contents)
+
+
+def _put_again(present: list[_Present]) -> None:
+    for module, all_names, names, values_in, values in present:
+        table = module.__dict__
+        try:
+            same = len(table) == len(all_names) and all(map(operator.is_, values_in(table), values))
+        except KeyError:
+            same = False
+        if not same:
+            _put(module, dict(zip(names, values, strict=True)))
 
 
 def _put(module: nn.Module, attributes: dict[str, Any]) -> None:

@@ -8,11 +8,12 @@ import sys
 import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
-from ckptplan.runtime.state.cells import SEARCH_LIMIT, Changing, Place, Snapshot, below
+from ckptplan.runtime.state.cells import ATOMS, SEARCH_LIMIT, Changing, Place, Snapshot, below, has_attributes
 
 NOT_READ = frozenset({"torch", "numpy", "ckptplan", *sys.stdlib_module_names})
 """Packages whose code stores no state of a model."""
@@ -38,10 +39,67 @@ def hooks_of(model: nn.Module) -> list[Any]:
     return [hook for table in tables if isinstance(table, dict) for hook in table.values()]
 
 
-def kept_read(functions: Iterable[Any], *, graphs: bool = False) -> Callable[[], None]:
-    """Return a function that restores the global containers that functions read, and the caches that they call.
+def kept_lists(hooks: Iterable[Any]) -> Callable[[], None]:
+    """Return a function that cuts the lists to which hooks may append back to the lengths that they have now.
 
-    It restores the containers' present contents, and clears the caches that have new entries.
+    These are lists that hooks enclose or read as global variables, lists that are attributes of objects and modules
+    that they enclose or whose methods they are, and lists in lists and dictionaries among all these. What else hooks
+    change stays: it may be another thread's as well.
+    """
+    found: dict[int, tuple[list[Any], int]] = {}
+
+    def add(value: Any, depth: int) -> None:
+        if type(value) is list:
+            found[id(value)] = value, len(value)
+        if depth and type(value) in (list, dict) and len(value) <= _MOST_LISTS:
+            for item in value.values() if type(value) is dict else value:
+                add(item, depth - 1)
+
+    for hook in hooks:
+        for value in _enclosed(hook):
+            add(value, 1)
+            for attribute in getattr(value, "__dict__", {}).values() if _opens(value) else ():
+                add(attribute, 1)
+
+    def cut() -> None:
+        for value, length in found.values():
+            del value[length:]
+
+    return cut
+
+
+_MOST_LISTS = 1 << 8
+"""Entries of a list or dictionary that is searched for lists."""
+
+
+def _opens(value: Any) -> bool:
+    return isinstance(value, nn.Module) or has_attributes(type(value))  # type: ignore[arg-type]
+
+
+def _enclosed(hook: Any) -> Iterator[Any]:
+    """Yield a hook's object, the values that it encloses, and those of the global variables that it names."""
+    while isinstance(hook, (types.MethodType, functools.partial)):
+        if isinstance(hook, types.MethodType):
+            yield hook.__self__
+            hook = hook.__func__
+        else:
+            yield from (*hook.args, *hook.keywords.values())
+            hook = hook.func
+    if not isinstance(hook, types.FunctionType):
+        yield hook
+        return
+    for cell in hook.__closure__ or ():
+        with contextlib.suppress(ValueError):  # raised if the variable isn't set
+            yield cell.cell_contents
+    for name in hook.__code__.co_names:
+        if type(value := hook.__globals__.get(name)) in (list, dict):
+            yield value
+
+
+def kept_read(functions: Iterable[Any], *, graphs: bool = False) -> Callable[[], None]:
+    """Return a function that restores the global variables that functions read, and the caches that they call.
+
+    It restores containers' present contents, immutable values, and clears the caches that have new entries.
 
     Parameters
     ----------
@@ -50,46 +108,79 @@ def kept_read(functions: Iterable[Any], *, graphs: bool = False) -> Callable[[],
     graphs : bool
         As for `Snapshot`.
     """
-    containers, caches, _ = read_by(functions)
-    misses = [cache.cache_info().misses for cache in caches]
-    snapshot = Snapshot([], containers, changing=Changing(), graphs=graphs)
+    read = read_by(functions)
+    misses = [cache.cache_info().misses for cache in read.caches]
+    snapshot = Snapshot([], read.containers, changing=Changing(), graphs=graphs)
 
     def put() -> None:
-        for cache, before in zip(caches, misses, strict=True):
+        for cache, before in zip(read.caches, misses, strict=True):
             if cache.cache_info().misses != before:
                 cache.cache_clear()
         snapshot.put()
+        read.put_back()
 
     return put
 
 
-def read_by(functions: Iterable[Any]) -> tuple[list[Any], list[Any], list[Place]]:
-    """Return the containers that functions read, the caches that they call, and the places of the global containers.
+@dataclass
+class Read:
+    """What functions read: containers, caches that they call, and global variables.
+
+    Attributes
+    ----------
+    places : list of Place
+        Those of the global containers.
+    numbers : dict
+        Global variables of immutable types, with their present values.
+    """
+
+    containers: list[Any] = field(default_factory=list)
+    caches: list[Any] = field(default_factory=list)
+    places: list[Place] = field(default_factory=list)
+    numbers: dict[Place, Any] = field(default_factory=dict)
+
+    def changed(self) -> list[str]:
+        """Return the names of the global variables in `numbers` that have other values now."""
+        return [f"{place.module}.{place.name}" for place in self._others()]
+
+    def put_back(self) -> None:
+        """Give the global variables in `numbers` their values again."""
+        for place in self._others():
+            place.namespace[place.name] = self.numbers[place]
+
+    def _others(self) -> list[Place]:
+        found = [(place, place.value, before) for place, before in self.numbers.items()]
+        differing = (each for each in found if each[1] is not each[2])
+        return [place for place, now, before in differing if type(now) is not type(before) or now != before]
+
+
+def read_by(functions: Iterable[Any]) -> Read:
+    """Return what functions read.
 
     Parameters
     ----------
     functions : iterable
         Callables; a module stands for its forward and for functions among its attributes.
     """
-    containers: list[Any] = []
-    caches: list[Any] = []
-    places: list[Place] = []
+    read = Read()
     waiting = [found for value in functions for found in _begun(value)]
     seen: set[tuple[int, type | None]] = set()
     while waiting and len(seen) < SEARCH_LIMIT:
         value, owner, place = waiting.pop()
         kind = type(value)
+        if kind in ATOMS and place is not None:
+            read.numbers.setdefault(place, value)
         if (kind not in _FOLLOWED and kind not in _CONTAINERS) or (id(value), owner) in seen:
             continue
         seen.add((id(value), owner))
         if kind is _CACHE:
-            caches.append(value)
+            read.caches.append(value)
         if kind not in _CONTAINERS:
             waiting += _behind(value, owner)
         elif len(value) <= _LONGEST:
-            containers.append(value)
-            places += [place] if place is not None else []
-    return containers, caches, places
+            read.containers.append(value)
+            read.places += [place] if place is not None else []
+    return read
 
 
 _Found = tuple[Any, type | None, Place | None]

@@ -1,4 +1,4 @@
-"""Hooks, replaced forwards and `requires_grad` flags of the modules in a stage, restored for a recompute."""
+"""Hooks, replaced forwards and `requires_grad` flags of a stage's modules and parameters, restored for a recompute."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules import module as _of_all
+from torch.utils.hooks import RemovableHandle
 
 from ckptplan.core.errors import PlanMismatchError, UnsupportedModelError
 from ckptplan.runtime.guard.fused_steps import STEPS
 from ckptplan.runtime.recompute.put_back import Steps
+from ckptplan.runtime.state.code import kept_lists
 
-_HOOKS = (
+HOOKS = (
     "_forward_hooks",
     "_forward_pre_hooks",
     "_backward_hooks",
@@ -25,15 +27,17 @@ _HOOKS = (
     "_forward_pre_hooks_with_kwargs",
 )
 """Hook tables of a module; the last three are empty if the others are."""
+_RUN = 2
+"""How many of them, the first ones, have hooks that run in forward."""
 _GLOBAL_HOOKS: tuple[dict[int, Any], ...] = tuple(
-    getattr(_of_all, f"_global{name}") for name in _HOOKS if hasattr(_of_all, f"_global{name}")
+    getattr(_of_all, f"_global{name}") for name in HOOKS if hasattr(_of_all, f"_global{name}")
 )
 """PyTorch's tables of global hooks, which run for every module."""
 _FORWARDS = ("forward", "_compiled_call_impl")
 """Attributes that a call of a module runs instead of its class's forward, if the instance has them."""
 
 _Own = tuple[nn.Module, tuple[Any, ...], tuple[dict[int, Any], ...]]
-"""A module, its own `_FORWARDS`, and copies of its `_HOOKS`."""
+"""A module, its own `_FORWARDS`, and copies of its `HOOKS`."""
 
 
 def _owns(modules: Iterable[nn.Module]) -> list[_Own]:
@@ -49,14 +53,14 @@ def _owns(modules: Iterable[nn.Module]) -> list[_Own]:
             or "forward" in table
             or "_compiled_call_impl" in table
         ):
-            hooks = tuple([table[name].copy() for name in _HOOKS])
+            hooks = tuple([table[name].copy() for name in HOOKS])
             found.append((module, tuple([table.get(name) for name in _FORWARDS]), hooks))
     return found
 
 
 def _put_owns(former: list[_Own], owns: list[_Own]) -> None:
     """Replace the modules' hooks and forwards, which are now `former`, by `owns`."""
-    none: tuple[tuple[Any, ...], tuple[dict[int, Any], ...]] = (None,) * len(_FORWARDS), ({},) * len(_HOOKS)
+    none: tuple[tuple[Any, ...], tuple[dict[int, Any], ...]] = (None,) * len(_FORWARDS), ({},) * len(HOOKS)
     wanted = {id(module): (module, *none) for module, *_ in former} | {id(own[0]): own for own in owns}
     for module, forwards, hooks in wanted.values():
         for name, forward in zip(_FORWARDS, forwards, strict=True):
@@ -64,7 +68,7 @@ def _put_owns(former: list[_Own], owns: list[_Own]) -> None:
                 module.__dict__.pop(name, None)
             else:
                 module.__dict__[name] = forward
-        for name, entries in zip(_HOOKS, hooks, strict=True):
+        for name, entries in zip(HOOKS, hooks, strict=True):
             _put(module.__dict__[name], entries)
 
 
@@ -90,14 +94,14 @@ class ModuleTables:
     ----------
     modules : sequence of nn.Module
         The stage and all modules in it. Hooks and forward of the stage itself aren't recorded: a recompute doesn't run
-        them.
+        them. Those that it registers are removed, also on parameters.
     arguments : iterable of torch.Tensor
         Arguments of the stage; parameters among them are treated like the stage's own.
     """
 
     def __init__(self, modules: Sequence[nn.Module], arguments: Iterable[torch.Tensor] = ()) -> None:
         # Runs at every call of every stage, so function calls are avoided here.
-        self._inside = modules[1:]
+        self._stage, self._inside = modules[0], modules[1:]
         self._owns = _owns(self._inside)
         self._of_all = _of_all_modules()
         self._tables = [table for module in modules if (table := module._parameters)]
@@ -142,6 +146,11 @@ class ModuleTables:
         undo.append(functools.partial(self._replace, owns, of_all))
         if owns != self._owns or of_all != self._of_all:
             self._replace(self._owns, self._of_all)
+        lengths = {id(table): len(table) for table in self._of_gradients()}
+        undo.append(functools.partial(self._drop_hooks, RemovableHandle.next_id, lengths))
+        if self._owns or self._of_all:
+            tables = [*(table for own in self._owns for table in own[2][:_RUN]), *self._of_all[:_RUN]]
+            undo.append(kept_lists(hook for table in tables for hook in table.values()))
         if self._arguments or self._flags != _flags(self._tables):
             for p, flag in self._thawed():
                 undo.append(functools.partial(p.requires_grad_, not flag))
@@ -158,6 +167,33 @@ class ModuleTables:
         if of_all != _of_all_modules():
             for table, entries in zip(_GLOBAL_HOOKS, of_all or [{}] * len(_GLOBAL_HOOKS), strict=True):
                 _put(table, entries)
+
+    def _of_gradients(self) -> list[dict[int, Any]]:
+        """Return the tables of hooks of the stage itself and of parameters, which have none before their first hook."""
+        stage = self._stage.__dict__
+        found = [stage[name] for name in HOOKS]
+        for parameters in self._tables:
+            for p in parameters.values():
+                if p is not None:
+                    if (hooks := p._backward_hooks) is not None:
+                        found.append(hooks)
+                    if (hooks := p._post_accumulate_grad_hooks) is not None:
+                        found.append(hooks)
+        return found
+
+    def _drop_hooks(self, first: int, lengths: dict[int, int]) -> None:
+        """Remove the hooks that were registered since `first` was the next one, beyond the earlier lengths of tables.
+
+        PyTorch numbers hooks in the order in which they are registered. One that took the place of another stays: where
+        the recompute removed that by a handle which isn't put back, it has left the new one's in its place.
+        """
+        if RemovableHandle.next_id == first:
+            return
+        for table in self._of_gradients():
+            new = [number for number in table if number >= first]
+            surplus = len(table) - lengths.get(id(table), 0)
+            for number in new[::-1][: max(surplus, 0)]:
+                del table[number]
 
     def _thawed(self) -> list[tuple[torch.Tensor, bool]]:
         """Return the parameters whose `requires_grad` has changed, with the recorded flag.
