@@ -47,4 +47,4 @@ def bytecodes_in(run: Callable[[], object]) -> int:
 
 
 class Log(list[Any]):
-    """Notes of hooks, recomputes included, whose changes to lists, dictionaries and the like are undone."""
+    """Notes of hooks, also from recomputes, which leave plain lists as long as they were."""

@@ -31,7 +31,7 @@ from ckptplan.runtime.guard.shapes import Limits, input_tensors, tensors_at
 from ckptplan.runtime.handle import Handle
 from ckptplan.runtime.replicated import is_distributed
 from ckptplan.runtime.sharded import ranks_of
-from ckptplan.runtime.state.objects import attributes_of
+from ckptplan.runtime.state.objects import MOST_OBJECTS, attributes_of
 
 _LOG = logging.getLogger("ckptplan")
 
@@ -189,16 +189,12 @@ class PlannedBatch:
         return not self._vote.any(not fits or not self._full <= _full_masks(opened))
 
 
-_MOST_OBJECTS = 1 << 10
-"""Objects of a batch whose attributes are compared; it may lead to the whole data set."""
-
-
 def _opened(batch: Any, met: set[int] | None = None) -> Any:
     """Return a batch with the attributes of plain objects, such as a dataclass's, as dictionaries; each object once."""
     met = set() if met is None else met
 
     def opened(leaf: Any) -> Any:
-        attributes = None if id(leaf) in met or len(met) >= _MOST_OBJECTS else attributes_of(leaf)
+        attributes = None if id(leaf) in met or len(met) >= MOST_OBJECTS else attributes_of(leaf)
         if attributes is None:
             return leaf
         met.add(id(leaf))

@@ -94,8 +94,9 @@ def why_not_again(
         with caching(parametrize._cache_enabled):
             tensors = call.split(args, kwargs)
             first, count = _saving(call, tensors)
-            read = read_by(below(module))
-            after = Snapshot(below(module), (args, kwargs), changing=Changing(), searches=True, read=read.places)
+            modules = below(module)
+            read = read_by(modules)
+            after = Snapshot(modules, (args, kwargs), changing=Changing(), searches=True, read=read.places)
             second, _ = _saving(call, tensors)
             left = after.differences() + read.changed()
             before = flags()

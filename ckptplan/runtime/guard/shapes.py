@@ -15,7 +15,7 @@ from ckptplan.core.errors import PlanMismatchError
 from ckptplan.core.plan import Plan
 from ckptplan.core.stage import InputTensor
 from ckptplan.core.units import format_seconds
-from ckptplan.runtime.state.objects import attributes_of
+from ckptplan.runtime.state.objects import MOST_OBJECTS, attributes_of
 
 _NO_TENSOR = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size})
 
@@ -68,8 +68,6 @@ def _add_tensors(tree: Any, path: str, found: list[tuple[str, torch.Tensor]]) ->
 
 _IN_OBJECT = "->"
 """Stands in a path before the name of an object's attribute."""
-_MOST_OBJECTS = 1 << 10
-"""Objects and containers in objects that are looked into; one may lead to a trainer."""
 
 
 def tensors_in_objects_at(tree: Any) -> list[tuple[str, torch.Tensor]]:
@@ -83,7 +81,7 @@ def tensors_in_objects_at(tree: Any) -> list[tuple[str, torch.Tensor]]:
             return
         inside: Any = dict(enumerate(value)) if isinstance(value, (list, tuple)) else value
         attributes = None if isinstance(inside, dict) else attributes_of(value)
-        if (attributes is None and not isinstance(inside, dict)) or id(value) in seen or len(seen) >= _MOST_OBJECTS:
+        if (attributes is None and not isinstance(inside, dict)) or id(value) in seen or len(seen) >= MOST_OBJECTS:
             return
         seen.add(id(value))
         for name, item in (inside if attributes is None else attributes).items():

@@ -96,7 +96,6 @@ class Unplanned(Observer):
                 f"module {new!r} was added or replaced since the plan was applied, which doesn't hold for it; call "
                 "remove() on its handle, solve and apply again",
             )
-
         self._looks_at_autocast = self._planned_autocast not in ("", "off")
 
     def output(self, output: Any, inputs: Any) -> None:

@@ -723,6 +723,7 @@ def _write_again(cell: _Cell, contents: Any) -> None:
 
 
 def _put_again(present: list[_Present]) -> None:
+    """Restore modules' plain attributes where they differ."""
     for module, all_names, names, values_in, values in present:
         table = module.__dict__
         try:

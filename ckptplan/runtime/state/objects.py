@@ -17,6 +17,8 @@ from ckptplan.runtime.swap.views import version_of
 _CONTAINERS = (list, tuple, set, frozenset, collections.deque)
 _CODE = (nn.Module, type, types.FunctionType, types.MethodType, types.ModuleType, torch.Generator)
 """Types whose attributes aren't data of a call; modules are handled elsewhere (state/cells.py)."""
+MOST_OBJECTS = 1 << 10
+"""Objects, and containers in objects, that are compared: one may lead to a trainer, or to the whole data set."""
 
 
 def attributes_of(value: Any) -> dict[str, Any] | None:
