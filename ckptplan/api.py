@@ -15,7 +15,7 @@ from ckptplan.core.frontier import Frontier
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.progress import limited, search_state
-from ckptplan.core.request import Limits, SearchKeywords, SolveKeywords, Training, require_known
+from ckptplan.core.request import Limits, SearchKeywords, SolveKeywords, Training, remember, require_known
 from ckptplan.core.units import GIB, format_bytes
 from ckptplan.planning.job import Job, job_of_profile
 from ckptplan.referee.validate import examine
@@ -130,7 +130,9 @@ def solve(
 
     fsdp = options.get("fsdp")
     with _sharded(model_or_profile, fsdp):
-        return solved_together(model_or_profile, options.get("ddp") or fsdp, alone)
+        plan = solved_together(model_or_profile, options.get("ddp") or fsdp, alone)
+    remember(plan, options)
+    return plan
 
 
 def _sharded(
@@ -146,13 +148,10 @@ def _sharded(
 
 def _solved(job: Job, budget_bytes: int | None, share: float | None, max_overhead: float | None) -> Plan:
     """Return the plan for one of a budget, a share of the way to everything kept, and a slowdown."""
-    range_bytes = None
     if share is not None:
-        range_bytes = job.range_bytes(job.limits.time_limit_s)
-        least, most = job.needed_range_bytes(range_bytes)
-        budget_bytes = least + int(share * (most - least))
+        return job.solved_share(share)
     if budget_bytes is not None:
-        return _with_range(job, job.solved(budget_bytes), range_bytes)
+        return _with_range(job, job.solved(budget_bytes))
     assert max_overhead is not None
     _require_one_in_flight(job.limits, "max_overhead")
     plan = job.sound(smallest_within(job.profile, max_overhead, job.handing_out))
@@ -169,9 +168,9 @@ def _require_one_in_flight(limits: Limits, what: str) -> None:
         raise InvalidInputError(f"{what} is for one forward in flight, and in_flight={limits.in_flight}; give a budget")
 
 
-def _with_range(job: Job, plan: Plan, known: tuple[int, int] | None = None) -> Plan:
+def _with_range(job: Job, plan: Plan) -> Plan:
     """Return `plan` with the range of peaks between which a budget makes a difference."""
-    least, most = known or job.range_bytes(min(RANGE_TIME_LIMIT_S, job.limits.time_limit_s))
+    least, most = job.range_bytes(min(RANGE_TIME_LIMIT_S, job.limits.time_limit_s))
     return replace(plan, least_peak_bytes=min(least, plan.needed_bytes), most_peak_bytes=most)
 
 

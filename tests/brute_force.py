@@ -179,6 +179,7 @@ def moves_of(profile: Profile, found: Combination) -> Moves:
                 and storage.nbytes
                 and not storage.stays
                 and not storage.to_end
+                and storage.graph_until is None
                 and all(s not in holds[j] or (j < i and s in moving[j]) for j in others)
             ):
                 chosen.append(p)
@@ -421,8 +422,9 @@ def fastest_of(
         found.steps = profile, _steps_of(profile, found, moves)
     steps = found.steps[1]
     modules = [k for k in range(n) if not profile.stages[k].is_glue] or list(range(n))
+    backwards = [k for k in modules if not profile.stages[k].find("discard")] or modules
     releases = [range(i, modules[-1] + 1) for i in range(n)]
-    prefetches = [[k for k in modules if k >= moves.back_by[i]] for i in range(n)]
+    prefetches = [[k for k in backwards if k >= moves.back_by[i]] for i in range(n)]
     forward_s = [stage.forward_s for stage in profile.stages]
     if max(*steps.forward, *steps.backward) > budget_bytes or steps.launch_s >= below_s:
         return None
@@ -531,6 +533,7 @@ def fastest_of_all_points(
     """As `fastest`, by the referee alone; `needs` are the bytes that have to fit."""
     n = len(profile.stages)
     modules = [k for k in range(n) if not profile.stages[k].is_glue] or list(range(n))
+    backwards = [k for k in modules if not profile.stages[k].find("discard")] or modules
     best = math.inf
     for found in combinations(profile) if within is None else within:
         if found.compute_s >= best:
@@ -546,7 +549,7 @@ def fastest_of_all_points(
                             [
                                 Transfer(group.positions, release, prefetch)
                                 for release in range(i, modules[-1] + 1)
-                                for prefetch in modules
+                                for prefetch in backwards
                                 if prefetch >= moves.back_by[i]
                             ]
                             for group in order

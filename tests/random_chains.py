@@ -273,11 +273,43 @@ def launched(rng: random.Random, chain: Profile) -> Profile:
     )
 
 
+def dropped(rng: random.Random, chain: Profile) -> Profile:
+    """A chain in which forward drops the graphs of some storages that one stage alone may hold, and of whole stages."""
+    holders: dict[int, set[int]] = {}
+    for i, stage in enumerate(chain.stages):
+        for s in {s for option in stage.options for s in option.held}:
+            holders.setdefault(s, set()).add(i)
+    storages, stages, n = list(chain.storages), list(chain.stages), len(chain.stages)
+    for i, stage in enumerate(stages):
+        if rng.random() < 0.3:
+            last = rng.randint(i, n - 1)
+            alone = []
+            for s in stage.keep.held:
+                if holders[s] == {i} and not storages[s].to_end:
+                    alone.append(s)
+                    storages[s] = replace(storages[s], graph_until=last)
+                else:
+                    storages[s] = replace(storages[s], program_until=max(storages[s].program_until, last))
+            keep = replace(stage.keep, saved=(), pinned=tuple(alone), backward_bytes=0)
+            less = Option("discard", (), (), keep.forward_bytes // 2, 0, recomputes=True, overhead_s=0.25)
+            menu = (keep,) if stage.is_glue else (keep, less)
+            none_s = dict.fromkeys(
+                ("backward_s", "backward_launch_s", "rerun_overhead_s", "rerun_overhead_launch_s"), 0.0
+            )
+            stages[i] = replace(stage, options=menu, linked=(), **none_s)  # type: ignore[arg-type]
+    for s, found in holders.items():
+        i = max(found)
+        if len(found) == 1 and not storages[s].to_end and storages[s].graph_until is None and rng.random() < 0.3:
+            storages[s] = replace(storages[s], graph_until=rng.randint(i, n - 1))
+    return replace(chain, stages=tuple(stages), storages=tuple(storages))
+
+
 def random_chain(seed: int, n: int, *, most_options: int = 7) -> Profile:
-    """One of the two, two rich ones to each textbook one; two in seven are launched by a host."""
+    """One of the two, two rich ones to each textbook one; two in seven are launched, one rich one in five `dropped`."""
     rng = random.Random(seed)
     chain = textbook_chain(rng, n) if seed % 3 == 0 else rich_chain(rng, n, most_options=most_options)
-    return launched(rng, chain) if seed % 7 < 2 else chain
+    chain = launched(rng, chain) if seed % 7 < 2 else chain
+    return dropped(rng, chain) if seed % 3 and seed % 5 == 2 else chain
 
 
 def random_segments(rng: random.Random, profile: Profile, *, share: float = 0.3) -> tuple[Segment, ...]:

@@ -167,7 +167,7 @@ def random_plan(seed: int, rng: random.Random) -> Plan:
     ends = list(range(n))
     for segment in segments:
         ends[segment.first : segment.last + 1] = [segment.last] * (segment.last + 1 - segment.first)
-    points = enforceable_points([stage.is_glue for stage in stages])
+    points = enforceable_points(stages)
     choices = []
     moves = residency(profile, options, tuple(segments)).moves
     for i, (option, moved) in enumerate(zip(options, moves, strict=True)):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from ckptplan.core.errors import InfeasibleBudgetError
-from ckptplan.core.option import Option
+from ckptplan.core.option import DISCARD, Option
 from ckptplan.core.plan import Plan, plan_of
 from ckptplan.core.profile import Profile
 from ckptplan.core.schedule import EQUAL_S, Evaluation, Residency, StepNeed, evaluate, residency, tightest_peak
@@ -46,8 +46,8 @@ def pick(stage: Stage, *names: str) -> Option:
 def named(profile: Profile, names: Sequence[str], segments: Iterable[Segment] = ()) -> Selection:
     """The selection of one option name per stage.
 
-    A stage that lacks its option keeps, and "recompute+swap" without it is recompute. Module stages of `segments`
-    recompute whatever `names` says, and a segment of one stage becomes that stage's option.
+    A stage that lacks its option keeps, but "recompute+swap" without it is recompute, and that without it "discard".
+    Module stages of `segments` recompute whatever `names` says, and a segment of one stage becomes that stage's option.
     """
     wanted = list(names)
     longer = []
@@ -60,7 +60,7 @@ def named(profile: Profile, names: Sequence[str], segments: Iterable[Segment] = 
         if segment.first < segment.last:
             longer.append(segment)
     options = tuple(
-        pick(stage, name, "recompute") if name == "recompute+swap" else pick(stage, name)
+        pick(stage, name, "recompute", DISCARD) if name.startswith("recompute") else pick(stage, name)
         for stage, name in zip(profile.stages, wanted, strict=True)
     )
     return Selection(options, tuple(longer))
@@ -91,7 +91,7 @@ def joined(profile: Profile, options: Sequence[Option]) -> tuple[Segment, ...]:
     for i, (stage, option) in enumerate(zip(profile.stages, options, strict=True)):
         if stage.is_glue:
             continue
-        if option.recomputes and not option.ops:
+        if option.recomputes and not option.ops and stage.recompute is not None:
             run.append(i)
         else:
             segments.append(run)

@@ -109,8 +109,9 @@ def chain_of(profile: Profile) -> Chain:
         for i, stage in enumerate(stages)
     ]
     always: dict[int, int] = {}  # storage -> the first stage that holds it whatever is decided
+    dropped = {s for s, storage in enumerate(storages) if storage.graph_until is not None}  # in forward: left out
     for i, stage in enumerate(stages):
-        held = set(stage.keep.held)
+        held = set(stage.keep.held) - dropped
         if stage.recompute is not None:
             held &= set(stage.recompute.held)
         for s in held - links[i]:
@@ -142,13 +143,13 @@ def chain_of(profile: Profile) -> Chain:
             nexts[i] = upcoming
             upcoming = free[i]
             boundary[i] = size(upcoming)
-    kept, counted = [], set(always)
+    kept, counted = [], set(always) | dropped
     for i, stage in enumerate(stages):
         mine = (set(stage.keep.held) | nexts[i]) - counted - free[i]
         mine = {s for s in mine if not storages[s].to_end}
         counted |= mine
         kept.append(0 if stage.is_glue else size(mine))
-    textbook = not always and not any(storage.to_end for storage in storages)
+    textbook = not always and not dropped and not any(storage.to_end for storage in storages)
     for i, stage in enumerate(stages):
         textbook = (
             textbook

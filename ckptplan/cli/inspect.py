@@ -18,7 +18,7 @@ from ckptplan.cli.subject import model_of
 from ckptplan.core.display import progress
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.files import read_json
-from ckptplan.core.option import Option
+from ckptplan.core.option import DISCARD, Option
 from ckptplan.core.plan import KEEP, Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.progress import limited
@@ -199,7 +199,10 @@ def _show_profile(profile: Profile) -> None:
     within = f" found in {SHOWN_PEAK_S:g} s, at least {format_bytes(smallest.bound_bytes)}"
     totals = Table(show_header=False, box=None)
     for label, text in (
-        ("options", "k keep, s swap, r recompute, r+s recompute with swapped inputs, +n others; --options lists all"),
+        (
+            "options",
+            "k keep, s swap, r recompute, r+s recompute with swapped inputs, d discard, +n others; --options lists all",
+        ),
         ("keep-all peak", f"{format_bytes(keep_all.peak_bytes)} ({keep_all.peak_phase} of {keep_all.peak_stage})"),
         ("smallest feasible peak", format_bytes(smallest.peak_bytes) + ("" if smallest.proven else within)),
         ("held without activations", format_bytes(min(profile.base_forward_bytes))),
@@ -238,7 +241,7 @@ def _show_graph(profile: Profile, output: Path | None) -> None:
         typer.echo(f"written to {output}")
 
 
-_SHORT = {"keep": "k", "swap": "s", "recompute": "r", "recompute+swap": "r+s"}
+_SHORT = {"keep": "k", "swap": "s", "recompute": "r", "recompute+swap": "r+s", DISCARD: "d"}
 
 
 def _menu(options: Sequence[Option]) -> str:

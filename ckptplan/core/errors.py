@@ -113,7 +113,8 @@ class OutOfMemoryError(CkptPlanError, MemoryError):
 class CheckError(CkptPlanError):
     """A recompute, or a swap, returned other values than forward saved.
 
-    The gradients of this step must not be used. Raised from the backward of a step that `apply(..., check=)` checks.
+    The gradients of the step must not be used. Raised from its backward; for the few elements that `apply(..., check=)`
+    compares on CUDA in every step, from a later forward or from `remove()`, as the message says.
 
     Attributes
     ----------

@@ -33,7 +33,8 @@ def graph_of(profile: Profile) -> nx.DiGraph:
     modules = list(accumulate((not stage.is_glue for stage in profile.stages), initial=0))  # in front of each stage
     for s, storage in enumerate(profile.storages):
         node, holders = ("storage", s), held_by[s]
-        graph.add_node(node, bipartite=1, **dataclasses.asdict(storage))
+        known = {name: value for name, value in dataclasses.asdict(storage).items() if value is not None}
+        graph.add_node(node, bipartite=1, **known)
         if storage.born >= 0:
             graph.add_edge(("stage", storage.born), node, held_by=tuple(holders.pop(storage.born, ())))
         last = min(storage.program_until, len(profile.stages) - 1)

@@ -13,6 +13,11 @@ Action = Literal["keep", "swap", "recompute"]
 ACTIONS: tuple[Action, ...] = get_args(Action)
 
 
+DISCARD = "discard"
+"""Name of an option of stages whose graph forward drops, which no segment can have: it saves the inputs as "recompute"
+does, and runs only if a backward reads the graph after all."""
+
+
 def checked_actions(actions: Iterable[Action]) -> tuple[Action, ...]:
     """Return them, or raise `InvalidInputError` unless they are "keep" and others that exist."""
     if not isinstance(actions, Iterable):
@@ -32,7 +37,7 @@ class Option:
     Parameters
     ----------
     name : str
-        Unique in its stage: "keep", "swap", "recompute", "recompute+swap" (its inputs), "selective-1", ...
+        Unique in its stage: "keep", "swap", "recompute", "recompute+swap" (its inputs), "selective-1", ..., "discard".
     saved : tuple of int
         Storages held until backward that can be moved, in the order in which the runtime saves them.
     pinned : tuple of int

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckptplan.core import rules
-from ckptplan.core.checks import MOST_BYTES, check_fields, is_int, short_repr
+from ckptplan.core.checks import MOST_BYTES, check_fields, is_int, is_number, short_repr
 from ckptplan.core.errors import InvalidInputError, PlanMismatchError
 from ckptplan.core.files import Saved
 from ckptplan.core.late import late
@@ -142,7 +142,7 @@ class Decisions:
     saved_bytes: tuple[tuple[int, ...], ...] = ()
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, slots=True, repr=False, weakref_slot=True)
 class Plan(Saved):
     """A decision for every stage of a profile, with predictions and a proven bound.
 
@@ -185,9 +185,14 @@ class Plan(Saved):
         to decide whether tensors that a loop holds of the forward before fit too. None: not known.
     outside : tuple of str or None
         Modules that the profiled step called outside all stages; None: not known.
+    uncalled : tuple of str
+        Modules inside of stages that it didn't call, the topmost of each path.
     least_peak_bytes, most_peak_bytes : int or None
         The smallest peak that was found for the profile, and the one with everything kept: budgets between them make a
         difference. Both with the other forwards in flight. None: not known.
+    budget_share : float or None
+        The budget as a share of the way between them, 0 to 1; a plan for other inputs gets the same share of their way.
+        None: it was given in bytes.
     in_flight : int
         Forwards that may be alive at once, each waiting for its backward, as in a stage of a pipeline.
     others_bytes : int
@@ -223,8 +228,10 @@ class Plan(Saved):
     forward_peak_bytes: int | None = None
     between_bytes: int | None = None
     outside: tuple[str, ...] | None = None
+    uncalled: tuple[str, ...] = ()
     least_peak_bytes: int | None = None
     most_peak_bytes: int | None = None
+    budget_share: float | None = None
     in_flight: int = 1
     others_bytes: int = 0
     notes: tuple[str, ...] = ()
@@ -367,6 +374,9 @@ class Plan(Saved):
         check_segments(self.segments, self.choices, self.stages)
         if not is_int(self.in_flight) or not 1 <= self.in_flight < MOST_BYTES:
             raise InvalidInputError(f"in_flight={short_repr(self.in_flight)} must be a number of forwards, 1 or more")
+        share = self.budget_share
+        if share is not None and not (is_number(share) and 0 <= share <= 1):
+            raise InvalidInputError(f"budget_share={short_repr(share)} must be a share of a range, from 0 to 1")
         if self.in_flight == 1 and self.others_bytes:
             raise InvalidInputError(f"others_bytes={self.others_bytes}, and with in_flight=1 there are no others")
 
@@ -464,6 +474,7 @@ def plan_of(
         launch_s=launch_s(profile, choices, segments),
         baseline_launch_s=profile.baseline_launch_s,
         outside=profile.outside,
+        uncalled=profile.uncalled,
         notes=profile.notes,
         **fields,
     )
@@ -473,9 +484,7 @@ def saved_bytes(profile: Profile, choices: Sequence[Decision]) -> tuple[tuple[in
     """Return `Plan.saved_bytes` for these decisions."""
     options = (stage.find(choice.option) for stage, choice in zip(profile.stages, choices, strict=True))
     storages = profile.storages
-    return tuple(
-        () if o is None else tuple(max(storages[s].nbytes, storages[s].dropped_bytes) for s in o.saved) for o in options
-    )
+    return tuple(() if o is None else tuple(storages[s].nbytes for s in o.saved) for o in options)
 
 
 def launch_s(profile: Profile, choices: Sequence[Decision], segments: Sequence[Segment] = ()) -> float:

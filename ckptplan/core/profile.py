@@ -114,6 +114,8 @@ class Profile(Saved):
         The way to the disk tier behind the host, in nothing faster than `link`; None: there is none.
     outside : tuple of str or None
         Modules that the step calls and that lie in no stage's; None: not known.
+    uncalled : tuple of str
+        Modules that lie in a stage's and that the step doesn't call, the topmost of each path.
     step_error : float
         Standard error of `baseline_step_s`, as a share of it; 0 if the times are given, not measured.
     input_bytes : int
@@ -133,6 +135,7 @@ class Profile(Saved):
     notes: tuple[str, ...] = ()
     disk: Link | None = None
     outside: tuple[str, ...] | None = None
+    uncalled: tuple[str, ...] = ()
     step_error: float = 0.0
     input_bytes: int = 0
 
@@ -166,9 +169,16 @@ class Profile(Saved):
         most = max(*self.base_forward_bytes, *self.base_backward_bytes) + sum(s.nbytes for s in self.storages)
         if most >= MOST_BYTES:
             raise InvalidInputError(f"the step's base and storages make {most} bytes; want less than 2**60 in all")
+        saving: dict[int, int] = {}
         for i, stage in enumerate(self.stages):
             for option in stage.options:
                 self._check_held(i, option)
+                for s in option.held:
+                    if self.storages[s].graph_until is not None and saving.setdefault(s, i) != i:
+                        raise InvalidInputError(
+                            f"stage {stage.name!r} holds storage {self.storages[s].name!r}, which stage "
+                            f"{self.stages[saving[s]].name!r} holds: one with a graph_until has one holder"
+                        )
             for s in stage.linked:
                 maker = self.storages[s].born
                 if not 0 <= maker < i or self.stages[maker].is_glue:

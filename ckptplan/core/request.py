@@ -12,6 +12,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -120,7 +121,11 @@ class ApplyKeywords(LossKeywords, SearchKeywords, total=False):
     disk_gb: float | None
 
 
-def require_known(call: Callable[..., object], options: Mapping[str, object], keywords: type) -> None:
+class ApplyOrSolveKeywords(StepKeywords, PlanKeywords, total=False):
+    """Options of `apply`: without a plan, those of `solve`; with one, `ApplyKeywords`."""
+
+
+def require_known(call: Callable[..., object], options: Iterable[str], keywords: type) -> None:
     """Raise `InvalidInputError` for the first of `options` that the TypedDict `keywords` of `call` lacks."""
     known: frozenset[str] = keywords.__optional_keys__  # type: ignore[attr-defined]
     for name in options:
@@ -333,6 +338,36 @@ class Limits:
         named = {field.name: options[field.name] for field in fields(cls) if field.name in options}
         named["on_progress"] = reporting(named.get("on_progress"))
         return cls(host_bytes=tier_bytes("host_gb", host_gb), disk_bytes=tier_bytes("disk_gb", disk_gb), **named)
+
+
+_SOLVED: weakref.WeakKeyDictionary[Plan, Mapping[str, Any]] = weakref.WeakKeyDictionary()
+
+
+def remember(plan: Plan, options: Mapping[str, Any]) -> None:
+    """Note the options of `solve` with which a plan was made, for new plans while training.
+
+    An optimizer, and a loss that may hold a model or a batch, are held weakly. With one that can't be held so, nothing
+    is noted.
+    """
+    kept = {name: options[name] for name in ApplyKeywords.__optional_keys__ - {"step"} if name in options}
+    for name in kept.keys() & {"loss_fn", "optimizer"}:
+        value = kept[name]
+        plain = value is None or isinstance(value, (str, type))
+        if not plain and (not inspect.isfunction(value) or value.__closure__):
+            try:
+                kept[name] = weakref.WeakMethod(value) if inspect.ismethod(value) else weakref.ref(value)
+            except TypeError:  # of a class with __slots__
+                return
+    _SOLVED[plan] = kept
+
+
+def recalled(plan: Plan) -> dict[str, Any] | None:
+    """Return the options with which a plan was made in this process; None if not known, or if one is gone."""
+    kept = _SOLVED.get(plan)
+    if kept is None:
+        return None
+    found = {name: value() if isinstance(value, weakref.ref) else value for name, value in kept.items()}
+    return None if any(found[name] is None and kept[name] is not None for name in found) else found
 
 
 NO_LIMITS = Limits()

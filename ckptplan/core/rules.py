@@ -9,14 +9,18 @@ NOTE [Residency]
    while the program holds it (`k <= s.program_until`), or a stage before `k` holds it, or the caller keeps it
    (`s.to_end`). What a stage holds was there until then: from its birth on, whatever the program did with it.
 2. A stage holds, until its backward, what its option saves and pins, less what is away. In a segment `a..b` it doesn't
-   hold those of its `linked` storages that a stage of `a..b` made: the sweep makes them again.
+   hold those of its `linked` storages that a stage of `a..b` made: the sweep makes them again. Of a graph that the
+   program drops in forward (of a detached output, or one that nothing uses) a stage holds what it saved only as long as
+   the graph is there, in forward steps `k <= s.graph_until`: no backward reads it, it never moves, and no sweep saves
+   it again.
 3. In backward step `k` a storage is resident while a stage `i <= k` holds it, or the caller keeps it.
 4. A stage `o` may move what its option `moves`, unless it `stays`. Such a storage has no other holder than stages
    before `o` whose options move it too, and it is away after forward step `release` and until backward step `prefetch`,
    but for the program, which holds it as long as rule 1 says: resident in forward steps `k <= release` and
    `k <= program_until`, and in backward steps `k <= prefetch`, with `o <= release` and `last <= prefetch`, where `last`
    is the last stage of the outermost segment around `o`, or `o` outside of any. Both
-   points are met where a module begins or ends, so neither lies in glue after the last module, and prefetch in none.
+   points are met where a module begins or ends, so neither lies in glue after the last module, and prefetch neither in
+   glue nor in a stage whose graph is dropped.
    What has the same two points may be one transfer: every byte of it counts until the last is copied out, which
    `release` waits for, and all of it is allocated at once at `prefetch`, before the first byte is copied in. All that a
    stage moves goes to one tier, host or disk; which one changes times alone, never the device's bytes.
@@ -48,6 +52,11 @@ does, too, since stage 0 holds y as well. Stage 0 may move x and a (rule 4): sta
 is held by it. It may not move y, which stage 1 holds as well.
 In a segment 0..1, stage 0 holds x alone and stage 1 nothing (rule 2: y was made in the segment). Backward 1 starts
 with 10 + 5 bytes; its sweep runs stage 0 again (rule 6), and copies of a and y are there from then on.
+
+If stage 1 gets `y.detach()`, and the program lets go of y's graph in stage 1, x and a have `graph_until` 1: they are
+there at the start of forward step 1, of 10 + 40 + 20 bytes, and of no later one, and stage 0 has no backward. If it
+"discards", which saves x alone, forward step 1 starts with 10 + 20 bytes, and nothing runs again. Backward 1 starts
+with 20 + 5 bytes, y for stage 1 and z, whatever is decided for stage 0.
 """
 
 from __future__ import annotations
@@ -59,6 +68,7 @@ from itertools import accumulate
 from ckptplan.core.option import Option
 from ckptplan.core.profile import Profile
 from ckptplan.core.segment import Segment
+from ckptplan.core.stage import Stage
 from ckptplan.core.storage import Storage
 
 _NONE = range(0)
@@ -69,8 +79,13 @@ def program_steps(storage: Storage, n: int) -> range:
     return range(storage.born + 1, n if storage.to_end else min(storage.program_until + 1, n))
 
 
-def forward_stop(program_stop: int, n: int, is_held: bool, mover: int | None) -> int:
-    """The forward step of `n` from which on it is no longer resident, if what moves is away as soon as it can be.
+def held_stop(storage: Storage, n: int) -> int:
+    """The forward step of `n` from which on no stage holds it: `n`, unless its graph is dropped before (rule 2)."""
+    return n if storage.graph_until is None else min(storage.graph_until + 1, n)
+
+
+def forward_stop(program_stop: int, held_stop: int | None, mover: int | None) -> int:
+    """The forward step from which on it is no longer resident, if what moves is away as soon as it can be.
 
     It is resident from the step behind the one that makes it (rules 1 and 4). Between the program's last use and the
     first hold nothing keeps it, but a stage that holds it uses it.
@@ -79,14 +94,14 @@ def forward_stop(program_stop: int, n: int, is_held: bool, mover: int | None) ->
     ----------
     program_stop : int
         Where `program_steps` ends.
-    is_held : bool
-        Whether any stage holds it.
+    held_stop : int or None
+        Where stages cease to hold it; None: none does.
     mover : int or None
         The stage that moves it.
     """
     if mover is not None:
         return max(mover + 1, program_stop)
-    return n if is_held else program_stop
+    return program_stop if held_stop is None else max(held_stop, program_stop)
 
 
 def backward_stop(n: int, needed: int | None) -> int:
@@ -105,9 +120,26 @@ def counts(storage: Storage) -> bool:
     return storage.nbytes > 0 and not storage.to_end
 
 
+def awaits_backward(storage: Storage) -> bool:
+    """Whether stages that hold it do until their backward (rule 2)."""
+    return storage.graph_until is None
+
+
+def passing(profile: Profile, i: int, option: Option) -> list[tuple[range, int]]:
+    """Forward steps in which stage `i` alone has what it saved in graphs that are dropped in forward, and its bytes."""
+    n = len(profile.stages)
+    found: dict[range, int] = {}
+    for s in option.held:
+        storage = profile.storages[s]
+        steps = range(max(i + 1, program_steps(storage, n).stop), held_stop(storage, n))
+        if counts(storage) and not awaits_backward(storage) and steps:
+            found[steps] = found.get(steps, 0) + storage.nbytes
+    return list(found.items())
+
+
 def can_move(storage: Storage) -> bool:
     """Whether any stage might move it (rule 4)."""
-    return counts(storage) and not storage.stays
+    return counts(storage) and not storage.stays and awaits_backward(storage)
 
 
 def movers(storage: Storage, n: int) -> range:
@@ -170,18 +202,19 @@ def moved_by(
     return {s: i for s, i in last.items() if s not in fixed and i in movers(storages[s], len(holds))}
 
 
-def enforceable_points(glue: Sequence[bool]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def enforceable_points(stages: Sequence[Stage]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Per step, the last release and the last prefetch point at or before it that the runtime can meet.
 
     Release points are met where a module ends or the next one begins; prefetch points where a module's backward does.
     """
-    modules = [k for k, inside in enumerate(glue) if not inside] or list(range(len(glue)))
-    prefetch, last = [], modules[0]
-    meets = set(modules)
-    for k in range(len(glue)):
+    n = len(stages)
+    modules = [k for k, stage in enumerate(stages) if not stage.is_glue] or list(range(n))
+    meets = [k for k in modules if stages[k].has_backward] or modules
+    prefetch, last = [], meets[0]
+    for k in range(n):
         last = k if k in meets else last
         prefetch.append(last)
-    return (*range(modules[-1]), *[modules[-1]] * (len(glue) - modules[-1])), tuple(prefetch)
+    return (*range(modules[-1]), *[modules[-1]] * (n - modules[-1])), tuple(prefetch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +282,7 @@ def sweep_of(profile: Profile, segment: Segment, ran: Sequence[Option] | None = 
             if storages[s].born in makers:
                 in_transit_to[s] = k
                 begins.setdefault(s, storages[s].born)
-        for s in set(after).difference(before):
+        for s in set(filter(lambda s: awaits_backward(storages[s]), after)).difference(before):
             held_by.setdefault(s, k)
             begins.setdefault(s, storages[s].born if storages[s].born in makers else k)
     # Differences per run: a copy is there from the run after the one that begins it.

@@ -102,14 +102,14 @@ def resident_changes(
     for s, storage in enumerate(storages):
         mover, holder = moved.get(s), first.get(s)
         program = rules.program_steps(storage, n)
-        stop = rules.forward_stop(program.stop, n, holder is not None, mover)
+        stop = rules.forward_stop(program.stop, None if holder is None else rules.held_stop(storage, n), mover)
         if program.start < stop:
             forward[program.start] += storage.nbytes
             forward[stop] -= storage.nbytes
         if storage.to_end:
             backward[0] += storage.nbytes
             backward[n] -= storage.nbytes
-        elif holder is not None:
+        elif holder is not None and rules.awaits_backward(storage):
             backward[holder] += storage.nbytes
             backward[rules.backward_stop(n, None if mover is None else needed[mover])] -= storage.nbytes
     return forward, backward
@@ -214,7 +214,7 @@ def lazy_sendings(profile: Profile, r: Residency, budget_bytes: int) -> Sendings
     n = len(r.needed)
     release = last_resident(r.forward_bytes, r.moved_bytes, range(n), budget_bytes, r.lingering)
     prefetch = last_resident(r.backward_bytes, r.moved_bytes, r.needed, budget_bytes)
-    last_release, last_prefetch = rules.enforceable_points([stage.is_glue for stage in profile.stages])
+    last_release, last_prefetch = rules.enforceable_points(profile.stages)
     return tuple(
         (Sending(r.moves[i], last_release[release[i]], last_prefetch[prefetch[i]], r.moved_bytes[i]),)
         if r.moves[i] and (release[i] < n - 1 or prefetch[i] < n - 1)

@@ -11,7 +11,7 @@ from typing import Literal
 
 from ckptplan.core.checks import MOST_BYTES, check_fields, is_int, short_repr
 from ckptplan.core.errors import InvalidInputError
-from ckptplan.core.option import Option
+from ckptplan.core.option import DISCARD, Option
 
 Phase = Literal["forward", "backward", "update"]
 
@@ -94,6 +94,14 @@ class Stage:
             raise InvalidInputError(f"{owner}: 'recompute' must have recomputes=True, and neither moves nor ops")
         if self.linked and (again is None or not set(self.linked) <= set(again.held)):
             raise InvalidInputError(f"{owner}: linked={self.linked} must be storages that 'recompute' holds")
+        discard = self.find(DISCARD)
+        if discard is not None and (
+            not discard.recomputes or discard.moves or discard.ops or discard.recompute_s or again is not None
+        ):
+            raise InvalidInputError(
+                f"{owner}: 'discard' must have recomputes=True, neither moves, ops nor recompute_s, and no 'recompute' "
+                "beside it"
+            )
         swapping = self.find("recompute+swap")
         if swapping is not None and not (
             again is not None
@@ -117,6 +125,11 @@ class Stage:
     def is_glue(self) -> bool:
         """Whether these are the operations between two calls of modules."""
         return self.name.startswith("(")
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether backward runs: not where forward drops the graph, so that it may be discarded."""
+        return self.find(DISCARD) is None
 
     @property
     def rerun_s(self) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from ckptplan.core.checks import MOST_BYTES, check_fields, is_int, short_repr
 from ckptplan.core.errors import InvalidInputError
@@ -27,9 +28,9 @@ class Storage:
         graph holds it when forward ends.
     stays : bool
         Whether it never moves, because a transfer would cost more than it frees.
-    dropped_bytes : int
-        Size of a storage that forward frees together with the graph that saved it (of an unused output). It exists at
-        the end of its stage, but no stage holds it until backward, so `nbytes` is 0.
+    graph_until : int or None
+        Last forward step at whose start the graph that saved it is there, which the program drops in forward: no stage
+        holds it any longer, and no backward reads it. None: stages hold it until their backward.
     origin : str
         The operation that makes it, the module whose forward runs then, and the line of the model's code, for people:
         "aten.gelu in h.0.mlp.act, modeling_gpt2.py:312". Empty if it isn't known; compared with nothing.
@@ -41,8 +42,14 @@ class Storage:
     program_until: int
     to_end: bool = False
     stays: bool = False
-    dropped_bytes: int = 0
+    graph_until: int | None = None
     origin: str = field(default="", compare=False)
+
+    @staticmethod
+    def upgraded(value: dict[str, Any]) -> dict[str, Any]:
+        """Read what versions wrote that knew the bytes alone of a storage whose graph its own stage drops."""
+        nbytes = value.pop("dropped_bytes", 0)
+        return {**value, "nbytes": nbytes, "graph_until": value["born"]} if nbytes else value
 
     def __post_init__(self) -> None:
         owner = f"storage {self.name!r}"
@@ -52,4 +59,9 @@ class Storage:
             raise InvalidInputError(
                 f"{owner}: born={short_repr(self.born)}, program_until={short_repr(self.program_until)}; "
                 "they must be forward steps with -1 <= born <= program_until"
+            )
+        until = self.graph_until
+        if until is not None and not (is_int(until) and self.born <= until < MOST_BYTES):
+            raise InvalidInputError(
+                f"{owner}: graph_until={short_repr(until)} must be a forward step from born={self.born} on, or None"
             )

@@ -24,7 +24,14 @@ from ckptplan.profiling.profiler import profile_step, traced_bytes
 from ckptplan.profiling.target import Target, find_target
 from ckptplan.profiling.workload.optimizers import OptimizerLike
 from ckptplan.runtime.guard.gradients import rewinding
-from ckptplan.runtime.observe.measure import held_tensors, optimizer_tensors, run_step, step_peaks, unique_bytes
+from ckptplan.runtime.observe.measure import (
+    held_tensors,
+    optimizer_tensors,
+    read_from_outside,
+    run_step,
+    step_peaks,
+    unique_bytes,
+)
 from ckptplan.runtime.replicated import apart, unseen_bucket_bytes
 from ckptplan.runtime.sharded import as_asked
 from ckptplan.runtime.state.parameters import ParameterState
@@ -483,7 +490,8 @@ class _Search:
             ):
                 rewind = rewinding(model, rewind, accumulates=step.accumulates)
                 rewind()
-                tensors = [*held_tensors(model), *optimizer_tensors(optimizer), *step.tensors()]
+                tensors = [*held_tensors(model), *optimizer_tensors(optimizer), *read_from_outside(step)]
+                rewind()
                 held = unique_bytes(tensors, device) + unseen_bucket_bytes(model, step.ddp)
                 peak = step_peaks(lambda: run_step(step), device, held, rewind).needed_bytes + missing
         if peak > self.budget_bytes:

@@ -84,7 +84,8 @@ class ActivationPlanner(PlanningCallback, pl.Callback):
         original = trainer.strategy.training_step
 
         def training_step(*args: Any, **kwargs: Any) -> Any:
-            if self._batch is None or not self._batch.holds_for((args, kwargs)):
+            batch = self._batch
+            if batch is None or (self._planning.tries_again and not batch.holds_for((args, kwargs))):
                 self._plan(trainer, pl_module, args, kwargs)
             return original(*args, **kwargs)
 
@@ -94,6 +95,8 @@ class ActivationPlanner(PlanningCallback, pl.Callback):
         self, trainer: pl.Trainer, module: pl.LightningModule, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Apply a plan for a step with these arguments: one that was made before and holds, or a new one."""
+        former = None if self._applied is None else self._applied.plan
+        before = self._batch, self._asked
         self._remove()
         for batch, plan, asked in self._made:
             if batch.holds_for((args, kwargs)):
@@ -107,7 +110,9 @@ class ActivationPlanner(PlanningCallback, pl.Callback):
                 self._applied = self._begin(trainer, module, args, kwargs, asked)
             except CkptPlanError as error:
                 if not isinstance(error, NothingSavedError) and not isinstance(error.__cause__, _NoLossError):
-                    raise
+                    self._applied = self._planning.follow(module, former, error)
+                    self._batch, self._asked = before
+                    return
                 if not self._warned:
                     self._warned = True
                     say("ckptplan: training_step has no loss that depends on the model; the next batch is planned for")

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import sys
 import time
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from ckptplan.api import solve
 from ckptplan.core.budget import Budget
+from ckptplan.core.errors import CkptPlanError, RankError
 from ckptplan.core.option import Action
 from ckptplan.core.plan import Plan
 from ckptplan.core.request import ApplyKeywords, PlanKeywords, require_known
@@ -32,6 +34,9 @@ from ckptplan.runtime.handle import Handle
 from ckptplan.runtime.replicated import is_distributed
 from ckptplan.runtime.sharded import ranks_of
 from ckptplan.runtime.state.objects import MOST_OBJECTS, attributes_of
+
+_MOST_FAILURES = 3
+"""Batches without a plan after which a training goes on with the plan that it has."""
 
 _LOG = logging.getLogger("ckptplan")
 
@@ -76,6 +81,32 @@ class Planning:
         )  # fmt: skip
         self.handle: Handle | None = None
         self.took_s = 0.0
+        self._failures = 0
+
+    @property
+    def tries_again(self) -> bool:
+        """Whether a batch beyond the present plan is planned for: not after several for which there was no plan."""
+        return self._failures < _MOST_FAILURES
+
+    def follow(self, model: nn.Module, former: Plan | None, error: CkptPlanError) -> Handle:
+        """Apply the former plan again where a batch beyond it has none, with a warning.
+
+        Raises
+        ------
+        CkptPlanError
+            `error`, if there was no plan before, or if the ranks of a group can't go on together.
+        """
+        if former is None or isinstance(error, RankError):
+            raise error
+        self._failures += 1
+        rest = "" if self.tries_again else "; no more plans are tried in this training"
+        warnings.warn(
+            f"the peak may exceed the budget: a batch is beyond the plan, and there is none for it: {error}; "
+            f"the former plan is followed{rest}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return self.begin(model, former, again=True)
 
     def begin(self, model: nn.Module, plan: Plan | None = None, *, again: bool = False, **training: Any) -> Handle:
         """Apply a plan to `model`, by default a new one.
@@ -91,6 +122,8 @@ class Planning:
         **training
             The step, as in `ckptplan.solve`. With `inputs`, larger ones are planned for when they come.
         """
+        if not again:
+            self._failures = 0
         apart = not ranks_of(model)
         if again and apart:
             with alone():

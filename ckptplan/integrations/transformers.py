@@ -170,9 +170,14 @@ class _Run:
         if model.training and torch.is_grad_enabled():
             vars(self._batch).update(model=model, inputs=copy.copy(inputs), args=args, kwargs=kwargs)
             planned = self._planned_batch
-            if self.handle is None or (planned is not None and not planned.holds_for(dict(inputs))):
+            beyond = planned is not None and self.planning.tries_again and not planned.holds_for(dict(inputs))
+            if self.handle is None or beyond:
+                former = None if self.handle is None else self.handle.plan
                 with unchanged(dict(inputs)):
-                    self._plan()
+                    try:
+                        self._plan()
+                    except CkptPlanError as error:
+                        self.handle = self.planning.follow(_model_of(self.trainer), former, error)
         return self.compute_loss(model, inputs, *args, **kwargs)
 
     def _plan(self) -> None:

@@ -16,6 +16,7 @@ from ckptplan.core.plan import Plan
 from ckptplan.core.request import Training
 from ckptplan.profiling.profiler import training_step
 from ckptplan.profiling.target import Target
+from ckptplan.profiling.values.constants import is_mask
 from ckptplan.runtime.guard.shapes import ByName, Limits
 from ckptplan.runtime.observe.measure import held_tensors
 from ckptplan.runtime.step import TrainingStep, fingerprint
@@ -83,6 +84,8 @@ def _layouts(leaves: list[Any]) -> list[Any] | None:
     found: list[Any] = []
     storages: dict[int, int] = {}
     for leaf in leaves:
+        if is_mask(leaf):
+            return None
         if type(leaf) is torch.Tensor and leaf.layout is torch.strided and not leaf.requires_grad and not vars(leaf):
             storage = leaf.untyped_storage()
             number = storages.setdefault(storage._cdata, len(storages))

@@ -42,6 +42,7 @@ from ckptplan.profiling.values.real_run import answered
 from ckptplan.profiling.workload.optimizers import make_optimizer
 from ckptplan.runtime.guard.check import BENCH_BYTES
 from ckptplan.runtime.guard.gradients import accumulates, starting_gradients
+from ckptplan.runtime.guard.spots import SHEET_BYTES
 from ckptplan.runtime.replicated import broadcast_bytes, buckets
 from ckptplan.runtime.sharded import as_asked, keeping_whole, reduced
 from ckptplan.runtime.state.compiled import refuse_compiled
@@ -339,8 +340,8 @@ def _settings(allocator: AllocatorSettings | str | None, target: Target) -> Allo
     return AllocatorSettings.from_string(allocator) if isinstance(allocator, str) else allocator or AllocatorSettings()
 
 
-def _workspaces(target: Target) -> Iterator[Block]:
-    """Yield the workspaces of a cuBLAS handle.
+def library_blocks(target: Target) -> Iterator[Block]:
+    """Yield the workspaces of a cuBLAS handle, of which each thread that computes products has its own.
 
     Sizes are those of the device and version; for a device of this machine CUBLAS_WORKSPACE_CONFIG overrides them with
     pairs ":KiB:count".
@@ -369,6 +370,8 @@ class _Batch:
     number: int
     step: TrainingStep
     inputs: list[torch.Tensor]
+    others: list[torch.Tensor]
+    """What the step reads beside its inputs and the model."""
     fresh: Recording
     adding: Recording
     inferring: Recording | None
@@ -438,7 +441,7 @@ class _Run:
     def _record(
         self, number: int, step: TrainingStep, target: Target, rewind: Callable[[], None], *, inference: bool
     ) -> _Batch:
-        inputs = step.tensors() if step.fn is None else outside_tensors(step, target)
+        inputs, others = outside_tensors(step, target)
         rewind()
         folding = Folding(step, target, rewind, holds_output=self.holds_output)
 
@@ -470,7 +473,7 @@ class _Run:
             adding = record(accumulating=True) if lasting else fresh
         if inference:
             self.report(counted("recording", passes, passes, f"passes{of_batch}"))
-        return _Batch(number, step, inputs, fresh, adding, record(inference=True) if inference else None)
+        return _Batch(number, step, inputs, others, fresh, adding, record(inference=True) if inference else None)
 
     # --- the ledger ---
 
@@ -488,7 +491,7 @@ class _Run:
         """Return the ledger of training; in the first step the optimizer makes its state."""
         steps = self._in_steps(batches)
         ledger = Ledger()
-        self._load(ledger)
+        self._load(ledger, batches)
         if self.updates is None and self.optimizer is not None:
             given = [frozenset[str]().union(*(batch.fresh.gradients for batch in step)) for step in steps]
             self.updates = record_updates(
@@ -496,7 +499,7 @@ class _Run:
                 self._model,
                 self.target,
                 given if len({*given}) > 1 else given[:1] * 2,  # equal updates: the second one again and again
-                inputs=[tensor for batch in batches for tensor in batch.inputs],
+                inputs=[tensor for batch in batches for tensor in (*batch.inputs, *batch.others)],
                 keeps_gradients=not self._drops_gradients,
             )
         if len(batches) == 1 and self._empties_before(2):
@@ -577,16 +580,17 @@ class _Run:
     def _in_buckets(self) -> bool:
         return self._ddp is not None and self._ddp.gradient_as_bucket_view
 
-    def _load(self, ledger: Ledger, *, training: bool = True) -> None:
+    def _load(self, ledger: Ledger, batches: Sequence[_Batch], *, training: bool = True) -> None:
         """Allocate the tensors that are on the device before the first step."""
         ledger.phase("loaded")
         model = self._model
         seen: set[int] = set()
         named: list[tuple[str, str, torch.Tensor]] = [("weights", *pair) for pair in model.named_parameters()]
         named += [("buffers", *pair) for pair in model.named_buffers()]
+        named += [("inputs", "read besides the inputs", tensor) for batch in batches for tensor in batch.others]
         for category, name, tensor in named:
             storage = local_part(tensor).untyped_storage()
-            if storage._cdata not in seen and not (category == "buffers" and self._on_host(tensor)):
+            if storage._cdata not in seen and not (category != "weights" and self._on_host(tensor)):
                 seen.add(storage._cdata)
                 ledger.allocate(_block(storage.nbytes(), category, name, tensor))
         if self.checkpoint_on_device:
@@ -607,8 +611,8 @@ class _Run:
             for what in ("scale", "growth tracker"):
                 ledger.allocate(Block(4, "workspaces and temporaries", f"GradScaler's {what}"))
         if training and self.checks:
-            for nbytes in BENCH_BYTES:
-                ledger.allocate(Block(nbytes, "workspaces and temporaries", "digests of the check"))
+            for nbytes in (*BENCH_BYTES, SHEET_BYTES):
+                ledger.allocate(Block(nbytes, "workspaces and temporaries", "memory of the check"))
 
     def _make_unreduced(self, ledger: Ledger, there: dict[str, int]) -> None:
         """Allocate the gradients that earlier micro-batches leave whole, but for those that are `there`."""
@@ -633,7 +637,7 @@ class _Run:
     def _inference(self, batches: Sequence[_Batch]) -> Ledger:
         """Return the ledger of one forward of each batch, without autograd."""
         ledger = Ledger()
-        self._load(ledger, training=False)
+        self._load(ledger, batches, training=False)
         loop = _Loop(self, ledger)
         for batch in batches:
             if self.empty_cache and batch.number > 1:
@@ -772,7 +776,7 @@ class _Loop:
         operations = {block.op.removeprefix("aten.") for block in recording.blocks}
         if self._run.target.is_cuda and thread not in self._with_handles and operations.intersection(_PRODUCTS):
             self._with_handles.add(thread)
-            for block in _workspaces(self._run.target):
+            for block in library_blocks(self._run.target):
                 self._ledger.allocate(block)
 
 

@@ -10,16 +10,28 @@ from typing import Any, Literal, Unpack
 import torch
 from torch import nn
 
+from ckptplan.core.budget import Budget
 from ckptplan.core.checks import is_int
 from ckptplan.core.errors import InvalidInputError, PlanMismatchError, RankError
+from ckptplan.core.late import late
 from ckptplan.core.plan import Plan, require_plan
 from ckptplan.core.profile import Profile
-from ckptplan.core.request import ApplyKeywords, Limits, Training, require_known, tier_bytes
+from ckptplan.core.request import (
+    ApplyKeywords,
+    ApplyOrSolveKeywords,
+    Limits,
+    SolveKeywords,
+    Training,
+    recalled,
+    require_known,
+    tier_bytes,
+)
 from ckptplan.core.trace import Trace
 from ckptplan.core.units import format_bytes
 from ckptplan.memory.estimate import TrainingBytes
 from ckptplan.planning.adviser import Adviser
-from ckptplan.planning.enlarging import Enlarger
+from ckptplan.planning.enlarging import Enlarger, inside_forward
+from ckptplan.planning.first_forward import FirstForward
 from ckptplan.planning.job import Job
 from ckptplan.planning.model_job import shared_by
 from ckptplan.profiling.profiler import outside_tensors, replayed_bytes, training_step
@@ -36,25 +48,31 @@ from ckptplan.runtime.sharded import ranks_of
 from ckptplan.runtime.state.parameters import ParameterState
 from ckptplan.runtime.state.process import in_own_context
 from ckptplan.runtime.state.restore import restored
-from ckptplan.runtime.step import LossFn, fingerprint, make_step, training_config
+from ckptplan.runtime.step import LossFn, check_supported, fingerprint, make_step, training_config
 
 
 def apply(
     model: nn.Module,
-    plan: Plan,
+    plan: Plan | None = None,
     *,
+    budget_gb: float | None = None,
+    budget: str | None = None,
     swap_dir: str | Path | None = None,
     checksums: bool = False,
     synchronous: bool = False,
     check: When = "sampled",
+    strict: bool = False,
     on_oom: Literal["raise", "report", "replan"] = "raise",
     profile: Profile | None = None,
     retries: int = 3,
-    on_larger: Literal["raise", "replan"] = "raise",
+    on_larger: Literal["follow", "replan"] | None = None,
     inputs: Any = None,
-    **options: Unpack[ApplyKeywords],
+    **options: Unpack[ApplyOrSolveKeywords],
 ) -> Handle:
     """Apply `plan` to `model`: its training forwards keep, swap and recompute as planned.
+
+    Without a plan, one is made by the first forward with gradients, for its inputs: `ckptplan.apply(model,
+    budget_gb=12, loss_fn=..., optimizer=...)`.
 
     The model's classes, parameter names, `state_dict` and hooks don't change; only `forward` of the stages is replaced
     on the instances. Forwards without gradients, or in evaluation mode, run without the plan. The `use_cache` of a
@@ -64,6 +82,9 @@ def apply(
 
     Parameters
     ----------
+    plan : Plan, optional
+    budget_gb, budget
+        Without a plan: as in `solve`, by default what the device has free.
     swap_dir : path, optional
         Folder of the swap file of a CPU plan, or of a CUDA plan's disk tier; by default the system's temporary one. The
         file has no name, and at most the plan's swapped bytes per living graph.
@@ -75,8 +96,11 @@ def apply(
     check : "sampled", "always" or "off"
         Steps in which values are compared with those of forward: the values that each recomputed stage reads
         (parameters, buffers, inputs) and saves, and each swapped storage. A difference raises `CheckError` from that
-        backward, before an optimizer steps. "sampled": the first three forwards, then one of a hundred on average.
-        Other steps have no overhead. docs/runtime.md lists which errors this detects.
+        backward, before an optimizer steps. "sampled": the first three forwards, then one of a hundred on average; in
+        the others a few elements are compared. docs/runtime.md lists which errors this detects.
+    strict : bool
+        Whether a step that differs from the planned one raises `PlanMismatchError`. By default it follows the plan's
+        decisions, is warned of once for each kind of difference, and is counted in `handle.stats().differences`.
     on_oom : "raise", "report" or "replan"
         Action of `handle.step(fn)` if memory runs out in `fn`. "raise": raise the allocator's error. "report": undo the
         step and raise `OutOfMemoryError`, with measured and planned bytes. "replan": undo the step, correct the profile
@@ -87,12 +111,14 @@ def apply(
         `handle.stats` and `handle.trace` have predictions for each stage, not only for the step.
     retries : int
         Largest number of new plans for one step, 1 or more.
-    on_larger : "raise" or "replan"
-        Action at a forward whose inputs are larger in a dimension than the plan is valid for. "raise": raise
-        `PlanMismatchError`. "replan": profile the forward before it runs, with the dimensions that grew extended by a
-        quarter by repeating the inputs, and replace the plan by one for the same budget. This needs `loss_fn`,
-        `optimizer` and `amp` as given to `solve` (autocast around the forward counts as `amp`), and a step of one
-        forward.
+    on_larger : "follow" or "replan", optional
+        Action at a forward whose inputs are larger in a dimension than the plan is valid for, and after a step that
+        differed from the planned one in another way. "follow": follow the plan's decisions. "replan": profile the
+        forward before it runs, with the dimensions that grew extended by a quarter by repeating the inputs, and replace
+        the plan by one for the same budget; if there is none, follow the present one. This needs a step of one forward,
+        and `loss_fn`, `optimizer` and `amp` as given to `solve` (autocast around the forward counts as `amp`); those of
+        a plan that was solved in this process are known. Default: "replan" for such a plan, unless `strict`, otherwise
+        "follow".
     inputs : tensor, tuple, dict, optional
         As given to `solve`; needed (or `step`) for a plan made on another machine for this device. Such a plan is
         replayed with this device's operations, and has to stay within its budget.
@@ -116,6 +142,13 @@ def apply(
         If the swap directory can't be written or is too small, or an argument is invalid. None of these errors changes
         the model.
     """
+    if plan is None:
+        wanted: dict[str, Any] = {"budget_gb": budget_gb, "budget": budget, "swap_dir": swap_dir, **options}
+        how: dict[str, Any] = {"swap_dir": swap_dir, "checksums": checksums, "synchronous": synchronous, "check": check}
+        how |= {"strict": strict, "on_oom": on_oom, "profile": profile, "retries": retries, "on_larger": on_larger}
+        return _later(model, inputs, wanted, how)
+    if (budget_gb, budget) != (None, None):
+        raise InvalidInputError("a plan has its budget; leave out budget_gb= and budget=, or the plan to make one")
     handle = None
     try:
         with group_call("apply", model) as call:
@@ -126,13 +159,33 @@ def apply(
             handle = _applied(
                 model, plan, profile, inputs, dict(options), 1 if call is None else call.local_count(), on_oom=on_oom,
                 retries=retries, on_larger=on_larger, swap_dir=swap_dir, checksums=checksums, synchronous=synchronous,
-                check=check,
+                check=check, strict=strict,
             )  # fmt: skip
     except BaseException:
         if handle is not None:  # here it went well
             handle.remove()
         raise
     return handle
+
+
+def _later(model: nn.Module, inputs: Any, wanted: dict[str, Any], how: dict[str, Any]) -> Handle:
+    """Return a handle whose plan the first training forward makes, with the options `wanted`, and applies."""
+    require_known(apply, wanted.keys() - {"budget_gb", "budget", "swap_dir"}, SolveKeywords)
+    if inputs is not None or wanted.get("step") is not None or how["profile"] is not None:
+        raise InvalidInputError(
+            "without a plan, apply plans for the inputs of the first training forward; leave out inputs=, step= and "
+            "profile=, or solve with them and apply that plan"
+        )
+    Budget.of(wanted["budget_gb"], wanted["budget"])  # for its errors, now
+    Limits.of(wanted)
+    Training.of(wanted)
+    check_supported(unwrapped(model))
+
+    def planned(inputs: Any) -> Handle:
+        with inside_forward(unwrapped(model), wanted.get("amp")) as amp:
+            return apply(model, late("api", "solve")(model, inputs=inputs, **{**wanted, "amp": amp}), **how)
+
+    return FirstForward(model, planned)
 
 
 def _require_one_plan(call: GroupCall, plan: Plan) -> None:
@@ -157,7 +210,7 @@ def _applied(
     *,
     on_oom: str,
     retries: int,
-    on_larger: str,
+    on_larger: str | None,
     swap_dir: str | Path | None,
     **how: Any,
 ) -> Handle:
@@ -165,6 +218,8 @@ def _applied(
     if profile is not None and not isinstance(profile, Profile):
         raise InvalidInputError(f"profile is a {type(profile).__name__}; pass the Profile from ckptplan.profile")
     host_gb, disk_gb = (options.pop(name, None) for name in ("host_gb", "disk_gb"))
+    known = recalled(plan)
+    options = {**{k: v for k, v in (known or {}).items() if k not in ("host_gb", "disk_gb")}, **options}
     limits = Limits.of(options)
     host_bytes, disk_bytes = (tier_bytes(*each) for each in (("host_gb", host_gb), ("disk_gb", disk_gb)))
     limits = shared_by(replace(limits, host_bytes=host_bytes, disk_bytes=disk_bytes), local_ranks)
@@ -194,8 +249,11 @@ def _applied(
         )
     if not is_int(retries) or retries < (on_oom == "replan"):
         raise InvalidInputError(f"retries={retries!r}; give the number of plans to try for a step, 1 or more")
-    if on_larger not in ("raise", "replan"):
-        raise InvalidInputError(f"on_larger={on_larger!r}; it is 'raise' or 'replan'")
+    if on_larger not in (None, "follow", "replan"):
+        raise InvalidInputError(f"on_larger={on_larger!r}; it is 'follow' or 'replan', and strict=True raises")
+    if on_larger is None and known is not None and not how["strict"]:
+        one = plan.fingerprint.inputs != "step()" and plan.in_flight == 1 and not ranks_of(model)
+        on_larger = "replan" if one else "follow"
     adviser = None
     if profile is not None:
         plan.require_profile(profile)
@@ -317,8 +375,8 @@ def _arrived(model: nn.Module, plan: Plan, training: Training) -> Plan:
         needs = peaks.reserved_bytes
         bound = replace(bound, allocated_bytes=peaks.allocated_bytes, reserved_bytes=needs)
     else:
-        outside = step.tensors() if step.fn is None else outside_tensors(step, target)
-        held = unique_bytes([*model.parameters(), *model.buffers(), *outside])
+        inputs, others = outside_tensors(step, target)
+        held = unique_bytes([*model.parameters(), *model.buffers(), *inputs, *others])
         if step.accumulates:
             held += starting_gradient_bytes(model)
         held += added_bytes(step.model, step.ddp)

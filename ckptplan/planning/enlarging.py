@@ -1,9 +1,13 @@
-"""New plans for forwards whose inputs are larger than the applied plan is valid for."""
+"""New plans while training: for larger inputs than the applied plan is valid for, and for steps that differ from it."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import time
-from collections.abc import Sequence
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,25 +41,73 @@ from ckptplan.runtime.state.restore import restored
 _REMEMBERED = 16
 """Plans, and shapes without a plan, that are stored."""
 
+_TRIES = {"returned": 1, "thawed": 16} | dict.fromkeys(
+    ("attached", "autocast", "calls", "forwards", "gradients", "mode", "module", "new", "saved", "stage", "state"), 3
+)
+"""Kind of difference that a plan for the present inputs may include -> most plans made because of it. A training that
+thaws other layers by turns needs a plan for each; another kind that stays after three plans can't be planned for."""
+
+_OF_STATE = frozenset(("gradients", "mode", "thawed"))
+
 
 @dataclass(slots=True)
 class _Known:
-    """A plan, the inputs that it is valid for, and the profile that it was made from (None: not given)."""
+    """A plan, the inputs that it is valid for, and the profile that it was made from (None: not given).
+
+    `training` and `trained` are the model's mode, and the names of the parameters that got gradients, when it was made.
+    """
 
     inputs: tuple[InputTensor, ...]
     plan: Plan
     job: Job | None
+    training: bool
+    trained: frozenset[str]
 
     @property
     def limits(self) -> InputLimits:
         return InputLimits(self.inputs)
 
+    def holds(
+        self, call: tuple[tuple[Any, ...], dict[str, Any]], model: nn.Module, now: Plan, differences: Set[str]
+    ) -> bool:
+        """Return whether this plan is valid for a call of a model whose steps differed so from its present plan.
+
+        Gradients from before, and several forwards at once, for which a plan was made, come again with other inputs.
+        """
+        accumulates = now.fingerprint.accumulates or "gradients" in differences
+        return (
+            self.plan.in_flight >= now.in_flight
+            and (self.plan.fingerprint.accumulates or not accumulates)
+            and self.limits.first_beyond(*call) is None
+            and self.training == model.training
+            and _trained(model) <= self.trained
+        )
+
+
+def _trained(model: nn.Module) -> frozenset[str]:
+    return frozenset(name for name, p in model.named_parameters() if p.requires_grad)
+
+
+@contextlib.contextmanager
+def inside_forward(model: nn.Module, amp: torch.dtype | str | None) -> Iterator[torch.dtype | str | None]:
+    """A context for planning inside a forward of `model`; yields `amp`, by default the type of autocast around it.
+
+    Autocast around the user's forward would extend to the loss and backward, and cache casts made in here. Of a sharded
+    model the parameters outside of its units are gathered already.
+    """
+    kind = find_target(model).device.type
+    if amp is None and torch.is_autocast_enabled(kind):
+        amp = torch.get_autocast_dtype(kind)
+    with torch.autocast(kind, enabled=False), undisturbed(model):
+        yield amp
+
 
 class Enlarger:
-    """Plans for forwards with larger inputs (`runtime.guard.shapes.OnLarger`).
+    """Plans for forwards with larger inputs, and after steps that differed (`runtime.guard.shapes.OnLarger`).
 
     Plans are stored: if an earlier plan is valid for the inputs, it is applied again without profiling. Shapes for
-    which there is no plan are stored too.
+    which there is no plan are stored too. A plan after a difference is made for the model as it is at the next forward:
+    its mode, frozen parameters, path, and number of forwards at once. No more are made for a kind than `_TRIES`.
 
     The ranks of a sharded model vote at each forward, and have one plan at any time: if the inputs of one are larger,
     all plan together for the largest sizes of all. Ranks of a replicated model each plan by themselves.
@@ -73,33 +125,53 @@ class Enlarger:
         if plan.fingerprint.inputs == "step()":
             raise InvalidInputError(
                 "on_larger='replan' plans for a forward's inputs, and this plan was made for a step=, whose inputs "
-                "can't be seen; make it with inputs=, or pass on_larger='raise'"
+                "can't be seen; make it with inputs=, or pass on_larger='follow'"
             )
         self._model, self._limits, self._adviser = model, limits, adviser
         self._training, self._swap_dir = training, swap_dir
         self._by_name = ByName(model.forward)
-        self._budget_bytes = max(plan.budget_bytes, plan.reserved_bytes or 0)
+        self._share = plan.budget_share
+        self._budget_bytes = None if self._share is not None else max(plan.budget_bytes, plan.reserved_bytes or 0)
         self._now = _Known(
-            self._by_name.planned(plan.fingerprint.inputs), plan, None if adviser is None else adviser.job
+            self._by_name.planned(plan.fingerprint.inputs),
+            plan,
+            None if adviser is None else adviser.job,
+            plan.fingerprint.training,
+            _trained(model),
         )
+        self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None  # what plans count that were given none
+        self._tries: Counter[str] = Counter()
         self._within = self._now.limits
         self._known = [self._now]
-        self._refused: list[tuple[tuple[InputTensor, ...], InfeasibleBudgetError]] = []
+        self._refused: list[tuple[tuple[InputTensor, ...], Callable[[], CkptPlanError]]] = []
         self._vote = Vote(model)
 
-    def beyond(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Return whether a tensor is larger than planned, on this rank or another."""
-        return self._vote.any(self._within.first_beyond(*self._by_name(args, kwargs)) is not None)
+    def beyond(self, args: tuple[Any, ...], kwargs: dict[str, Any], differences: Set[str]) -> bool:
+        """Return whether a tensor is larger than planned, or a difference may be planned for, on any rank."""
+        larger = self._within.first_beyond(*self._by_name(args, kwargs)) is not None
+        return self._vote.any(larger or bool(differences and self._plannable(differences)))
 
-    def enlarged(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Plan, Larger | None]:
-        """Return a plan that is valid for these inputs.
+    def _plannable(self, differences: Set[str]) -> tuple[str, ...]:
+        # Without a plan for larger inputs their stages differ, and a plan for the others wouldn't change that.
+        without = {"calls", "module", "saved", "stage"} if "no plan" in differences else set()
+        return tuple(sorted(k for k in differences - without if self._tries[k] < _TRIES.get(k, 0)))
+
+    def enlarged(
+        self,
+        plan: Plan,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        differences: Set[str],
+        optimizer: weakref.ref[torch.optim.Optimizer] | None = None,
+    ) -> tuple[Plan, Larger | None]:
+        """Return a plan that is valid for these inputs, of a model whose steps showed these differences.
 
         Raises
         ------
         InfeasibleBudgetError
             If none fits the budget.
         PlanMismatchError
-            If the step can't be profiled with them.
+            If the step can't be profiled.
         """
         with group_call("a forward with larger inputs", self._model) as group:
             if group is not None and not encloses(self._training):
@@ -107,27 +179,45 @@ class Enlarger:
             named = self._by_name(args, kwargs)
             given = input_tensors(*named)
             beyond = self._within.first_beyond(*named)
-            holds = [known.limits.first_beyond(*named) is None for known in self._known]
-            refused = [_holds(given, shapes) for shapes, _ in self._refused]
+            kinds = self._plannable(differences)
+            # Whether an earlier plan includes a difference is known only for those of the model's state.
+            known = self._known if not kinds or _OF_STATE.issuperset(kinds) else ()
+            holds = [each.holds(named, self._model, plan, differences) for each in known]
+            refused = [not kinds and _holds(given, shapes) for shapes, _ in self._refused]
             if group is not None:  # what is so on one rank is so on all
-                found = group.exchange((beyond, holds, refused))
-                beyond = next(each for each, _, _ in found if each is not None)
-                holds = [all(each) for each in zip(*(each for _, each, _ in found), strict=True)]
-                refused = [any(each) for each in zip(*(each for _, _, each in found), strict=True)]
-        assert beyond is not None
+                found = group.exchange((beyond, holds, refused, kinds))
+                beyond = next((each for each, *_ in found if each is not None), None)
+                kinds = tuple(sorted({kind for *_, each in found for kind in each}))
+                known = known if all(len(each) == len(known) for _, each, *_ in found) else ()
+                holds = [all(each) for each in zip(*(each[: len(known)] for _, each, *_ in found), strict=True)]
+                refused = [any(each) for each in zip(*(each for _, _, each, _ in found), strict=True)]
         if plan is not self._now.plan:  # replanned after a shortage of memory
             self._now.plan = plan
             self._now.job = None if self._adviser is None else self._adviser.job
-            self._budget_bytes = min(self._budget_bytes, max(plan.budget_bytes, plan.reserved_bytes or 0))
-        earlier = next((k for k, fits in zip(self._known[::-1], holds[::-1], strict=True) if fits), None)
+            has = max(plan.budget_bytes, plan.reserved_bytes or 0)
+            self._budget_bytes = has if self._budget_bytes is None else min(self._budget_bytes, has)
+        self._tries.update(kinds)
+        earlier = next((k for k, fits in zip(known[::-1], holds[::-1], strict=True) if fits), None)
         if earlier is not None:
             return self._turn_to(earlier), None
-        for (_, error), again in zip(self._refused, refused, strict=True):
-            if again:
-                raise _again(error)
         begin = time.perf_counter()
-        new = self._plan_for((args, kwargs), named)
-        larger = Larger(*beyond, new.inputs, time.perf_counter() - begin)
+        try:
+            for (_, failed), again in zip(self._refused, refused, strict=True):
+                if again:
+                    raise failed()
+            counts = optimizer if "state" in kinds else self._optimizer
+            new = self._plan_for((args, kwargs), named, kinds, None if counts is None else counts())
+        except RankError:
+            raise
+        except CkptPlanError:  # one for fewer forwards at once, or without gradients from before, may do
+            fewer = [k for k in known if k.holds(named, self._model, k.plan, differences)]
+            if group is not None or not fewer:
+                raise
+            return self._turn_to(fewer[-1]), None
+        tensor, planned = beyond or (None, None)
+        larger = Larger(tensor, planned, new.inputs, time.perf_counter() - begin, kinds)
+        if "state" in kinds:  # which earlier plans don't count
+            self._optimizer, self._known, self._refused = optimizer, [], []
         self._known = [*self._known[-_REMEMBERED + 1 :], new]
         return self._turn_to(new), larger
 
@@ -138,38 +228,45 @@ class Enlarger:
         return known.plan
 
     @in_own_context
-    def _plan_for(self, call: tuple[tuple[Any, ...], dict[str, Any]], named: Any) -> _Known:
+    def _plan_for(
+        self,
+        call: tuple[tuple[Any, ...], dict[str, Any]],
+        named: Any,
+        kinds: Sequence[str],
+        optimizer: torch.optim.Optimizer | None,
+    ) -> _Known:
         target = find_target(self._model)
-        kind = target.device.type
-        amp = self._training.amp
-        if amp is None and torch.is_autocast_enabled(kind):
-            amp = torch.get_autocast_dtype(kind)
-        accumulate = self._now.plan.fingerprint.accumulates or None  # where gradients exist now, they do in later steps
+        in_flight = self._limits.in_flight + ("forwards" in kinds)
+        # Where gradients exist now, they do in later steps.
+        accumulate = self._now.plan.fingerprint.accumulates or "gradients" in kinds or in_flight > 1 or None
+        limits = replace(self._limits, in_flight=in_flight)
+        asked = replace(self._training, step=None, accumulate=accumulate)
+        asked = asked if asked.optimizer is not None else replace(asked, optimizer=optimizer)
         calls = enlarged_calls(call, named, self._now.inputs, [known.inputs for known in self._known])
-        # Autocast around the user's forward would extend to the loss and backward, and cache casts made in here. Of a
-        # sharded model the parameters outside of its units are gathered already.
-        with torch.autocast(kind, enabled=False), undisturbed(self._model):
+        with inside_forward(self._model, self._training.amp) as amp:
             for args, kwargs in calls:
                 try:
-                    request = replace(self._training, inputs=args, step=None, amp=amp, accumulate=accumulate)
-                    job, plan = self._solved(request, kwargs, target, repeated=args is not call[0])
+                    request = replace(asked, inputs=args, amp=amp)
+                    job, plan = self._solved(request, kwargs, target, limits, repeated=args is not call[0])
                 except RankError:  # which ends the others, too
                     raise
                 except CkptPlanError as error:
-                    failed = error
+                    failed = _again(error)
                     continue
                 # The replay refers to this forward's inputs and would keep them alive.
                 job = replace(job, replayed=None, on_cuda=False)
-                return _Known(input_tensors(*self._by_name(args, kwargs)), plan, job)
-        given = input_tensors(*named)
-        if isinstance(failed, InfeasibleBudgetError):
-            self._refused = [*self._refused[-_REMEMBERED + 1 :], (given, failed)]
-            raise _again(failed)
-        raise PlanMismatchError(
-            f"inputs {', '.join(map(str, given))} are larger than planned, and no new plan can be made: {failed}"
-        ) from failed
+                self._limits = limits
+                inputs = input_tensors(*self._by_name(args, kwargs))
+                return _Known(inputs, plan, job, self._model.training, _trained(self._model))
+        if "state" not in kinds:
+            self._refused = [*self._refused[-_REMEMBERED + 1 :], (input_tensors(*named), failed)]
+        for kind in kinds:
+            self._tries[kind] = _TRIES[kind]
+        raise failed()
 
-    def _solved(self, request: Training, kwargs: dict[str, Any], target: Target, *, repeated: bool) -> tuple[Job, Plan]:
+    def _solved(
+        self, request: Training, kwargs: dict[str, Any], target: Target, limits: Limits, *, repeated: bool
+    ) -> tuple[Job, Plan]:
         """Profile a step and solve, all ranks of a sharded model together."""
         with group_call("solve", self._model) as group:
             training, _ = training_step(self._model, request, target)
@@ -178,10 +275,16 @@ class Enlarger:
             if repeated:
                 with restored(self._model, training.reached()), as_ours(training, "tracing"):
                     require_in_range(training, target)
-            job = job_of_step(training, (), target, request.optimizer, self._swap_dir, self._limits)
+            job = job_of_step(training, (), target, request.optimizer, self._swap_dir, limits)
+
+            def within(budget_bytes: int | None) -> Plan:
+                if self._share is not None:
+                    return job.solved_share(self._share, budget_bytes)
+                return job.solved(budget_bytes or 0)
+
             if group is None:
-                return job, job.solved(self._budget_bytes)
-            return job, Together(group).planned(job, self._budget_bytes, lambda nbytes: job.solved(nbytes or 0))
+                return job, within(self._budget_bytes)
+            return job, Together(group).planned(job, self._budget_bytes, within)
 
 
 def _holds(given: Sequence[InputTensor], shapes: Sequence[InputTensor]) -> bool:
@@ -194,9 +297,13 @@ def _holds(given: Sequence[InputTensor], shapes: Sequence[InputTensor]) -> bool:
     )
 
 
-def _again(error: InfeasibleBudgetError) -> InfeasibleBudgetError:
-    """Return a copy of `error` without a traceback, which would keep frames alive."""
-    return InfeasibleBudgetError(
+def _again(error: CkptPlanError) -> Callable[[], CkptPlanError]:
+    """Return a function that makes errors like `error`: its own traceback would keep the step's frames alive."""
+    if not isinstance(error, InfeasibleBudgetError):
+        text = f"no plan can be made for this step: {error}; the former plan stays applied"
+        return functools.partial(PlanMismatchError, text)
+    return functools.partial(
+        InfeasibleBudgetError,
         f"{error}; the former plan stays applied",
         budget_bytes=error.budget_bytes,
         min_peak_bytes=error.min_peak_bytes,

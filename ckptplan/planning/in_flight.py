@@ -225,5 +225,6 @@ class _Search:
 
 
 def _until_the_last(storage: Storage, last: int) -> Storage:
-    """A storage that the program holds up to the last stage at most: it lets go of all when forward ends."""
-    return storage if storage.program_until <= last else replace(storage, program_until=last)
+    """A storage that program and graph hold up to the last stage at most: they let go of all when forward ends."""
+    graph_until = None if storage.graph_until is None else min(storage.graph_until, last)
+    return replace(storage, program_until=min(storage.program_until, last), graph_until=graph_until)

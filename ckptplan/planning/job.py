@@ -19,6 +19,7 @@ from ckptplan.core.checks import MOST_BYTES
 from ckptplan.core.errors import CkptPlanError, InfeasibleBudgetError, InvalidInputError
 from ckptplan.core.link import STAGING_BYTES
 from ckptplan.core.measured import DeviceBytes
+from ckptplan.core.option import DISCARD
 from ckptplan.core.plan import Plan, saved_bytes
 from ckptplan.core.profile import Profile
 from ckptplan.core.progress import Message, limited, search_state
@@ -35,7 +36,8 @@ from ckptplan.solving.tiers import check_disk
 _REORDERED_EXCESS = 0.05  # share of the budget above which another order of decisions isn't tried: it gains less
 _REST = 0.01  # share of the budget that may stay unused before another limit is tried
 _TIGHTENINGS = 6  # attempts with a smaller limit before the plan with the smallest peak is tried
-PLAIN = ("keep", "swap", "recompute", "recompute+swap")
+_RAISES = 3  # times that a budget of the smallest peak is raised to one that another search has found
+PLAIN = ("keep", "swap", "recompute", "recompute+swap", DISCARD)
 """Options on whole stages; the others of a menu choose among the stage's operations."""
 
 
@@ -52,12 +54,15 @@ class Job:
         the bytes in tensors, three times the same. None: there is no model to replay.
     on_cuda : bool
         Whether `replayed` uses the allocator's model.
+    library_bytes : int
+        What each thread that computes has beside its tensors under every plan: cuBLAS's workspaces. 0: not known.
     """
 
     profile: Profile
     limits: Limits
     replayed: Callable[[Plan], DeviceBytes] | None = None
     on_cuda: bool = False
+    library_bytes: int = 0
 
     def __post_init__(self) -> None:
         made_of = self.profile.fingerprint
@@ -107,10 +112,30 @@ class Job:
                 else:
                     plan = found if plan is None or found.step_s < plan.step_s else plan
         if plan is None:
-            raise self._infeasible(budget_bytes, attempts, failures)
+            try:
+                raise self._infeasible(budget_bytes, attempts, failures)
+            finally:
+                failures.clear()  # their frames refer to this one
         if plan is not handed_out and self.limits.on_plan is not None:
             self.limits.on_plan(plan)
         return plan
+
+    def solved_share(self, share: float, most_bytes: int | None = None) -> Plan:
+        """Return the plan for a share of the way from the smallest peak to everything kept, and at most `most_bytes`.
+
+        Raises
+        ------
+        InfeasibleBudgetError
+            If `most_bytes` is below the smallest peak.
+        """
+        range_bytes = self.range_bytes(self.limits.time_limit_s)
+        least, most = self.needed_range_bytes(range_bytes)
+        budget_bytes = least + int(share * (most - least))
+        if most_bytes is not None and budget_bytes > most_bytes:
+            return self.solved(most_bytes)
+        plan = _from(budget_bytes, self.solved, most_bytes)
+        least = min(range_bytes[0], plan.needed_bytes)
+        return replace(plan, budget_share=share, least_peak_bytes=least, most_peak_bytes=range_bytes[1])
 
     def _infeasible(
         self, budget_bytes: int, attempts: Sequence[Plan], failures: Sequence[InfeasibleBudgetError]
@@ -156,6 +181,13 @@ class Job:
             if fitting is not None:
                 return fitting if former is None else self._using_the_rest(fitting, limit, former, budget_bytes)
             former = limit, over
+            # Whole workspaces are there under every plan, and leave less of the budget for tensors. What else is beside
+            # tensors, such as rounding, differs between plans, so no bound may count it.
+            beside = self._workspace_bytes(plan)
+            if limit == budget_bytes and beside and plan.needed_bytes > budget_bytes - beside:
+                attempts.clear()  # whose bound is that of the larger limit
+                limit = max(budget_bytes - beside, 1)
+                continue
             # The excess is fragments of the allocator, or an error of the chain model: reduce the limit by it. The plan
             # then has the smaller budget, to which its status and bound refer. Bytes of the limit that the plan didn't
             # use are dropped first, since a limit between peak and budget has the same plan.
@@ -164,6 +196,12 @@ class Job:
             f"a plan with a peak of {format_bytes(plan.needed_bytes)} needs {format_bytes(budget_bytes + over)} in a "
             f"replay of the model, more than the budget of {format_bytes(budget_bytes)}; please report it"
         )
+
+    def _workspace_bytes(self, plan: Plan) -> int:
+        """Return the bytes of the workspaces that a plan has beside its tensors: one for forward, one for backward."""
+        if not self.library_bytes or plan.allocated_bytes is None:
+            return 0
+        return min(max(plan.allocated_bytes - plan.needed_bytes, 0) // self.library_bytes, 2) * self.library_bytes
 
     def _fitting(self, plan: Plan, budget_bytes: int) -> tuple[Plan | None, int]:
         """Return `plan`, or one as fast with other fragments, whose replay stays within a budget, and bytes beyond it.
@@ -294,10 +332,7 @@ class Job:
         if self.replayed is None:
             return range_bytes
         limits = replace(self.limits, on_plan=None)
-        try:
-            least = self._within(range_bytes[0], limits)
-        except InfeasibleBudgetError as error:  # another search doesn't always find the smallest peak again in its time
-            least = self._within(error.min_peak_bytes, limits)
+        least = _from(range_bytes[0], lambda nbytes: self._within(nbytes, limits))
         most = self._within(range_bytes[1], limits)
         return max(least.needed_bytes, self.needs(least)), max(most.needed_bytes, self.needs(most))
 
@@ -342,6 +377,26 @@ class Job:
             limits.on_progress(Message(what, began_s=began_s, limit_s=limits.time_limit_s))
 
         return report
+
+
+def _from(budget_bytes: int, solve: Callable[[int], Plan], most_bytes: int | None = None) -> Plan:
+    """Return the plan for a budget of nearly the smallest peak, or for the least one above for which one is found.
+
+    Another search doesn't always find the smallest peak again in its time.
+
+    Raises
+    ------
+    InfeasibleBudgetError
+        If that is beyond `most_bytes`.
+    """
+    for _ in range(_RAISES):
+        try:
+            return solve(budget_bytes)
+        except InfeasibleBudgetError as error:
+            budget_bytes = max(error.min_peak_bytes, budget_bytes + 1)
+            if most_bytes is not None and budget_bytes > most_bytes:
+                raise
+    return solve(budget_bytes)
 
 
 def job_of_profile(profile: Profile, limits: Limits) -> Job:

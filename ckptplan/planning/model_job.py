@@ -17,7 +17,7 @@ from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Fingerprint, Profile
 from ckptplan.core.request import Limits, Training
 from ckptplan.core.stage import InputTensor
-from ckptplan.memory.estimate import TrainingBytes
+from ckptplan.memory.estimate import TrainingBytes, library_blocks
 from ckptplan.planning.job import Job, staged
 from ckptplan.profiling.profiler import profile_step, replayed_bytes, stage_inputs, training_step
 from ckptplan.profiling.target import DeviceLike, Target, find_target
@@ -102,7 +102,8 @@ def replaying(job: Job, step: TrainingStep, sizes: TrainingBytes) -> Job:
                 found.append(needs(other, replace(plan, choices=tuple(whole))))
         return DeviceBytes(*map(max, zip(*map(astuple, found), strict=True)))
 
-    return replace(job, replayed=replayed, on_cuda=target.is_cuda)
+    library_bytes = sum(block.nbytes for block in library_blocks(target)) if target.is_cuda else 0
+    return replace(job, replayed=replayed, on_cuda=target.is_cuda, library_bytes=library_bytes)
 
 
 def holding_for(profile: Profile, inputs: Mapping[str, tuple[InputTensor, ...]]) -> Profile:

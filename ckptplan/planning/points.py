@@ -25,7 +25,7 @@ def away_longest(profile: Profile, plan: Plan, deadline: float = math.inf) -> Pl
     `deadline` (of `time.monotonic()`). A copy that takes longer than predicted is waited for sooner.
     """
     most_s = simulate(profile, plan).makespan_s * (1 + EQUAL_S)
-    modules = [k for k, stage in enumerate(profile.stages) if not stage.is_glue]
+    modules = [k for k, stage in enumerate(profile.stages) if not stage.is_glue and stage.has_backward]
     back_by = {i: segment.last for segment in plan.segments for i in range(segment.first, segment.last + 1)}
 
     def allowed(choices: Sequence[Decision]) -> bool:

@@ -7,7 +7,7 @@ NOTE [What a profile depends on]
    instructions, constants, defaults and attributes. Installed packages count with their versions, and what others put
    into their modules and classes as any code; near the model's classes also which function has which name.
 2. Values that this code can reach: attributes of modules and objects, configurations, containers, with their classes.
-   Of floating tensors the layout counts, of others the values as well, since traces run on them.
+   Of floating tensors the layout counts, of others and of masks the values as well, since traces run on them.
 3. Inputs, by the same rule; autocast; flags of precision, attention and determinism; threads; environment variables;
    the machine and its device.
 
@@ -25,6 +25,7 @@ and for a mask with other values.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -32,7 +33,7 @@ import platform
 import re
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,25 @@ _OF_THE_SHELL = re.compile(
 """Environment variables that differ from shell to shell and that no step depends on."""
 
 
+@contextlib.contextmanager
+def _own_hooks_off() -> Iterator[None]:
+    """Inside, optimizers have no hooks of this package's: those of plans that are applied to other models."""
+    tables: Any = optimizer_code._global_optimizer_pre_hooks, optimizer_code._global_optimizer_post_hooks
+    own = [
+        {n: hook for n, hook in table.items() if str(getattr(hook, "__module__", "")).startswith("ckptplan.")}
+        for table in tables
+    ]
+    for table, hooks in zip(tables, own, strict=True):
+        for number in hooks:
+            del table[number]
+    try:
+        yield
+    finally:
+        for table, hooks in zip(tables, own, strict=True):
+            table.update(hooks)
+
+
+@_own_hooks_off()
 def key_of(
     step: TrainingStep,
     optimizer: OptimizerLike | None,

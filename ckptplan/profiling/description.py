@@ -30,6 +30,7 @@ from torch import nn
 
 from ckptplan.profiling.installed import Installed, NoKeyError, found_as
 from ckptplan.profiling.loops import ANY_NAME, Loop, held_loops, properties_of_loops
+from ckptplan.profiling.values.constants import is_mask
 
 _TEXT: frozenset[type] = frozenset((
     bool, float, complex, str, bytes, bytearray, type(None), type(...), type(NotImplemented), range, torch.dtype,
@@ -247,7 +248,7 @@ class Description:
         self._say(type(tensor).__name__, str(number), repr(layout), repr(kind), repr(graph))
         self.add(tensor.grad, tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None))
         self.add(vars(tensor))
-        if tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta:
+        if (tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta) and not is_mask(tensor):
             return
         if tensor.nbytes > _MOST_TENSOR_BYTES:
             raise NoKeyError(f"it has a tensor of {tensor.nbytes} bytes of {tensor.dtype}, whose values count")

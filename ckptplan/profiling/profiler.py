@@ -28,7 +28,7 @@ from ckptplan.core.storage import Storage
 from ckptplan.profiling.bytes.fake import FakeWorld, fake_parameters
 from ckptplan.profiling.bytes.folding import UnlikeLayersError
 from ckptplan.profiling.bytes.real_storages import Places, RealStorages, with_real_sizes
-from ckptplan.profiling.bytes.trace import DRAWS, find_stages, replay, trace_chain
+from ckptplan.profiling.bytes.trace import DRAWS, fake_inputs, find_stages, replay, trace_chain
 from ckptplan.profiling.bytes.traced import Traced
 from ckptplan.profiling.bytes.tracker import Tracker
 from ckptplan.profiling.bytes.unfolding import Folding
@@ -47,6 +47,7 @@ from ckptplan.profiling.workload.stand_ins import StandIns
 from ckptplan.runtime.accelerator import empty_cache, is_accelerator
 from ckptplan.runtime.group import on_all_ranks, present_call
 from ckptplan.runtime.guard.gradients import accumulates, starting_gradient_bytes
+from ckptplan.runtime.guard.shapes import input_tensors
 from ckptplan.runtime.observe.measure import Outside, collection_off, held_tensors, unique_bytes
 from ckptplan.runtime.replicated import added_bytes
 from ckptplan.runtime.sharded import as_asked
@@ -231,8 +232,10 @@ def training_step(model: nn.Module, training: Training, target: Target) -> tuple
             step.on_device(target.device)
     else:
         args, kwargs, source = find_inputs(model, target.device)
-        step = dataclasses.replace(make_step(model, dataclasses.replace(training, inputs=())), args=args, kwargs=kwargs)
-        notes = [f"inputs from {source}"]
+        shapes = ", ".join(f"{t.dtype}{list(t.shape)}" for t in input_tensors(args, kwargs))
+        step = make_step(model, dataclasses.replace(training, inputs=()))
+        step = dataclasses.replace(step, args=args, kwargs=kwargs, found=f"{source}: {shapes}")
+        notes = [f"inputs {step.found}; pass inputs= for others"]
     if training.accumulate is None and accumulates(model, None):
         notes.append(
             "the model has gradients, so steps are meant that start with them; accumulate=False leaves them out"
@@ -404,7 +407,8 @@ def _traced(
         found = find_stages(step, target)
         rewind()
         report("tracing bytes")
-        outside = step.tensors() if step.fn is None else outside_tensors(step, target)
+        inputs, others = outside_tensors(step, target)
+        outside = [*inputs, *others]
         rewind()
         resident = unique_bytes([*held_tensors(step.model), *outside], target.device)
         if step.accumulates:
@@ -430,7 +434,7 @@ def _traced(
             folding.give_up()
             traced, times = chain()
         rewind()
-        return dataclasses.replace(traced, input_bytes=unique_bytes(outside, target.device)), times, folding
+        return dataclasses.replace(traced, input_bytes=unique_bytes(inputs, target.device)), times, folding
 
     return answered(trace, step, target, rewind, report)
 
@@ -528,11 +532,17 @@ def _with_times(
                 launches.forward_s.get(kind, 0.0) + launched_s.call_s,
                 launches.backward_s.get(kind, 0.0),
             )
+        if not stage.has_backward:
+            backward_s, launch_s = 0.0, (launch_s[0], 0.0)
         menu = [
             dataclasses.replace(
                 option,
-                recompute_s=times.recompute_s[kind, option.ops] if option.recomputes else 0.0,
-                launch_s=(launches.recompute_s.get((kind, option.ops), 0.0) if option.recomputes else 0.0)
+                recompute_s=times.recompute_s[kind, option.ops] if option.recomputes and stage.has_backward else 0.0,
+                launch_s=(
+                    launches.recompute_s.get((kind, option.ops), 0.0)
+                    if option.recomputes and stage.has_backward
+                    else 0.0
+                )
                 + launched_s.swapping_s(option),
                 overhead_s=runtime_s.swapping_s(option) + overheads.copies_s(option, traced.storages),
             )
@@ -572,6 +582,7 @@ def _with_times(
         notes=(*notes, *traced.notes),
         disk=disk,
         outside=traced.outside,
+        uncalled=traced.uncalled,
         step_error=_step_error(stages, times),
         input_bytes=traced.input_bytes,
     )
@@ -625,17 +636,31 @@ def _update_bytes(
     return state, max(peaks["dropped 1"], peaks["dropped 2"]) - gradients - weights - state
 
 
-def outside_tensors(step: TrainingStep, target: Target) -> list[torch.Tensor]:
-    """Tensors from outside of the model that a step's callable reads, found by a forward without memory."""
+def outside_tensors(step: TrainingStep, target: Target) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Tensors from outside of the model that a step reads, found by a forward without memory.
+
+    Returns
+    -------
+    inputs : list of torch.Tensor
+        Those that come with each step: the inputs, or all that a step's callable reads.
+    others : list of torch.Tensor
+        What `loss_fn`, or the model's code, reads beside inputs: targets, the parameters of a teacher.
+    """
     world = FakeWorld(target)
-    with fake_parameters(step.model, world, step.reached()), target.choices(), world, Outside() as mode:
-        step.forward()
-    own = {s._cdata for t in held_tensors(step.model) for s in storages_of(t)}
-    return [
+    with fake_parameters(step.model, world, step.reached()), target.choices():
+        given = fake_inputs(step, world.fake)
+        with world, Outside() as mode:
+            given.forward()
+    inputs = step.tensors()
+    known = {s._cdata for t in (*held_tensors(step.model), *inputs) for s in storages_of(t)}
+    found = [
         t
         for t in mode.tensors
-        if not isinstance(t, torch._subclasses.FakeTensor) and t.untyped_storage()._cdata not in own
+        if not isinstance(t, torch._subclasses.FakeTensor)
+        and known.isdisjoint(s._cdata for s in storages_of(t))
+        and not (t.dim() == 0 and t.device.type == "cpu")  # a tracker counts these itself
     ]
+    return (inputs, found) if step.fn is None else (found, [])
 
 
 @contextlib.contextmanager
@@ -686,6 +711,11 @@ _UNTRACEABLE = {
 
 def _failed(step: TrainingStep, doing: str, error: Exception) -> InvalidInputError:
     what = "step()" if step.fn is not None else f"{type(step.model).__name__}'s forward with these inputs"
+    if step.found:
+        what = (
+            f"{type(step.model).__name__}'s forward with inputs {step.found} (pass inputs= for the right ones, or call "
+            "ckptplan.apply(model, budget_gb=...), which plans for those of the first training forward)"
+        )
     device = next(step.model.parameters()).device
     on_host = is_accelerator(device) and any(t.device.type == "cpu" for t in step.tensors())
     beside = f" (the model is on {device}, and some of its inputs are on the CPU)" if on_host else ""

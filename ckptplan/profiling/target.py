@@ -191,7 +191,7 @@ def find_target(model: nn.Module, device: DeviceLike = None) -> Target:
             device = torch.device(device)  # type: ignore[arg-type]
         except (RuntimeError, TypeError):
             return Target(torch.device("cpu"), find_device(device), Answers())  # type: ignore[arg-type]
-    if where.type == "meta" and device is not None and _is_here(device):
+    if where.type == "meta" and device is not None and is_here(device):
         return Target(device, answers=Answers())
     if where.type == "meta":
         raise InvalidInputError(
@@ -209,7 +209,7 @@ def find_target(model: nn.Module, device: DeviceLike = None) -> Target:
     return Target(where, answers=Answers())
 
 
-def _is_here(device: torch.device) -> bool:
+def is_here(device: torch.device) -> bool:
     """Whether a device is one of this machine's that steps run on."""
     if device.type == "cpu":
         return True

@@ -117,13 +117,15 @@ def _moves(profile: Profile, choices: Sequence[Decision], held: Sequence[tuple[i
                 yield Violation("moves", stage.name, f"storage {s} is moved by {mover[s]!r} too")
             if profile.storages[s].stays:
                 yield Violation("moves", stage.name, f"moves storage {s}, which must stay")
+            if profile.storages[s].graph_until is not None:
+                yield Violation("moves", stage.name, f"moves storage {s}, whose graph forward drops")
             mover[s] = stage.name
 
 
 def _points(profile: Profile, choices: Sequence[Decision], around: dict[int, Segment]) -> Iterator[Violation]:
     n = len(choices)
     modules = [k for k, stage in enumerate(profile.stages) if not stage.is_glue] or list(range(n))
-    meets = set(modules)
+    meets = {k for k in modules if profile.stages[k].find("discard") is None} or set(modules)
     for i, (stage, choice) in enumerate(zip(profile.stages, choices, strict=True)):
         back_by = around[i].last if i in around else i
         for transfer in choice.transfers:

@@ -336,6 +336,7 @@ class _Step:
 
         self.made: list[list[int]] = [[] for _ in range(n)]
         self.program_ends: list[list[int]] = [[] for _ in range(n)]
+        self.graph_ends: list[list[int]] = [[] for _ in range(n)]
         until = self._program_until()
         for s, storage in enumerate(self.storages):
             if storage.born < 0:
@@ -346,6 +347,8 @@ class _Step:
             elif storage.born < n:
                 self.made[storage.born].append(s)
             self.program_ends[min(max(until[s], 0), n - 1)].append(s)
+            if storage.graph_until is not None:
+                self.graph_ends[min(max(storage.graph_until, 0), n - 1)].append(s)
 
     def _program_until(self) -> list[int]:
         """Return the program's last step with each storage; it passes the storage to the first stage that holds it."""
@@ -389,6 +392,10 @@ class _Step:
             self._take(k, s, (s, 0))
         for s in self.program_ends[k]:
             self.device.drop((s, 0), _PROGRAM)
+        for s in self.graph_ends[k]:
+            for stage, held in enumerate(self.held):
+                if held.pop(s, None) is not None:
+                    self.device.drop((s, 0), stage)
         for sent in self.sent[k]:
             sent.done_s = self.clock.send(name, sent.nbytes, self.ways[k])
         self.clock.wait(max((sent.done_s for sent in self.release_at[k]), default=0.0), name)
@@ -412,7 +419,7 @@ class _Step:
             start_s = self._sweep(self.sweep_before[k], start_s)
         option = self.option[k]
         self._record("backward", k, self.profile.base_backward_bytes[k], option.backward_bytes, start_s)
-        if option.recomputes:
+        if option.recomputes and option.name != "discard":
             self.runs[k] += 1
             self.clock.run("recompute", stage.name, option.recompute_s)
         overhead_s, launch_s = option.overhead_s, option.launch_s
@@ -464,7 +471,8 @@ class _Step:
     def _arrive(self, k: int, kept: Iterable[int], number: int, awaited_by: dict[int, int]) -> None:
         """Let stage `k`, which sweep `number` has run or is about to recompute, hold `kept`."""
         for s in kept:
-            self._take(k, s, (s, number))
+            if self.storages[s].graph_until is None:  # a slot of a graph that is gone isn't filled
+                self._take(k, s, (s, number))
         for s in self.stages[k].linked:
             if awaited_by[s] == k:
                 self.device.drop((s, number), _SWEEP)

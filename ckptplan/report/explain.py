@@ -284,7 +284,7 @@ def _passing(profile: Profile, plan: Plan) -> dict[tuple[Phase, str], list[Passi
         # In backward it is there from its last holder's step to its first one's.
         spans: tuple[tuple[Phase, int, list[int]], ...] = (
             ("forward", storage.born, holders + program),
-            ("backward", min(holders, default=0), holders),
+            ("backward", min(holders, default=0), holders if rules.awaits_backward(storage) else []),
         )
         for phase, first, needs in spans:
             last = max(needs, default=0)

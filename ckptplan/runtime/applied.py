@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -60,6 +61,8 @@ class Applied:
         Peaks of the device's memory, since the present plan was applied and before.
     before_forward : callable or None
         Returns the controller that runs a forward with the given inputs (`Controller.before_forward`).
+    uncounted : weakref to an optimizer, or None
+        The model's only optimizer, where it has state that the plan doesn't count.
     guards : ExitStack
         Contexts in which the model is while the plan is applied. What they register in the process refers to this
         object weakly.
@@ -70,6 +73,7 @@ class Applied:
         self.replans: tuple[Replan, ...] = ()
         self.returns = 0
         self.before_forward: Callable[[tuple[Any, ...], dict[str, Any]], Controller] | None = None
+        self.uncounted: weakref.ref[torch.optim.Optimizer] | None = None
         self.guards = contextlib.ExitStack()
         self._place = place
         self.controller, self.stores = place(plan, None)
@@ -96,6 +100,7 @@ class Applied:
         self.plan = plan
         self.controller.holds = self
         self.controller.counters.meter.restart()
+        self.controller.counters.differences.plan_again()
         self.peaks = Peaks(self.device, self.peaks)
         self.controller.before_forward = self.before_forward
 
@@ -136,6 +141,7 @@ class Applied:
             planned_runs=planned,
             host_wait_s=counters.host_wait_s,
             other_paths=counters.other_paths,
+            differences=dict(counters.differences.counts),
             checked_forwards=0 if checks is None else checks.passes,
             compared_tensors=0 if checks is None else checks.tensors,
         )

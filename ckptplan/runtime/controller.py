@@ -14,6 +14,13 @@ so a stage is hooked (*watched*) only if something needs it:
 
 Example: stages 0 to 9, of which stage 4 is swapped with its prefetch at stage 6. In an untimed pass stages 0, 6 and 9
 are watched: three hooks instead of ten. Backward begins with the hook of stage 9; stage 6's starts the copies in.
+
+NOTE [Dropped graphs]
+A stage whose output the program detaches, or that runs without gradients, holds nothing when backward begins, and the
+plan's bytes are without it. If a later step doesn't detach, it holds what it saves. So for each stage the first
+backward under a plan shows whether its graph is alive, and one that is alive later but wasn't then is a difference.
+
+Example: `x = layer(x).detach()` in the first epoch, and `x = layer(x)` from the second on.
 """
 
 from __future__ import annotations
@@ -31,13 +38,15 @@ from torch.utils import _pytree as pytree
 
 from ckptplan.core.errors import PlanMismatchError, UnsupportedModelError
 from ckptplan.core.link import Tier
+from ckptplan.core.option import DISCARD
 from ckptplan.core.plan import Decisions
 from ckptplan.core.segment import Segment
 from ckptplan.core.stage import Phase
-from ckptplan.runtime.guard.check import Checks, StageCheck
+from ckptplan.runtime.guard.check import Checks, Spots
 from ckptplan.runtime.guard.engine import OldGraph
 from ckptplan.runtime.guard.shapes import Limits
 from ckptplan.runtime.observe.counters import Counters
+from ckptplan.runtime.observe.measure import tensors_in
 from ckptplan.runtime.observe.meter import BACKWARD, KINDS
 from ckptplan.runtime.observer import Observer, listeners
 from ckptplan.runtime.patching import PatchedForward
@@ -74,10 +83,27 @@ def is_glue(name: str) -> bool:
     return name.startswith("(")
 
 
+class _Mark:
+    """Lives as long as the graph of a stage's output."""
+
+    __slots__ = ("__weakref__",)
+
+
+def _marked(output: Any) -> weakref.ref[_Mark] | None:
+    """Return a reference that lives as long as the graph of an output; None if it has none."""
+    nodes = [t.grad_fn for t in tensors_in(output) if t.grad_fn is not None]
+    if not nodes:
+        return None
+    mark = _Mark()
+    for node in nodes:
+        node.metadata[_Mark] = mark  # type: ignore[index]
+    return weakref.ref(mark)
+
+
 class _Pass:
     """One forward pass and its backward."""
 
-    def __init__(self, session: SwapSession, own: OwnStorages, checks: Checks | None, *, watched: bool) -> None:
+    def __init__(self, session: SwapSession, own: OwnStorages, checks: Checks | Spots | None, *, watched: bool) -> None:
         self.session = session
         self.checks = checks
         self.own = own
@@ -86,7 +112,14 @@ class _Pass:
         self.calls: dict[nn.Module, int] = {}
         self.backward_begun = False
         self.open: OpenSegment | None = None
+        self.in_model = False  # the model's own forward is running
         self.last = -1  # largest index of a stage that has begun
+        self.graphs: dict[int, weakref.ref[_Mark] | None] = {}  # NOTE [Dropped graphs]
+
+    @property
+    def alive(self) -> set[int]:
+        """The stages whose graphs are alive."""
+        return {i for i, mark in self.graphs.items() if mark is not None and mark() is not None}
 
 
 class Controller:
@@ -108,7 +141,7 @@ class Controller:
     old_graph : OldGraph, optional
         Frees the memory that a failed backward leaves behind.
     checks : Checks, optional
-        In checked passes, compares the tensors of backward with those of forward.
+        Compares the tensors of backward with those of forward.
 
     Raises
     ------
@@ -166,6 +199,8 @@ class Controller:
         self.holds: object = None
         """What has to live as long as the model is patched, whether or not the caller keeps the handle."""
         self._task = -1
+        self._met: set[int] = set()  # stages that a backward under this plan has met, NOTE [Dropped graphs]
+        self._dropped: set[int] = set()  # those of them without a graph
         self._indices: dict[nn.Module, list[int]] = {}
         self._planned: dict[int, PlannedStage] = {}
         modules = dict(model.named_modules())
@@ -215,7 +250,8 @@ class Controller:
             self._patches.append(PatchedForward(model, self._run_model))
         for observer in observers:
             self._patches += observer.patches(self._active)
-        self._always_watched = frozenset((*self._prefetch_at, self._last))
+        discarded = (i for i, choice in enumerate(self._choices) if choice.option == DISCARD)
+        self._always_watched = frozenset((*self._prefetch_at, self._last, *discarded))
         self._watches = bool(self._segments) or bool(self._enter or self._exit or self._backward)
 
     def _check_ends(self, segment: Segment, inside: tuple[int, ...]) -> None:
@@ -267,28 +303,41 @@ class Controller:
         return {} if self._session is None else self._session.states()
 
     def _active(self) -> bool:
-        """Return whether a forward follows the plan: with gradients, in the mode that the plan was made for.
+        """Return whether a forward follows the plan: with gradients, in evaluation mode, too, where some train.
 
-        Raises
-        ------
-        PlanMismatchError
-            In training mode, if the plan was made for evaluation mode.
+        Inside a transform of `torch.func`, which has no saved tensors that a plan could move or make again, none does.
         """
-        if self._model.training != self._training and torch.is_grad_enabled():
-            if self._model.training:
-                raise PlanMismatchError(
-                    "the model is in training mode, and the plan was made for evaluation mode, in which dropout and "
-                    "batch statistics are off and hold no memory; call model.train() before solve and apply"
-                )
+        if not torch.is_grad_enabled():
             return False
-        return torch.is_grad_enabled()
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            self.counters.differences.note(
+                "transform",
+                "the model runs inside a transform of torch.func, which has no saved tensors that a plan could move or "
+                "make again, so it runs without the plan",
+            )
+            return False
+        return True
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether the backward of the last forward hasn't begun."""
+        return self._pass is not None and not self._pass.backward_begun
+
+    def note_beside(self, what: str) -> None:
+        """Note what runs without the plan while the graph of a forward is alive and waits for its backward."""
+        waiting = self._pass
+        if waiting is not None and not waiting.in_model and not waiting.backward_begun and waiting.alive:
+            self.counters.differences.note(
+                "beside",
+                f"{what} while a forward waits for its backward, and the plan counts nothing beside that one; do it "
+                "before that forward or after its backward, or solve with step= for a step that has both",
+            )
+
+    def _mark_mode(self) -> None:
+        """Mark differences of evaluation: one with gradients need not have a backward, and is no reason for a plan."""
+        self.counters.differences.instead = "evaluation" if self._training and not self._model.training else None
 
     def _begin(self, *, by_call: bool = False) -> _Pass:
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            raise UnsupportedModelError(
-                "the model runs inside a transform of torch.func, which has no saved tensors that a plan could move or "
-                "make again; call it inside `with handle.paused():`"
-            )
         self._drop_leftovers()
         former, self._pass = self._pass, None
         waiting = None
@@ -301,6 +350,12 @@ class Controller:
             raise UnsupportedModelError(
                 f"a {type(bypassed).__name__} that is a stage of the plan was compiled anew, or no longer is, since "
                 "the plan was applied; call remove() on its handle, then solve and apply again"
+            )
+        if self._model.training and not self._training:
+            self.counters.differences.note(
+                "mode",
+                "the model is in training mode, and the plan was made for evaluation mode, in which dropout and "
+                "batch statistics are off and hold no memory; call model.train() before solve and apply",
             )
         for pass_begins in self._pass_begins:
             pass_begins(waiting)
@@ -317,7 +372,9 @@ class Controller:
 
     def _run_model(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._active():
+            self.note_beside("a forward without gradients runs")
             return original(*args, **kwargs)
+        self._mark_mode()
         now = self if self.before_forward is None else self.before_forward(args, kwargs)
         if now is not self:
             return now._run_model(original, args, kwargs)
@@ -326,11 +383,14 @@ class Controller:
             current.session.takes((args, kwargs))
         for inputs in self._inputs:
             inputs(args, kwargs)
+        current.in_model = True
         try:
             output = original(*args, **kwargs)
         except BaseException:  # also between stages: what an open segment holds goes with the error
             current.open = self._pass = None
             raise
+        finally:
+            current.in_model = False
         self._release_until(current, len(self._stages))
         for ended in self._output:
             ended(output, (args, kwargs))
@@ -343,15 +403,18 @@ class Controller:
             return original(*args, **kwargs)
         current = self._pass
         index = None if current is None else self._next_call(current, module)
-        # If the first stage is called more often than planned, the call is the first of the next step.
-        if index is None and (current is None or current.backward_begun or self._indices[module][0] == self._first):
+        again = index is None  # called more often than planned: by the decision of its last planned call
+        if current is None or (again and not current.in_model and self._begins_a_pass(current, module)):
             current = None  # the graph of the pass before holds it alone
+            self._mark_mode()
             current = self._begin(by_call=True)
-            index = self._next_call(current, module)
-        if current is None or index is None:
-            raise PlanMismatchError(
+            index, again = self._next_call(current, module), False
+        if index is None:
+            index = self._indices[module][-1]
+            self.counters.differences.note(
+                "calls",
                 f"module {self._stages[self._indices[module][0]]!r} is called more than the "
-                f"{len(self._indices[module])} times a step that the plan was made for; solve again with this step"
+                f"{len(self._indices[module])} times a step that the plan was made for; solve again with this step",
             )
         current.calls[module] = current.calls.get(module, 0) + 1
         inside, behind, _ = self._places[index]
@@ -361,22 +424,27 @@ class Controller:
             if index == self._first:
                 for stages_begin in self._stages_begin:
                     stages_begin()
-            self._limits[index].check(self._stages[index], args, kwargs)
+            if (beyond := self._limits[index].beyond(self._stages[index], args, kwargs)) is not None:
+                self.counters.differences.note("stage", beyond)
             self._release_until(current, index)
             for place in self._release_before.get(index, ()):
                 current.session.release(*place)
             for enter in self._enter:
                 enter(index, args, kwargs)
-            output = self._run_choice(current, self._planned[index], original, args, kwargs)
+            output = self._run_choice(current, self._planned[index], original, args, kwargs, again=again)
             del args, kwargs
             for place in self._release_after.get(index, ()):
                 current.session.release(*place)
+            if again:  # the release points may have passed
+                for number in range(len(self._choices[index].transfers)):
+                    current.session.release(index, number)
             for leave in self._exit:
                 leave(index, output)
         except BaseException:
             current.open = self._pass = None
             raise
         self.place = behind
+        current.graphs[index] = _marked(output)
         if current.watched or not current.first_watched or index in self._always_watched:
             current.first_watched |= self._watch_backward(current, index, output)
         self.counters.meter.mark(min(index + 1, len(self._stages) - 1) * KINDS)
@@ -392,23 +460,25 @@ class Controller:
         original: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        *,
+        again: bool,
     ) -> Any:
         choice, index = stage.choice, stage.index
         current.own.enter(stage.module)
-        if index in self._segments:
+        if index in self._segments and not again:
             segment, inside = self._segments[index]
             if current.open is None or current.open.segment is not segment:
                 current.open = OpenSegment(segment, inside, current.session, moves=self._moves)
             check = None
             if current.checks is not None:
-                check = StageCheck(current.checks, stage.module, stage.name)
+                check = current.checks.stage(stage)
                 original = check.around(original)
             call = Call(stage, original, current.own.whole(stage.module))
             output = current.open.run(stage, call, call.split(args, kwargs), check)
             if current.open.ended:
                 current.open = None
             return output
-        if choice.action == "recompute":
+        if choice.action == "recompute" or index in self._segments:
             return run_recomputed(
                 stage, original, args, kwargs, session=current.session if self._moves else None, checks=current.checks
             )
@@ -425,6 +495,10 @@ class Controller:
                 current.session.release(*place)
         current.last = max(current.last, index)
 
+    def _begins_a_pass(self, current: _Pass, module: nn.Module) -> bool:
+        """Return whether a call of a stage beyond those planned, outside of the model's call, is of the next step."""
+        return current.backward_begun or self._indices[module][0] == self._first
+
     def _next_call(self, current: _Pass, module: nn.Module) -> int | None:
         indices = self._indices[module]
         call = current.calls.get(module, 0)
@@ -437,11 +511,18 @@ class Controller:
             if not current.backward_begun:
                 current.backward_begun = True
                 self._release_until(current, len(self._stages))
+                self._note_graphs(current)
                 for backward_begins in self._backward_begins:
                     backward_begins()
                 if current.checks is not None:
                     current.checks.backward_begins()
             current.open = None
+            if self._choices[index].option == DISCARD:
+                self.counters.differences.note(
+                    "attached",
+                    f"stage {self._stages[index]!r} runs backward, and its graph was dropped in forward when the plan "
+                    "was made: it runs again, beside what it saves then; solve again with this step",
+                )
             self.counters.meter.mark(index * KINDS + BACKWARD)
             self._enter_backward(index)
             for backward in self._backward:
@@ -456,12 +537,33 @@ class Controller:
             node.register_prehook(begin)  # type: ignore[union-attr]
         return bool(nodes)
 
+    def _note_graphs(self, current: _Pass) -> None:
+        """Note a stage whose graph is alive although the planned step dropped it (NOTE [Dropped graphs])."""
+        alive = current.alive
+        new = current.graphs.keys() - self._met
+        self._met |= new
+        self._dropped |= new - alive
+        if (back := alive & self._dropped) and "thawed" not in self.counters.differences.unplanned:
+            self.counters.differences.note(
+                "attached",
+                f"the graph of stage {self._stages[min(back)]!r} is there when backward begins, and in the first step "
+                "under the plan it wasn't (detached, frozen or without gradients), so what the stage saves isn't "
+                "planned for; solve again with this step",
+            )
+        current.graphs.clear()
+
     def _enter_backward(self, index: int) -> None:
         self.place = self._places[index][2]
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self._task = task
             Variable._execution_engine.queue_callback(self._leave_backward)
+            if torch.is_grad_enabled():
+                self.counters.differences.note(
+                    "graph",
+                    "a backward makes a graph of its own (create_graph=True), so what the stages saved, and what their "
+                    "recomputes bring back, stays until that graph has run backward, too; the plan frees it before",
+                )
             if self.on_backward is not None:
                 self.on_backward()
 

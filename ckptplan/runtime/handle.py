@@ -21,17 +21,18 @@ from ckptplan.runtime.applied import Applied, Replan
 from ckptplan.runtime.controller import Controller
 from ckptplan.runtime.guard.check import WHEN, Checks, When
 from ckptplan.runtime.guard.checkpointing import Checkpointing
+from ckptplan.runtime.guard.differences import Differences
 from ckptplan.runtime.guard.engine import OldGraph
 from ckptplan.runtime.guard.fresh_state import FreshState
 from ckptplan.runtime.guard.fused_steps import STEPS
 from ckptplan.runtime.guard.gradients import GradientGuard
 from ckptplan.runtime.guard.held_over import HeldOver
-from ckptplan.runtime.guard.idle import noticing_idle
 from ckptplan.runtime.guard.larger import replace_for_larger
 from ckptplan.runtime.guard.last_words import is_of_step, last_words, tell
 from ckptplan.runtime.guard.retry import OnOom, Retry
 from ckptplan.runtime.guard.shapes import OnLarger
 from ckptplan.runtime.guard.unplanned import Unplanned
+from ckptplan.runtime.guard.updates import noticing_updates
 from ckptplan.runtime.observe import report
 from ckptplan.runtime.observe.counters import Counters
 from ckptplan.runtime.observe.meter import Meter
@@ -54,7 +55,12 @@ class Handle:
     def __init__(self, applied: Applied, adviser: Adviser | None, retry: Retry | None) -> None:
         self._applied, self._adviser, self._retry = applied, adviser, retry
         try:
-            for guard in (training_config(applied.model), STEPS.watched(), noticing_idle(applied), last_words(applied)):
+            for guard in (
+                training_config(applied.model),
+                STEPS.watched(),
+                noticing_updates(applied),
+                last_words(applied),
+            ):
                 applied.guards.enter_context(guard)
         except BaseException:
             self.remove()
@@ -108,6 +114,12 @@ class Handle:
         """Restore the model exactly; calling it again does nothing.
 
         Graphs that are still alive can run backward: their swap space is freed together with them.
+
+        Raises
+        ------
+        CheckError
+            If tensors that an accelerator brought back in the last step differ from those of forward
+            (`apply(..., check=)`). Not while another error is handled.
         """
         if self._applied.remove():
             error = sys.exc_info()[1]
@@ -115,6 +127,9 @@ class Handle:
                 tell(self._applied, error)
             self._applied.guards.close()
             close_all(self._applied.stores)
+            checks = self._applied.controller.checks
+            if checks is not None and error is None:
+                checks.settle(wait=True)
 
     def paused(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which the model runs without the plan; afterwards the plan is applied again."""
@@ -211,6 +226,7 @@ def apply(
     checksums: bool = False,
     synchronous: bool = False,
     check: When = "sampled",
+    strict: bool = False,
     on_oom: OnOom | None = None,
     adviser: Adviser | None = None,
     on_larger: OnLarger | None = None,
@@ -219,7 +235,7 @@ def apply(
 
     Parameters
     ----------
-    swap_dir, checksums, synchronous, check
+    swap_dir, checksums, synchronous, check, strict
         As there.
     host_bytes, disk_bytes : int, optional
         Limits on pinned host memory and on the swap file.
@@ -228,9 +244,9 @@ def apply(
     adviser : Adviser, optional
         Supplies predictions for `Handle.stats` and `Handle.trace`, and plans again for `Handle.refine`.
     on_larger : OnLarger, optional
-        Makes another plan for a forward whose inputs are larger than planned; None: such a forward is an error.
+        Makes another plan for a forward whose inputs are larger than planned; None: it follows the present one.
     """
-    for name, value in (("checksums", checksums), ("synchronous", synchronous)):
+    for name, value in (("checksums", checksums), ("synchronous", synchronous), ("strict", strict)):
         if not isinstance(value, bool):
             raise InvalidInputError(f"{name}={value!r}; it is True or False")
     if check not in WHEN:
@@ -262,6 +278,8 @@ def apply(
             checksums=checksums,
             synchronous=synchronous,
         )
+        differences = Differences("raise" if strict else "warn")
+        counters = Counters(meter=Meter(device), differences=differences) if former is None else former.counters
         try:
             controller = Controller(
                 model,
@@ -269,14 +287,14 @@ def apply(
                 stores,
                 torch.device(device),
                 one_forward=plan.fingerprint.inputs != "step()",
-                counters=Counters(meter=Meter(device)) if former is None else former.counters,
+                counters=counters,
                 old_graph=old_graph,
                 observers=(
                     fresh_state,
-                    HeldOver(plan),
-                    GradientGuard(model, plan),
+                    HeldOver(plan, counters.differences),
+                    GradientGuard(model, plan, counters.differences),
                     PlannedSharding(model, plan),
-                    Unplanned(model, plan, device),
+                    Unplanned(model, plan, device, counters.differences),
                     Checkpointing(model),
                 ),
                 checks=checks,

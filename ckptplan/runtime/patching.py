@@ -9,6 +9,7 @@ import inspect
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -74,6 +75,15 @@ class OfClass:
         return OfClass, (self.module,)
 
 
+COPIES: dict[int, tuple[weakref.ref[nn.Module], weakref.ref[nn.Module]]] = {}
+"""Deep copies of patched modules, in which no patch acts, with what they are copies of, by the copy's identity."""
+
+
+def _note_copy(twin: nn.Module, module: nn.Module) -> None:
+    key = id(twin)
+    COPIES[key] = weakref.ref(twin, lambda _: COPIES.pop(key, None)), weakref.ref(module)
+
+
 class PatchedForward:
     """An instance-level `forward` that calls `run(original, args, kwargs)`.
 
@@ -130,6 +140,8 @@ class PatchedForward:
             self._running.discard(thread)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if (twin := memo.get(id(self.module))) is not None:
+            _note_copy(twin, self.module)
         return copy.deepcopy(self.original, memo) if self.had_own else OfClass(copy.deepcopy(self.module, memo))
 
     def __reduce__(self) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -54,6 +55,10 @@ def default_loss(output: Any) -> torch.Tensor:
     return total
 
 
+def _leaf(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.grad_fn is None else tensor.detach().requires_grad_()
+
+
 @dataclass(frozen=True, slots=True)
 class TrainingStep:
     """Forward and loss of one step: `model(*args, **kwargs)` with a loss function, or one callable.
@@ -62,7 +67,8 @@ class TrainingStep:
     ----------
     model : nn.Module
     args, kwargs : tuple, dict
-        Inputs of the forward; empty when `fn` is set.
+        Inputs of the forward, leaves of its graph; empty when `fn` is set. Of a tensor that has a graph already, the
+        step's is a leaf with the same memory.
     loss_fn : callable
         Maps the model's output to a scalar tensor.
     fn : callable, optional
@@ -73,6 +79,8 @@ class TrainingStep:
         Whether gradients exist when the step starts (NOTE [Gradients from before] in runtime/guard/gradients.py).
     ddp : DDP, optional
         Settings of the `DistributedDataParallel` in which `model` is trained.
+    found : str
+        Where the inputs are from, if none were given, and their types and shapes.
     """
 
     model: nn.Module
@@ -83,6 +91,14 @@ class TrainingStep:
     autocast: tuple[str, torch.dtype] | None = None
     accumulates: bool = False
     ddp: DDP | None = None
+    found: str = ""
+
+    def __post_init__(self) -> None:
+        if any(t.grad_fn is not None for t in self.tensors()):
+            leaf = functools.cache(_leaf)  # an argument that is given twice stays one
+            args, kwargs = pytree.tree_map_only(torch.Tensor, leaf, (self.args, self.kwargs))
+            object.__setattr__(self, "args", args)
+            object.__setattr__(self, "kwargs", kwargs)
 
     def forward(self) -> tuple[Any, torch.Tensor]:
         """Run forward and loss.
@@ -226,15 +242,15 @@ def model_device(model: nn.Module) -> torch.device:
     Raises
     ------
     InvalidInputError
-        If `model` isn't a module, or no parameter needs gradients.
+        If `model` isn't a module, or has no parameters.
     UnsupportedModelError
         If the parameters are on several devices.
     """
     if not isinstance(model, nn.Module):
         raise InvalidInputError(f"model is a {type(model).__name__}; pass a torch.nn.Module")
     parameters = list(model.parameters())
-    if not any(p.requires_grad for p in parameters):
-        raise InvalidInputError("no parameter of the model needs gradients, so there is no training step to plan")
+    if not parameters:
+        raise InvalidInputError("the model has no parameters, so there is no training step to plan")
     devices = {p.device: name for name, p in reversed(list(model.named_parameters()))}
     if len(devices) > 1:
         where = ", ".join(f"{name!r} on {device}" for device, name in reversed(devices.items()))

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,11 +30,9 @@ from ckptplan.runtime.replicated import apart, ddp_under, unseen_bucket_bytes
 from ckptplan.runtime.sharded import reducing, unlike
 from ckptplan.runtime.state.parameters import ParameterState
 from ckptplan.runtime.state.process import in_own_context
-from ckptplan.runtime.state.restore import restored
-from ckptplan.runtime.step import LossFn, TrainingStep, fingerprint, make_step, model_device, training_config
+from ckptplan.runtime.state.restore import optimizer_tables, restored
+from ckptplan.runtime.step import LossFn, fingerprint, make_step, model_device, training_config
 from ckptplan.runtime.swap.own import local_part
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +45,10 @@ class Verification:
         The plan's budget and its predicted peak of tensors.
     predicted_allocated_bytes, predicted_reserved_bytes : int or None
         The plan's predictions on CUDA. They are those of a training with the optimizer's update, if an optimizer was
-        given to `solve`; the measured steps run no update. None if the plan has none: it was solved from a profile
-        without a model, for instance.
+        given to `solve`. None if the plan has none: it was solved from a profile without a model, for instance.
     measured : StepPeaks
-        Peaks of a planned step, from forward to the end of backward, by each counter of the allocator.
+        Peaks of a planned step, from forward to the end of backward, or of the update if `verify` was given an
+        optimizer, by each counter of the allocator.
     plain : StepPeaks or None
         Peaks of the plain step; None if it doesn't fit the device, or with `plain=False`.
     predicted_step_s, measured_step_s, plain_step_s : float
@@ -203,18 +201,19 @@ def verify(
     budget, without those that the process holds besides the model. The allocator's cache is emptied, and its peak
     statistics are reset.
 
-    Afterwards parameters, buffers, gradients and random states are as before. No plan may be applied to the model.
+    Afterwards parameters, buffers, gradients, random states and the optimizer are as before. No plan may be applied to
+    the model.
 
     Parameters
     ----------
     inputs, loss_fn, step, amp
         The inputs, loss and autocast type that the plan was made for (see `profile`).
     accumulate : bool, optional
-        Whether the measured steps start with gradients. By default they do if the plan is for such steps or the model
-        has gradients now. These stay unchanged, because the steps use copies.
+        Whether the measured steps start with gradients; by default, whether the plan is for such steps. The model's
+        own gradients stay unchanged, and count only as copies with which such a step starts.
     optimizer : Optimizer, optional
-        Its state counts towards the peak; no update is run. Without it, existing optimizer state counts as other
-        tensors.
+        The step whose bytes are measured has its state from the start, and ends with its update. Without it, existing
+        optimizer state counts as other tensors.
     repeats : int
         Timed steps of each kind, after a warm-up.
     plain : bool
@@ -226,15 +225,15 @@ def verify(
         If the plan was made for another model, shapes, device or library version, or if it was made for steps that
         start without gradients and doesn't fit its budget with them.
     InvalidInputError
-        If an argument can't be used, or the inputs don't fit the model.
+        If an argument can't be used, the inputs don't fit the model, or the optimizer's update needs arguments.
     """
     require_plan(plan)
     if not is_int(repeats) or repeats < 1:
         raise InvalidInputError(f"repeats={repeats!r}; at least 1 step has to be timed")
     if inputs is None and step is None:
         raise InvalidInputError("verify needs the inputs the plan was made for: pass inputs= (or step=)")
-    if accumulate is None and plan.fingerprint.accumulates:
-        accumulate = True
+    if accumulate is None:
+        accumulate = plan.fingerprint.accumulates
     device = model_device(model)
     options = Training(inputs, loss_fn, step=step, amp=amp, accumulate=accumulate, ddp=ddp_under(model, plan))
     training = make_step(model, options).under(amp, device.type)
@@ -257,25 +256,40 @@ def verify(
             parameters.put()
 
         rewind()
-        outside = training.tensors() if step is None else _read_from_outside(training, rewind)
+        outside = measure.read_from_outside(training)
+        rewind()
+        put_state = _with_state(optimizer, lambda: run_step(training))
+        rewind()
+        put_state()
         held = [*measure.held_tensors(model), *measure.optimizer_tensors(optimizer), *outside]
         # No variable refers to the buckets on the device. Before the model is wrapped, these stand in for them.
         bucket_bytes = unseen_bucket_bytes(training.model, training.ddp)
         needed = bucket_bytes and not is_wrapped
         _buckets = torch.empty(bucket_bytes, dtype=torch.uint8, device=device) if needed else None
         # The same inputs stand for those of each forward in flight.
-        held_bytes = unique_bytes(held, device) + bucket_bytes + (plan.in_flight - 1) * unique_bytes(outside, device)
+        others_bytes = (plan.in_flight - 1) * unique_bytes(outside if step is not None else training.tensors(), device)
+        held_bytes = unique_bytes(held, device) + bucket_bytes + others_bytes
         del outside, held
 
         def once() -> torch.Tensor:
             return run_step(training)
 
-        def measured(how: Callable[..., T], *more: Any, run: Callable[[], torch.Tensor] = once) -> T:
+        def seconds() -> float:
             rewind()
-            return how(run, device, *more)
+            return timed(once, device)
 
-        def all_in_flight() -> torch.Tensor:
-            return run_step(training, in_flight=plan.in_flight)
+        def rewind_all() -> None:
+            rewind()
+            put_state()
+
+        def whole_step() -> None:
+            run_step(training, in_flight=plan.in_flight)
+            if optimizer is not None:
+                optimizer.step()
+
+        def peaks() -> StepPeaks:
+            rewind_all()
+            return step_peaks(whole_step, device, held_bytes, rewind_all)
 
         plain_peaks: StepPeaks | None = None
         plain_loss: torch.Tensor | None = None
@@ -286,7 +300,7 @@ def verify(
                     rewind()
                     plain_loss = once().cpu()
                     reference = _results(model)
-                    plain_peaks = measured(step_peaks, held_bytes, rewind, run=all_in_flight)
+                    plain_peaks = peaks()
             except torch.OutOfMemoryError:
                 plain_loss, reference = None, {}
         if plain_loss is None:
@@ -298,15 +312,15 @@ def verify(
         stats = handle.stats().since(before)
         parameters.settle()
         found = _results(model)
-        planned_peaks = measured(step_peaks, held_bytes, rewind, run=all_in_flight)
+        planned_peaks = peaks()
         planned_s, plain_s = [], []
         warm_up = int(is_accelerator(device))  # one step refills the emptied cache
         with handle.unmetered():
             for _ in range(warm_up + repeats):
                 if plain_loss is not None:
                     with handle.paused():
-                        plain_s.append(measured(timed))
-                planned_s.append(measured(timed))
+                        plain_s.append(seconds())
+                planned_s.append(seconds())
         differing = _differing(reference, found) if plain_loss is not None else ()
         equal = None if plain_loss is None else not differing and same_bits(loss, plain_loss)
         plain_differing: tuple[str, ...] = ()
@@ -335,6 +349,21 @@ def verify(
     )
 
 
+def _with_state(optimizer: torch.optim.Optimizer | None, run: Callable[[], Any]) -> Callable[[], None]:
+    """Run a step with the optimizer's update; return a function that gives it the state which it has then, again."""
+    if optimizer is None:
+        return lambda: None
+    run()
+    try:
+        optimizer.step()
+    except TypeError as error:
+        raise InvalidInputError(
+            f"{type(optimizer).__name__}.step() can't be called alone ({error}); leave optimizer= out, and the "
+            "measured steps end with backward"
+        ) from error
+    return optimizer_tables(optimizer)
+
+
 def _results(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the results of a step on the CPU: gradients by parameter name, and buffers."""
     left = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -345,11 +374,3 @@ def _results(model: nn.Module) -> dict[str, torch.Tensor]:
 def _differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> tuple[str, ...]:
     """Return the names whose tensors differ, or that are in one mapping only."""
     return tuple(name for name in {**a, **b} if not same_bits(a.get(name), b.get(name)))
-
-
-def _read_from_outside(training: TrainingStep, rewind: Callable[[], None]) -> list[torch.Tensor]:
-    """Return the tensors that a step's callable reads and that no operation in it made: its inputs."""
-    with measure.Outside() as mode:
-        run_step(training)
-    rewind()
-    return mode.tensors

@@ -205,11 +205,9 @@ class Evaluator:
         self.parameters = parameters
         self.host_bytes = host_bytes
         self.holders = holders_of(profile)
-        self._glue = [stage.is_glue for stage in profile.stages]
         self._forward_s = np.array([stage.forward_s for stage in profile.stages])
         self._width = max(len(stage.options) for stage in profile.stages)
         n = len(profile.stages)
-        self._held_stop = rules.forward_stop(n, n, True, None)
         self.moving_s = np.zeros((2, n, self._width))
         """Compute and launching time that each option takes more in a segment than its last run does."""
         for i, stage in enumerate(profile.stages):
@@ -277,7 +275,7 @@ class Evaluator:
             moves = ~fixed & (last >= group.first_mover) & (last < group.movers_stop)
             nbytes = np.broadcast_to(group.nbytes, first.shape)
             moved_stop = group.moved_stop[storages, last]
-            end = np.where(moves, moved_stop, np.where(first < n, self._held_stop, group.program_stop))
+            end = np.where(moves, moved_stop, np.where(first < n, n, group.program_stop))
             np.subtract.at(forward.reshape(-1), (at + end).ravel(), nbytes.ravel())
             np.add.at(backward.reshape(-1), (at + first).ravel(), nbytes.ravel())
             row, which = np.nonzero(moves)
@@ -398,10 +396,10 @@ class Evaluator:
         What is there in step `k` is then what was there in the first step whose point is met in `k` or later, as far as
         it has joined the queue; nothing that moves where there is no such step.
         """
-        n = len(self._glue)
+        n = len(self.profile.stages)
         for front, points, queue in zip(
             (front_forward, front_backward),
-            rules.enforceable_points(self._glue),
+            rules.enforceable_points(self.profile.stages),
             (np.arange(n), joined),
             strict=True,
         ):
@@ -594,7 +592,7 @@ class _TablesOf:
             elif len(holders) == 1:
                 self.add_private(s, holders[0])
             elif not holders:
-                self.forward[rules.forward_stop(program.stop, n, False, None)] -= storage.nbytes
+                self.forward[rules.forward_stop(program.stop, None, None)] -= storage.nbytes
         own_forward, own_backward = np.zeros((2, n, self.width), np.int64)
         backward_s, launch_s = np.zeros((2, n, self.width))
         for i, stage in enumerate(stages):
@@ -674,8 +672,11 @@ class _TablesOf:
         moves[list(holder.fixing)] = False
         moves &= i in rules.movers(storage, self.n)
         gone = rules.program_steps(storage, self.n).stop
-        moved_gone = rules.forward_stop(gone, self.n, True, i)
-        for stop, chosen in ((moved_gone, moves), (gone, ~holds)):
+        held_stop = rules.held_stop(storage, self.n)
+        moved_gone, held_gone = (rules.forward_stop(gone, held_stop, mover) for mover in (i, None))
+        for stop, chosen in ((moved_gone, moves), (gone, ~holds), (held_gone, holds & ~moves)):
+            if stop == self.n:
+                continue
             if stop == i + 1:
                 self.gone_next[i] += np.where(chosen, storage.nbytes, 0)
             else:
@@ -683,7 +684,7 @@ class _TablesOf:
                 at += np.where(chosen, storage.nbytes, 0)
         if (until := rules.there_until(storage, i, self.n)) > i:
             self.lingering.append((i, until, np.where(moves, storage.nbytes, 0)))
-        self.private_held[i] += np.where(holds, storage.nbytes, 0)
+        self.private_held[i] += np.where(holds & rules.awaits_backward(storage), storage.nbytes, 0)
         self.private_moved[i] += np.where(moves, storage.nbytes, 0)
 
     def shared(self, group: Sequence[int]) -> _Shared:
@@ -698,7 +699,7 @@ class _TablesOf:
         return _Shared(
             np.array([storage.nbytes for storage in storages]),
             np.array(stops),
-            np.array([[rules.forward_stop(stop, self.n, True, i) for i in range(self.n)] for stop in stops]),
+            np.array([[rules.forward_stop(stop, None, i) for i in range(self.n)] for stop in stops]),
             np.array([rules.movers(storage, self.n).start for storage in storages]),
             np.array([rules.movers(storage, self.n).stop for storage in storages]),
             np.array([[holder.stage for holder in self.holders[s]] for s in group]),

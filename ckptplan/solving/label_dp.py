@@ -6,6 +6,7 @@ cost.py) run forward over `k`, so one pass decides about both:
 | field       | meaning                                                                                              |
 |-------------|------------------------------------------------------------------------------------------------------|
 | held_bytes  | bytes these stages hold until their backward and that don't move, or whose moving isn't decided yet   |
+| passing     | bytes in graphs that are dropped in forward, by the steps in which they are there                    |
 | out, back   | backlog: bytes in the queue of the forward and of the (reversed) backward lane                       |
 | moved_open  | bytes moved out by the stages of an open segment; they join the backward queue where it ends         |
 | elapsed_s   | seconds of both lanes so far, waiting included                                                       |
@@ -87,6 +88,7 @@ class _Labels:
     """Columns of labels with the same number of open segments; shapes (labels,) or (levels, labels)."""
 
     held_bytes: Ints
+    passing: Ints
     elapsed_s: Floats
     out: Floats
     back: Floats
@@ -162,11 +164,16 @@ class LabelDp:
             [self._split(k, option) for option in stage.options] for k, stage in enumerate(self.profile.stages)
         ]
         self._sweep = [self._sweep_parts(k) for k in range(n)]
+        self._passing = [
+            [rules.passing(self.profile, k, option) for option in stage.options]
+            for k, stage in enumerate(self.profile.stages)
+        ]
+        self._spans = list({steps: None for of in self._passing for some in of for steps, _ in some})
 
     def _split(
         self, k: int, option: Option
     ) -> tuple[int, int, list[tuple[int, int, bool]], list[tuple[int, int, int, bool]]]:
-        """Bytes that option alone holds; that it alone moves; tracked storages; linked storages with their makers."""
+        """Bytes that option alone holds until backward; that it alone moves; tracked storages; linked ones."""
         stage, storages, n = self.profile.stages[k], self.profile.storages, len(self.profile.stages)
         linked = set(stage.linked)
         movable = set(option.moved)
@@ -175,7 +182,7 @@ class LabelDp:
         inside: list[tuple[int, int, int, bool]] = []
         for s in option.held:
             storage = storages[s]
-            if not rules.counts(storage):
+            if not rules.counts(storage) or not rules.awaits_backward(storage):
                 continue
             goes = s in movable and rules.can_move(storage)
             if s in linked and option.recomputes and not option.ops:
@@ -207,7 +214,7 @@ class LabelDp:
                     inputs.append((s, rules.latest_first(storages[s]), nbytes))
             elif s in self.tracker.bit:
                 tracked.append((s, nbytes))
-            else:
+            elif rules.awaits_backward(storages[s]):
                 private += nbytes
         return private, tracked, inputs, linked
 
@@ -244,7 +251,7 @@ class LabelDp:
             return []
         begin = time.monotonic()
         least_width, window = self.parameters.least_width, max(2, self.parameters.window)
-        pools = [_empty(int(level == 0), self.depth, window) for level in range(self.depth + 1)]
+        pools = [_empty(int(level == 0), self.depth, window, len(self._spans)) for level in range(self.depth + 1)]
         history: list[list[_Labels]] = []
         self.moves: list[list[list[tuple[int, _Move]]]] = []
         for k in range(n):
@@ -271,7 +278,7 @@ class LabelDp:
                 taken[to].append((level, move))
                 grown[to].append(after)
             pools = [
-                self._prune(_join(labels, self.depth, window), k + 1, to, width, prices, below_s)
+                self._prune(_join(labels, self.depth, window, len(self._spans)), k + 1, to, width, prices, below_s)
                 for to, labels in enumerate(grown)
             ]
             history.append([_trace(pool) for pool in pools])
@@ -311,6 +318,9 @@ class LabelDp:
         inner = level + move.opened  # segments around the stage
         room = budget - profile.base_forward_bytes[k] - t.program_bytes[k] - option.forward_bytes - before.held_bytes
         room = room + t.overlap(k, before.held)
+        there = [place for place, steps in enumerate(self._spans) if k in steps]
+        if there:
+            room = room - before.passing[there].sum(axis=0)
         rows = np.flatnonzero(room >= 0)
         if len(rows) == 0:
             return None
@@ -326,6 +336,8 @@ class LabelDp:
         # What it holds until backward.
         keeps, moves, tracked, linked = self._holds[k][move.code]
         now.held_bytes = now.held_bytes + keeps
+        for steps, nbytes in self._passing[k][move.code]:
+            now.passing[self._spans.index(steps)] += nbytes
         moved: Ints = np.full(len(rows), moves)
         for s, nbytes, goes in tracked:
             t.hold(now, s, k, nbytes, goes, None)
@@ -435,6 +447,9 @@ class LabelDp:
             columns.append(labels.sweep_copies[:level, rows].sum(axis=0).astype(float))
         if self.host_bytes is not None:
             columns.append(labels.moved_total[rows].astype(float))
+        there = [place for place, steps in enumerate(self._spans) if boundary < steps.stop]
+        if there:
+            columns.append(labels.passing[there][:, rows].sum(axis=0).astype(float))
         seconds = labels.elapsed_s[rows] + labels.sweep_s[:level, rows].sum(axis=0) if level else labels.elapsed_s[rows]
         if prices is None:
             return _keep(labels, np.sort(rows[_sparse(columns, seconds, seconds, width)]))
@@ -522,19 +537,20 @@ def _shape(columns: Sequence[Floats], cells: int) -> list[int]:
     return [int(max(2, CELLS * each))] + [int(max(2, each)) if v else 1 for v in varies[1:]]
 
 
-def _empty(count: int, depth: int, window: int) -> _Labels:
+def _empty(count: int, depth: int, window: int, spans: int) -> _Labels:
     """Labels of nothing decided yet."""
     floats = {"elapsed_s", "out", "back", "out_due", "back_due"}
     found: dict[str, NDArray[Any]] = {name: np.zeros(count, float if name in floats else np.int64) for name in _FIELDS}
     found |= {name: np.zeros((depth, count), np.int64) for name in ("first", "sweep_copies", "sweep_peak", "copied")}
+    found["passing"] = np.zeros((spans, count), np.int64)
     found |= {name: np.zeros((window, count)) for name in ("out_ends", "back_ends")}
     found["sweep_s"] = np.zeros((depth, count))
     return _Labels(**found, parent=np.zeros(count, np.int64), move=np.zeros(count, np.int16))
 
 
-def _join(labels: list[_Labels], depth: int, window: int) -> _Labels:
+def _join(labels: list[_Labels], depth: int, window: int, spans: int) -> _Labels:
     if not labels:
-        return _empty(0, depth, window)
+        return _empty(0, depth, window, spans)
     return _Labels(*[np.concatenate([getattr(x, f) for x in labels], axis=-1) for f in (*_FIELDS, "parent", "move")])
 
 
@@ -546,7 +562,7 @@ def _keep(labels: _Labels, rows: Ints) -> _Labels:
 
 def _trace(labels: _Labels) -> _Labels:
     """Only what leads back to the decisions."""
-    none = _empty(0, 0, 0)
+    none = _empty(0, 0, 0, 0)
     none.parent, none.move = labels.parent.astype(np.int32), labels.move
     return none
 
@@ -574,7 +590,7 @@ class _Tracker:
             for k in program:
                 self.program_bytes[k] += storage.nbytes
             self.caller_bytes += storage.nbytes if storage.to_end else 0
-            if not holders or not rules.counts(storage):
+            if not holders or not rules.counts(storage) or not rules.awaits_backward(storage):
                 continue
             until = max(holders[-1].stage, program.stop - 1)
             if until > holders[0].stage:

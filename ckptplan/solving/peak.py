@@ -222,7 +222,11 @@ def step_bound(space: PlanSpace) -> int:
         forward[k] = profile.base_forward_bytes[k] + min(o.forward_bytes for o in ways)
         # In its backward step a stage has what it holds, as it was or as a copy that a sweep made.
         backward[k] = profile.base_backward_bytes[k] + min(
-            o.backward_bytes + sum(storages[s].nbytes for s in set(o.held) if not storages[s].to_end) for o in ways
+            o.backward_bytes
+            + sum(
+                storages[s].nbytes for s in set(o.held) if rules.awaits_backward(storages[s]) and not storages[s].to_end
+            )
+            for o in ways
         )
     for storage in storages:
         for k in rules.program_steps(storage, n):

@@ -117,7 +117,7 @@ class MovesSearch:
         self.forward_s = [stage.forward_s for stage in profile.stages]
         self.compute_s = sum(r.backward_s)
         """Of backward, recompute and sweeps included."""
-        self.last_release, self.last_prefetch = rules.enforceable_points([stage.is_glue for stage in profile.stages])
+        self.last_release, self.last_prefetch = rules.enforceable_points(profile.stages)
         links = [link for link in (profile.link, profile.disk) if link is not None]
         self.together = any(link.latency_s > 0 for link in links)
         """Whether a transfer of two storages may be faster than two transfers."""

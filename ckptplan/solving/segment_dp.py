@@ -77,9 +77,10 @@ def _chain_of(profile: Profile, menu: Menu) -> _Chain:
         {s for s in stage.linked if storages[s].born == before[k] and not storages[s].to_end}
         for k, stage in enumerate(stages)
     ]
+    passing = {s for s, storage in enumerate(storages) if not rules.awaits_backward(storage)}  # left out
     always: dict[int, int] = {}
     for k, stage in enumerate(stages):
-        held = set(stage.keep.held)
+        held = set(stage.keep.held) - passing
         if stage.recompute is not None:
             held &= set(stage.recompute.held)
         for s in held - near[k]:
@@ -98,7 +99,7 @@ def _chain_of(profile: Profile, menu: Menu) -> _Chain:
     for s, storage in enumerate(storages):
         program = rules.program_steps(storage, n)
         begin = reader[s] + 1 if s in reader else program.start
-        end = rules.forward_stop(program.stop, n, s in always, None)
+        end = rules.forward_stop(program.stop, n if s in always else None, None)
         if begin < end:
             forward[begin] += storage.nbytes
             forward[end] -= storage.nbytes
@@ -108,7 +109,7 @@ def _chain_of(profile: Profile, menu: Menu) -> _Chain:
         {
             code: sum(
                 storages[s].nbytes
-                for s in (set(stage.options[code].held) - near[k] - always.keys())
+                for s in (set(stage.options[code].held) - near[k] - always.keys() - passing)
                 | (set() if stage.is_glue else behind[k])
                 if not storages[s].to_end
             )
@@ -122,7 +123,7 @@ def _chain_of(profile: Profile, menu: Menu) -> _Chain:
         tuple(boundary),
         tuple(codes[0] for codes in by_code),
         by_code,
-        _is_textbook(profile, near, behind, menu) and not always,
+        _is_textbook(profile, near, behind, menu) and not always and not passing,
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import ckptplan
 from ckptplan.core.budget import AUTO_MARGIN, Budget
-from ckptplan.core.errors import InvalidInputError, PlanMismatchError
+from ckptplan.core.errors import InfeasibleBudgetError, InvalidInputError, PlanMismatchError
 from ckptplan.core.measured import DeviceBytes
 from ckptplan.core.plan import KEEP
 from ckptplan.core.profile import Profile
@@ -78,6 +78,19 @@ def test_a_share_of_a_way_that_is_found_once_alone() -> None:
     assert job.needed_range_bytes((least - 1, 2 * least)) == (least - 1, 2 * least)
     replayed = replace(job, replayed=lambda plan: DeviceBytes(plan.peak_bytes, plan.peak_bytes, plan.peak_bytes + 7))
     assert replayed.needed_range_bytes((least - 1, 2 * least))[0] == least + 7
+
+
+def test_a_share_is_solved_for_though_no_search_finds_the_smallest_peak_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(chain(), Limits(time_limit_s=1.0))
+    least, most = job.range_bytes(1.0)
+    monkeypatch.setattr(Job, "range_bytes", lambda self, time_limit_s: (least - 2, most))
+    plan = job.solved_share(0.0)
+    assert (plan.budget_bytes, plan.budget_share, plan.least_peak_bytes) == (least, 0.0, least - 2)
+    assert job.solved_share(0.5, least).budget_bytes == least
+    with pytest.raises(InfeasibleBudgetError):
+        job.solved_share(0.0, least - 3)
+    with pytest.raises(InfeasibleBudgetError):
+        job.solved_share(0.0, least - 1)  # nor is it raised beyond
 
 
 def test_a_plan_says_between_which_budgets_it_makes_a_difference() -> None:

@@ -146,6 +146,7 @@ CONTRADICTIONS: dict[str, tuple[str, Callable[[], object]]] = {
     "made before the step's beginning": ("born", lambda: Storage("s", 1, -2, 2)),
     "made at half past": ("born", lambda: Storage("s", 1, 0.5, 2)),  # type: ignore[arg-type]
     "held for a year": ("program_until", lambda: Storage("s", 1, 0, "2")),  # type: ignore[arg-type]
+    "a graph that is dropped before it is made": ("graph_until", lambda: Storage("s", 1, 2, 2, graph_until=1)),
     "a truth that is none": ("to_end", lambda: Storage("s", 1, 0, 2, to_end="no")),  # type: ignore[arg-type]
     "stays, perhaps": ("stays", lambda: Storage("s", 1, 0, 2, stays=1)),  # type: ignore[arg-type]
     "name": ("name", lambda: Storage(["s"], 1, 0, 2)),  # type: ignore[arg-type]
@@ -388,7 +389,7 @@ def test_values_of_another_type_are_refused(what: str, tmp_path: Path) -> None:
         bool: ([], {}, 3, ["x"], 0, None, "true"),
         list: ({}, "x", 3, True, None, {"0": 1}),
         dict: ([], "x", 3, True, None),
-        type(None): ([], {}, "x", True, 0.5),
+        type(None): ([], {}, "x", True, -0.5, float("nan")),
     }
     tried = 0
     for path in paths_in(good):
@@ -417,9 +418,9 @@ def test_unknown_and_missing_fields_are_named(what: str, tmp_path: Path) -> None
         "linked", "inputs", "latency_s", "transfers", "option", "segments", "peak_bound_bytes",
         "reserved_bytes", "disk", "disk_bytes", "tier", "saved_bytes", "launch_s", "forward_launch_s",
         "backward_launch_s", "baseline_launch_s", "copy_s", "allocated_bytes", "accumulates", "forward_peak_bytes",
-        "between_bytes", "outside", "dropped_bytes", "inner", "overhead_s", "step_error",
+        "between_bytes", "outside", "uncalled", "graph_until", "inner", "overhead_s", "step_error",
         "rerun_overhead_s", "rerun_overhead_launch_s", "optimizer", "parallel", "least_peak_bytes", "most_peak_bytes",
-        "in_flight", "others_bytes", "input_bytes", "origin", "autocast",
+        "budget_share", "in_flight", "others_bytes", "input_bytes", "origin", "autocast",
     }  # fmt: skip
     seen = 0
     for path in paths_in(good):

@@ -76,7 +76,7 @@ def test_a_skip_a_branch_a_shared_block_and_glue() -> None:
     }  # fmt: skip
     assert graph.nodes["storage", SKIP] == {
         "bipartite": 1, "name": "skip", "nbytes": 20, "born": 0, "program_until": 4, "to_end": False, "stays": False,
-        "dropped_bytes": 0, "origin": "",
+        "origin": "",
     }  # fmt: skip
     made = {(i, s): data["held_by"] for (what, i), (_, s), data in graph.edges(data=True) if what == "stage"}
     assert made == {(0, A): ("keep",), (0, SKIP): (), (1, H): (), (2, Y): (), (3, Z): (), (4, OUT): ()}
@@ -194,9 +194,7 @@ def test_what_passes_a_stage_is_there_by_the_referee(seed: int, monkeypatch: pyt
 
     def noted(step: _Step, phase: Phase, stage: int, *args: Any, **kwargs: Any) -> None:
         device = step.device
-        blocks = [
-            block for block, holders in device._holders.items() if holders - {stage} and block not in device._away
-        ]
+        blocks = [block for block, holders in device._holders.items() if holders - {stage} and device._is_here(block)]
         there[phase, stage] = {profile.storages[s].name for s, sweep in blocks if not sweep}
         record(step, phase, stage, *args, **kwargs)
 

@@ -85,6 +85,63 @@ def test_the_worked_example() -> None:
     )
 
 
+def test_the_worked_example_of_a_dropped_graph() -> None:
+    kept = example()
+    first, second = kept.stages
+    alone = Option("keep", (0, 1), (), 60, 0)
+    less = Option("discard", (0,), (), 20, 0, recomputes=True)
+    profile = replace(
+        kept,
+        stages=(
+            replace(first, options=(alone, less), backward_s=0.0),
+            replace(second, options=(second.keep,), linked=()),
+        ),
+        storages=(*(replace(storage, graph_until=1) for storage in kept.storages[:2]), *kept.storages[2:]),
+    )
+    starts = {}
+    for option in (alone, less):
+        timeline = simulate(profile, [Decision(option.action, option=option.name), Decision("keep")])
+        starts[option.name] = [(step.phase, step.start_bytes) for step in timeline.steps[:4]]
+        assert timeline.runs == (1, 1)
+        r = residency(profile, (option, second.keep))
+        added = [option.forward_bytes, second.keep.forward_bytes, second.keep.backward_bytes, 0]
+        wanted = [start + more for (_, start), more in zip(starts[option.name], added, strict=True)]
+        assert [*r.forward_bytes, *r.backward_bytes[::-1]] == wanted
+    backward = [("backward", 25), ("backward", 5)]
+    assert starts["keep"] == [("forward", 10), ("forward", 70), *backward]
+    assert starts["discard"] == [("forward", 10), ("forward", 30), *backward]
+
+
+def test_what_a_dropped_graph_saved_never_moves_and_its_stage_has_no_backward() -> None:
+    kept = example()
+    dropped = replace(kept, storages=(kept.storages[0], replace(kept.storages[1], graph_until=1), *kept.storages[2:]))
+    swap = dropped.stages[0].option("swap")
+    assert residency(dropped, (swap, dropped.stages[1].keep)).moves == ((0,), ())
+    moving = [Decision.moving("swap", (1,), 0, 1, "swap"), Decision("keep")]
+    plan = solve_profile(dropped, 1000, Limits(time_limit_s=1))
+    moved = replace(plan, choices=tuple(moving), host_bytes=40)
+    assert ("moves", "first") in {(broken.kind, broken.stage) for broken in validate(dropped, moved, 1000)}
+    with pytest.raises(InvalidInputError, match="has one holder"):
+        replace(kept, storages=(*kept.storages[:2], replace(kept.storages[2], graph_until=1), kept.storages[3]))
+    # A prefetch point lies in no stage that may be discarded: here, in the first stage alone.
+    menu = (Option("keep", (), (), 5, 0), Option("discard", (), (), 5, 0, recomputes=True))
+    profile = replace(kept, stages=(kept.stages[0], replace(kept.stages[1], options=menu, linked=())))
+    assert rules.enforceable_points(profile.stages) == ((0, 1), (0, 0))
+    plan = solve_profile(profile, 1000, Limits(time_limit_s=1))
+    for prefetch, kinds in ((0, set()), (1, {"points"})):
+        moving = [Decision.moving("swap", (0, 1), 0, prefetch, "swap"), Decision("keep")]
+        moved = replace(plan, choices=tuple(moving))
+        assert {broken.kind for broken in validate(profile, moved, 1000)} - {"prediction"} == kinds
+
+
+def test_options_of_dropped_graphs_are_checked() -> None:
+    first = example().stages[0]
+    less = Option("discard", (), (), 5, 0, recomputes=True)
+    for menu in (first.options, (first.keep, replace(less, recompute_s=1.0)), (first.keep, replace(less, ops=(1,)))):
+        with pytest.raises(InvalidInputError, match="'discard' must have"):
+            replace(first, options=(*menu, less) if menu is first.options else menu)
+
+
 def _steps(profile: Profile, options: tuple[Option, ...], segments: tuple[Segment, ...]) -> tuple:  # type: ignore[type-arg]
     return simulate(profile, [Decision(o.action, option=o.name) for o in options], segments).steps
 
@@ -136,8 +193,8 @@ def test_what_the_program_holds_is_there_until_it_lets_go() -> None:
 def the_program_lets_go_of_what_moves(patch: pytest.MonkeyPatch) -> None:
     """Rule 4 without its words on the program."""
 
-    def forward_stop(program_stop: int, n: int, is_held: bool, mover: int | None) -> int:
-        return (n if is_held else program_stop) if mover is None else mover + 1
+    def forward_stop(program_stop: int, held_stop: int | None, mover: int | None) -> int:
+        return (program_stop if held_stop is None else held_stop) if mover is None else mover + 1
 
     patch.setattr(rules, "forward_stop", forward_stop)
     patch.setattr(rules, "there_until", lambda storage, mover, n: mover)
@@ -159,7 +216,12 @@ def segments_hold_nothing_linked(patch: pytest.MonkeyPatch) -> None:
 
 def points_lie_in_glue(patch: pytest.MonkeyPatch) -> None:
     """Rule 4 without its last sentence but one: points anywhere."""
-    patch.setattr(rules, "enforceable_points", lambda glue: (tuple(range(len(glue))),) * 2)
+    patch.setattr(rules, "enforceable_points", lambda stages: (tuple(range(len(stages))),) * 2)
+
+
+def graphs_are_dropped_at_once(patch: pytest.MonkeyPatch) -> None:
+    """Rule 2 for graphs that forward drops, but with no step in which they are there."""
+    patch.setattr(rules, "held_stop", lambda storage, n: n if storage.graph_until is None else storage.born + 1)
 
 
 def copies_out_take_a_tenth_longer(patch: pytest.MonkeyPatch) -> None:
@@ -177,7 +239,7 @@ def copies_run_at_once(patch: pytest.MonkeyPatch) -> None:
 
 RESIDENCY = [the_program_lets_go_of_what_moves, the_program_lets_go_at_once, segments_hold_nothing_linked]
 LINKS = [copies_out_take_a_tenth_longer, copies_in_take_a_tenth_longer, copies_run_at_once]
-CHANGES = [*RESIDENCY, points_lie_in_glue, *LINKS]
+CHANGES = [*RESIDENCY, points_lie_in_glue, graphs_are_dropped_at_once, *LINKS]
 
 Cost = tuple[int, float]
 """Peak in bytes and makespan in seconds."""

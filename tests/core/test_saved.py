@@ -21,8 +21,8 @@ SAVED = Path(__file__).parents[1] / "saved"
 NAMES = ("conv", "transformer", "chain")
 LOAD: dict[str, Any] = {"profile": Profile.load, "plan": Plan.load}
 ADDED = {
-    "profile": {"outside": None, "step_error": 0.0, "input_bytes": 0},
-    "storage": {"dropped_bytes": 0, "origin": ""},
+    "profile": {"outside": None, "uncalled": [], "step_error": 0.0, "input_bytes": 0},
+    "storage": {"graph_until": None, "origin": ""},
     "stage": {
         "forward_launch_s": 0.0,
         "backward_launch_s": 0.0,
@@ -34,6 +34,7 @@ ADDED = {
     "fingerprint": {"accumulates": False, "optimizer": "", "parallel": "", "autocast": ""},
     "plan": {
         "outside": None,
+        "uncalled": [],
         "allocated_bytes": None,
         "saved_bytes": [],
         "launch_s": 0.0,
@@ -42,6 +43,7 @@ ADDED = {
         "between_bytes": None,
         "least_peak_bytes": None,
         "most_peak_bytes": None,
+        "budget_share": None,
         "in_flight": 1,
         "others_bytes": 0,
         "notes": [],
@@ -109,6 +111,18 @@ def test_a_plan_whose_step_left_out_the_host_is_read_with_it(tmp_path: Path) -> 
         assert (plan.step_s, plan.baseline_step_s, plan.lower_bound_s, plan.status) == wanted
         plan.save(path)
         assert Plan.load(path) == plan
+
+
+def test_a_storage_that_its_stage_drops_is_read_with_its_bytes(tmp_path: Path) -> None:
+    """Profiles of before: `nbytes` was 0, and the bytes were beside it."""
+    path = unpacked("chain_profile", tmp_path)
+    data = json.loads(path.read_text())
+    at = next(i for i, storage in enumerate(data["storages"]) if storage["name"].endswith(".inner"))
+    for nbytes, graph_until in ((0, None), (7, data["storages"][at]["born"])):
+        data["storages"][at] |= {"nbytes": 0, "dropped_bytes": nbytes}
+        path.write_text(json.dumps(data))
+        storage = Profile.load(path).storages[at]
+        assert (storage.nbytes, storage.graph_until) == (nbytes, graph_until)
 
 
 @pytest.mark.parametrize("name", NAMES)

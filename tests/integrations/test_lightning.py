@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -247,6 +248,23 @@ def test_larger_batches_are_planned_for(tmp_path: Path) -> None:
     planned, _ = fit(tmp_path, planner, batches=batches)
     assert_same(planned, plain)
     assert "[64, 32]" in str(planner.state_dict()["asked"])
+
+
+def test_a_larger_batch_without_a_plan_follows_the_former_one(tmp_path: Path) -> None:
+    batches = [32, 512, 32, 1024, 2048, 4096, 8192, 32]
+    plain, _ = fit(tmp_path, batches=batches)
+    planner = ActivationPlanner(budget_gb=plain.peaks[2] / 2**30, time_limit_s=0.2, cache=False)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        planned, _ = fit(tmp_path, planner, batches=batches)
+    assert_same(planned, plain)
+    found = [str(w.message) for w in said if "the former plan is followed" in str(w.message)]
+    assert len(found) == 3
+    assert found[-1].endswith("no more plans are tried in this training")
+    with warnings.catch_warnings(record=True) as said:  # the next training tries again
+        warnings.simplefilter("always")
+        fit(tmp_path, planner, batches=batches[:2], max_steps=2)
+    assert any(str(w.message).endswith("the former plan is followed") for w in said)
 
 
 def test_a_plan_that_was_made_serves_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

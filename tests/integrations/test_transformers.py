@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -266,6 +267,19 @@ def test_padding_that_comes_later(kind: type[Trainer], tmp_path: Path) -> None:
     planned = trained(tmp_path, callback, kind=kind, lengths=lengths, options=options)
     assert_same(planned, plain)
     assert max(planned.peaks) <= callback.plan.budget_bytes  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("kind", [MeasuredTrainer, Twice])
+def test_a_longer_batch_without_a_plan_follows_the_former_one(kind: type[Trainer], tmp_path: Path) -> None:
+    lengths = [20] * 4 + [60] * 4 + [20] * 4 + [62] * 4
+    options = {"train_sampling_strategy": "sequential", "max_steps": 4}
+    plain = trained(tmp_path, kind=kind, lengths=lengths, options=options)
+    callback = ActivationPlanCallback(budget_gb=0.85 * plain.peaks[0] / 2**30, time_limit_s=0.2, cache=False)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        planned = trained(tmp_path, callback, kind=kind, lengths=lengths, options=options)
+    assert_same(planned, plain)
+    assert any("the peak may exceed the budget" in str(w.message) and "former plan" in str(w.message) for w in said)
 
 
 CALLS = {"count": 0}

@@ -238,7 +238,9 @@ def test_layouts_that_differ_are_recorded_apart() -> None:
     for other in (x.t(), x.double(), torch.randn(32, 16)[16:], x.expand(1, 16, 16)):
         steps = [make_step(model, Training(inputs)) for inputs in (x, other)]
         assert not does_the_same(steps[1], steps[0], reads=False)
-    same = make_step(model, Training(torch.zeros(16, 16)))
+    same = make_step(model, Training(torch.randn(16, 16)))
+    mask = make_step(model, Training(torch.ones(16, 16)))  # whose values may be read
+    assert not does_the_same(mask, make_step(model, Training(torch.ones(16, 16))), reads=False)
     first = make_step(model, Training(x))
     assert does_the_same(same, first, reads=False)
     assert not does_the_same(same, first, reads=True)

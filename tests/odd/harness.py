@@ -19,8 +19,11 @@ raw error
     An error from inside, or from PyTorch, that plain training doesn't raise.
 DIFFERENT
     Something isn't what plain training gives, without any error.
+said
+    The step's measured peak is above the plan's budget, since the step isn't the planned one; `stats().differences`,
+    of each of which there is a warning, name why.
 over
-    The step's measured peak is above the plan's budget, without any error.
+    The step's measured peak is above the plan's budget, without a word.
 """
 
 from __future__ import annotations
@@ -58,7 +61,7 @@ from ckptplan.runtime.observe.measure import held_tensors, peak_above_start, uni
 from ckptplan.runtime.patching import PatchedForward, installed
 from ckptplan.runtime.recompute.selective import NumberedOps
 
-Kind = Literal["equal", "refused", "not possible", "error", "raw error", "DIFFERENT", "over"]
+Kind = Literal["equal", "refused", "not possible", "error", "raw error", "DIFFERENT", "said", "over"]
 Extras = list[Any]
 Loop = Callable[[nn.Module, Any], Iterator[Extras]]
 
@@ -619,11 +622,14 @@ class Trial:
             raise BadCase(f"{case.name}: nothing was moved or recomputed under {decision}, which was to be forced")
         if ended.kind == "equal" and case.measured and not any(choice.ops for choice in plan.choices):
             odd = _built(case)
-            with _applied(odd, plan, check):
+            with _applied(odd, plan, check) as handle:
                 peak_bytes = _peak(odd)
+                differences = handle.stats().differences
             share = peak_bytes / plan.budget_bytes - 1
             text = f"{peak_bytes} bytes measured, {plan.budget_bytes} planned ({share:+.1%})"
             over = peak_bytes > plan.budget_bytes + LOSS_BYTES
+            if over and differences:
+                return Outcome("said", f"{text}: {', '.join(differences)}", stages)
             return Outcome("over" if over else "equal", text, stages)
         return ended
 

@@ -180,7 +180,7 @@ def test_whole_gradients_are_there_until_they_are_reduced_into_those_that_remain
         outside = 0 if name == "whole gradients" else at_peaks["loaded"]
         assert at_peaks["forward"] == whole
         assert at_peaks["optimizer"] == at_peaks["optimizer 2"] == parts + outside
-        assert at_peaks["backward 2, accumulating"] == whole + parts
+        assert whole + parts <= at_peaks["backward 2, accumulating"] <= whole + parts + outside
 
 
 def ahead() -> tuple[int, int]:
@@ -215,11 +215,14 @@ def left_whole() -> str:
         actions=("keep", "swap"), segments=False,
     )  # fmt: skip
     plan = replace(plan, budget_bytes=plan.peak_bytes)
-    with ckptplan.apply(model, plan):
+    with ckptplan.apply(model, plan, strict=True):
         loss_fn(model(x)).backward()
         model.set_requires_gradient_sync(False)  # type: ignore[operator]
         with pytest.raises(PlanMismatchError) as caught:
             model(x)
+    with ckptplan.apply(model, plan) as handle, pytest.warns(RuntimeWarning, match="don't reduce their gradients"):
+        loss_fn(model(x)).backward()
+    assert handle.stats().differences == {"gradients": 1}
     return str(caught.value)
 
 

@@ -131,6 +131,35 @@ def test_a_plan_with_fragments_is_not_called_optimal_by_the_bound_of_a_smaller_b
     assert plan.status == "feasible"
 
 
+def test_the_bound_counts_what_every_plan_has_beside_its_tensors() -> None:
+    chain, workspace = homogeneous_chain(6, link_ratio=1.0), 1 << 20
+    budget = ckptplan.solve(chain, 1.0).peak_bytes  # everything kept, without the workspace
+
+    def needs(plan: ckptplan.Plan) -> DeviceBytes:
+        return DeviceBytes(plan.peak_bytes, plan.peak_bytes + workspace, plan.peak_bytes + workspace)
+
+    limits = Limits(actions=("keep", "recompute"), time_limit_s=1.0)
+    plan = jobs.Job(chain, limits, needs, on_cuda=True, library_bytes=workspace).solved(budget)
+    assert plan.reserved_bytes <= budget == plan.budget_bytes
+    assert plan.status == "optimal"
+    alone = jobs.Job(chain, limits).solved(budget - workspace)
+    assert plan.lower_bound_s == pytest.approx(alone.lower_bound_s)
+    assert plan.lower_bound_s > plan.baseline_step_s
+
+
+def test_the_bound_does_not_count_what_another_plan_may_not_have() -> None:
+    """Rounding, for one, by which the fastest plan for the whole budget doesn't fit and another one does."""
+    chain, rounding = homogeneous_chain(6, link_ratio=1.0), 1 << 20
+    budget = ckptplan.solve(chain, 1.0).peak_bytes
+
+    def needs(plan: ckptplan.Plan) -> DeviceBytes:
+        return DeviceBytes(plan.peak_bytes, plan.peak_bytes + rounding, plan.peak_bytes + rounding)
+
+    limits = Limits(actions=("keep", "recompute"), time_limit_s=1.0)
+    plan = jobs.Job(chain, limits, needs, on_cuda=True, library_bytes=3 * rounding).solved(budget)
+    assert plan.lower_bound_s == pytest.approx(jobs.Job(chain, limits).solved(budget).lower_bound_s)
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_several_forwards_in_flight_with_fragments(seed: int) -> None:
     """Each order that is tried counts the other forwards: no plan over the budget, none that the referee rejects."""

@@ -6,6 +6,7 @@ import copy
 import enum
 import functools
 import itertools
+import logging
 import os
 import random
 import re
@@ -497,7 +498,8 @@ def test_no_key_with_an_implementation_of_an_operator_of_ones_own() -> None:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Path:
+    caplog.set_level(logging.INFO, "ckptplan")  # a failure shows why a step wasn't cached
     monkeypatch.setenv("CKPTPLAN_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
@@ -514,6 +516,17 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def small() -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)).train(), torch.randn(32, 64)
+
+
+def test_a_plan_that_is_applied_to_another_model_has_no_part_in_the_key() -> None:
+    model, x = small()
+    optimizer = torch.optim.Adam(model.parameters())
+    key = case().key()
+    plan = ckptplan.solve(model, 1.0, inputs=x, cache=False)
+    with ckptplan.apply(model, plan):
+        model(x).mean().backward()
+        optimizer.step()
+        assert case().key() == key
 
 
 def test_an_equal_step_is_measured_once(folder: Path, measured: list[int]) -> None:

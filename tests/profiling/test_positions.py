@@ -20,6 +20,7 @@ from ckptplan.profiling.bytes.trace import _Names
 from ckptplan.profiling.bytes.tracker import Tracker
 from ckptplan.profiling.target import Target, find_target
 from ckptplan.runtime.accelerator import with_index
+from ckptplan.runtime.guard.differences import Differences
 from ckptplan.runtime.observe.counters import Counters
 from ckptplan.runtime.swap.packing import Held, Packing
 from ckptplan.runtime.swap.record import State
@@ -107,8 +108,13 @@ def test_what_lies_elsewhere_has_a_position_and_stays_there() -> None:
     assert second.record is not None
     assert second.record.state is State.LEAVING
     packing, _ = pack(now, [elsewhere, large])
+    now.leave(0, packing.saved, one_transfer((0,)))
+    assert now._counters.differences.counts == {"saved": 1}
+    assert first.record is None
+    strict = SwapSession(NULL_STORES, HERE, lambda storage: False, Counters(differences=Differences("raise")))
+    packing, _ = pack(strict, [elsewhere, large])
     with pytest.raises(PlanMismatchError, match=r"storage number 1 of the stage.* which is not on meta"):
-        now.leave(0, packing.saved, one_transfer((0,)))
+        strict.leave(0, packing.saved, one_transfer((0,)))
 
 
 def test_the_profile_counts_what_lies_elsewhere_and_no_bytes_of_it() -> None:

@@ -519,7 +519,7 @@ def test_an_output_that_nothing_uses(at_once: bool) -> None:
     model, x = Using(3), torch.randn(64, 64)
     model.blocks = nn.ModuleList(Unused(64) for _ in range(3))
     profile = ckptplan.profile(model, x)
-    assert any(storage.dropped_bytes for storage in profile.storages)
+    assert any(storage.graph_until is not None for storage in profile.storages)
     for plan in uniform_plans(profile):
         report = ckptplan.verify(model, plan, x, repeats=1)
         assert report.gradients_equal
@@ -584,7 +584,7 @@ class Linked(nn.Module):
         mask, scale = torch.ones_like(x), torch.full_like(x, 2.0)
         y = self.blocks[0](mask, {"scale": scale}, x)
         z = self.blocks[1](mask, {"scale": scale}, y.view(64, 64))
-        z = self.blocks[2](mask, {"scale": scale}, z.detach().add_(1.0))
+        z = self.blocks[2](mask, {"scale": scale}, z.add_(1.0))
         return self.blocks[3](mask, {"scale": y}, z)
 
 
@@ -783,17 +783,29 @@ class Declared(Net):
 
 
 def test_inputs_are_found_in_the_order_promised() -> None:
-    assert ckptplan.profile(Declared()).notes[0] == "inputs from example_input_array"
-    assert ckptplan.profile(Net()).notes[0] == "inputs from the model's first layer"
+    assert ckptplan.profile(Declared()).notes[0].startswith("inputs from example_input_array: float32[8, 64]")
+    assert ckptplan.profile(Net()).notes[0].startswith("inputs guessed from the model's first layer: float32[32, 64]")
     model = Declared()
     recording = ckptplan.record_forward(model)
     model(torch.randn(3, 64))
     recording.remove()
     profile = ckptplan.profile(model)
-    assert profile.notes[0] == "inputs from the last recorded forward"
+    assert profile.notes[0].startswith("inputs from the last recorded forward: float32[3, 64]")
     assert "[3, 64]" in profile.fingerprint.inputs
     with pytest.raises(ckptplan.InvalidInputError, match=r"pass them: solve\(model"):
         ckptplan.profile(nn.ModuleList([nn.Bilinear(3, 3, 3)]))
+
+
+class Paired(Net):
+    def forward(self, x: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + more
+
+
+def test_an_error_says_that_inputs_were_guessed() -> None:
+    guessed = r"inputs guessed from the model's first layer: float32\[32, 64\] \(pass inputs= .* or call ckptplan.apply"
+    with pytest.raises(ckptplan.InvalidInputError, match=guessed) as said:
+        ckptplan.profile(Paired())
+    assert "these inputs" not in str(said.value)
 
 
 def frozen() -> nn.Module:
@@ -826,7 +838,7 @@ INVALID, UNSUPPORTED, solve = ckptplan.InvalidInputError, ckptplan.UnsupportedMo
         (lambda: solve(Net(), float("nan"), inputs=X), INVALID, r"nan must be finite"),
         (lambda: solve(Net(), True, inputs=X), INVALID, r"not a number"),
         (lambda: solve(Net(), 1, inputs=X, host_gb=-2), INVALID, r"host_gb=-2"),
-        (lambda: solve(frozen(), 1, inputs=X), INVALID, r"no parameter .* needs gradients"),
+        (lambda: solve(frozen(), 1, inputs=X), INVALID, r"does not depend on a parameter that needs gradients"),
         (lambda: solve(nn.ReLU(), 1, inputs=X), INVALID, r"no parameter"),
         (lambda: solve(Net(), 1, inputs=torch.randn(8, 63)), INVALID, r"Net's forward .* failed"),
         (lambda: solve(Net(), 1, inputs={"y": X}), INVALID, r"unexpected keyword"),

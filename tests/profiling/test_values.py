@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import random
@@ -123,6 +124,21 @@ class ReadingAll(nn.Module):
         return hidden.index_add(0, rows, mixed) + hidden.masked_select(hidden > 0.5).mean()
 
 
+class ReadingLists(nn.Module):
+    """Tensors of lists of numbers, which PyTorch reads where no dispatch mode sees it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.drop(torch.tanh(self.inner(x)))
+        read = hidden.detach()
+        rows = torch.tensor([row.argmax() for row in read[:8]])
+        scales = torch.as_tensor([[read.max(), 1], [2, read.argmax()]]) + torch.tensor(data=(rows[0], 1.5))
+        return x + hidden[rows].mean() * read.new_tensor([read.min(), len(rows.unique())]).sum() * scales.mean()
+
+
 @torch.library.custom_op("ckptplan_tests::soft", mutates_args=())
 def soft(x: torch.Tensor) -> torch.Tensor:
     return F.gelu(x)
@@ -194,6 +210,7 @@ MODELS: dict[str, tuple[Callable[[], tuple[nn.Module, Any]], str]] = {
     "numbers": (lambda: stacked(Scaled), "aten._local_scalar_dense"),
     "routing": (lambda: stacked(Routed, 2), "aten.index.Tensor"),
     "reading": (lambda: stacked(ReadingAll), "Tensor.numpy"),
+    "lists": (lambda: stacked(ReadingLists), "aten._local_scalar_dense"),
     "custom": (lambda: stacked(Custom), "ckptplan_tests.soft_backward"),
     "mixtral": (mixtral, "aten.nonzero"),
     "packed": (
@@ -260,6 +277,37 @@ def test_nothing_is_left_changed(name: str) -> None:
     assert_same(before, snapshot(model))
     assert torch.equal(inputs, given)
     assert (torch.Tensor.tolist, torch.Tensor.numpy) == methods
+
+
+def test_tensors_of_lists_have_the_types_that_pytorch_gives_them() -> None:
+    numbers = [torch.tensor(0.5).half(), torch.tensor(3), torch.tensor(True), torch.tensor(2.0)]
+    lists = [[a, b] for a in numbers for b in (*numbers, 1, 0.5, False)]
+    calls: list[Callable[[], torch.Tensor]] = [
+        *(functools.partial(torch_function, name, data) for name in ("tensor", "as_tensor") for data in lists),
+        lambda: torch.tensor(data=lists[0], dtype=torch.float64),
+        lambda: torch.asarray(obj=lists[1]),
+        lambda: torch.ones(2).new_tensor(lists[1]),
+    ]
+    with answers.reading_watched(lambda tensor: None, by_item=lambda: True):
+        found = [call() for call in calls]
+    for tensor, call in zip(found, calls, strict=True):
+        assert tensor.dtype is call().dtype
+        assert torch.equal(tensor, call())
+
+
+def torch_function(name: str, *args: Any) -> Any:
+    return getattr(torch, name)(*args)
+
+
+def test_a_block_of_experts_is_the_stage() -> None:
+    torch.manual_seed(0)
+    model, x = stacked(lambda: Routed(experts=8), 2)
+    profile = ckptplan.profile(model, x, menus=False)
+    assert [stage.name for stage in profile.stages if not stage.is_glue][:2] == ["blocks.0", "blocks.1"]
+    plan = ckptplan.solve(profile, budget="30%", time_limit_s=0.5)
+    with ckptplan.apply(model, plan) as handle:
+        model(torch.randn_like(x)).sum().backward()  # each expert gets another number of rows
+        assert not handle.stats().differences
 
 
 class Writing(nn.Module):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import Transformer, plan_of
+from small_models import Transformer, assert_same, gradients, plan_of
 from torch import nn
 from typer.testing import CliRunner
 
@@ -61,7 +61,8 @@ def give_gradients(model: nn.Module) -> list[torch.Tensor | None]:
     return [p.grad for p in model.parameters()]
 
 
-def micro_batches(model: nn.Module, x: torch.Tensor, count: int = 2) -> None:
+def micro_batches(model: nn.Module, x: torch.Tensor, count: int = 2, seed: int = 0) -> None:
+    torch.manual_seed(seed)
     model.zero_grad(set_to_none=True)
     for _ in range(count):
         output = model(x)  # kept until the end of backward, as callers do
@@ -220,14 +221,16 @@ def test_verify_measures_steps_with_gradients_and_leaves_the_user_s() -> None:
     assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), values, strict=True) if p.grad is not None)
 
 
-def test_verify_finds_gradients_that_the_plan_does_not_reckon_with() -> None:
+def test_verify_measures_the_planned_kind_of_step_by_default() -> None:
     model, x = wide()
     plan = ckptplan.solve(model, max_overhead=0.0, inputs=x)
     assert ckptplan.verify(model, plan, x, repeats=1).within_budget
     give_gradients(model)
-    with pytest.raises(PlanMismatchError, match="gradients of"):
-        ckptplan.verify(model, plan, x, repeats=1)
-    assert ckptplan.verify(model, plan, x, repeats=1, accumulate=False).within_budget
+    assert ckptplan.verify(model, plan, x, repeats=1).within_budget
+    with pytest.warns(RuntimeWarning, match="gradients of"):
+        found = ckptplan.verify(model, plan, x, repeats=1, accumulate=True)
+    assert found.gradients_equal
+    assert not found.within_budget
 
 
 def test_a_trace_starts_with_gradients() -> None:
@@ -241,14 +244,17 @@ def test_a_trace_starts_with_gradients() -> None:
 # ---------------------------------------------------------------- the guard
 
 
-def applied(model: nn.Module, x: torch.Tensor, room_bytes: int, *, accumulate: bool = False) -> Any:
+def applied(
+    model: nn.Module, x: torch.Tensor, room_bytes: int, *, accumulate: bool = False, strict: bool = True
+) -> Any:
     measured = profile(model, x, accumulate=accumulate, menus=False)
     plan = plan_of(measured, ["recompute"] * len(measured.stages))
-    return ckptplan.apply(model, dataclasses.replace(plan, budget_bytes=plan.peak_bytes + room_bytes))
+    plan = dataclasses.replace(plan, budget_bytes=plan.peak_bytes + room_bytes)
+    return ckptplan.apply(model, plan, strict=strict)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_gradients_that_were_not_planned_are_an_error_at_the_first_forward(name: str) -> None:
+def test_gradients_that_were_not_planned_are_noticed_at_the_first_forward(name: str) -> None:
     model, x = MODELS[name]()
     with applied(model, x, gradient_bytes(model) - 1) as handle:
         model(x).mean().backward()
@@ -262,6 +268,18 @@ def test_gradients_that_were_not_planned_are_an_error_at_the_first_forward(name:
         assert handle.stats().runs == runs
         model.zero_grad()
         model(x).mean().backward()
+    plain, _ = MODELS[name]()
+    micro_batches(plain, x, 3, seed=1)
+    with (
+        applied(model, x, gradient_bytes(model) - 1, accumulate=False, strict=False) as handle,
+        pytest.warns(
+            RuntimeWarning, match="the peak may exceed the budget: gradients of .* reckoned with none"
+        ) as told,
+    ):
+        micro_batches(model, x, 3, seed=1)
+    assert len(told) == 1
+    assert handle.stats().differences == {"gradients": 2}
+    assert_same(gradients(model), gradients(plain))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -340,14 +358,12 @@ def test_gradients_that_grow_later_are_noticed() -> None:
             model(x)
 
 
-def test_evaluation_and_forwards_without_gradients_are_not_held_up() -> None:
+def test_forwards_without_gradients_are_not_held_up() -> None:
     model, x = wide()
     with applied(model, x, 0):
         give_gradients(model)
         with torch.no_grad():
             model(x)
-        model.eval()
-        model(x)
 
 
 # ---------------------------------------------------------------- step= and the command line

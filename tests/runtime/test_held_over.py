@@ -134,6 +134,11 @@ def test_an_output_that_is_held(
         with pytest.warns(RuntimeWarning, match="output of the forward before, 32.00 KiB, is still held") as told:
             loop(model, x)
         assert len(told) == 1
+    with (
+        ckptplan.apply(model, with_budget(plan, OUTPUT_BYTES - 1), strict=True),
+        pytest.raises(PlanMismatchError, match="is still held"),
+    ):
+        loop(model, x)
 
 
 def test_two_forwards_before_a_backward(solved: tuple[Model, torch.Tensor, Plan], no_warning: None) -> None:
@@ -146,7 +151,7 @@ def test_two_forwards_before_a_backward(solved: tuple[Model, torch.Tensor, Plan]
         pytest.warns(RuntimeWarning, match="a forward begins while 1 before it had no backward"),
     ):
         two_forwards(model, x)
-    with ckptplan.apply(model, with_budget(plan, plan.between_bytes - 1)):
+    with ckptplan.apply(model, with_budget(plan, plan.between_bytes - 1), strict=True):
         with pytest.raises(PlanMismatchError, match="plan them as one step"):
             two_forwards(model, x)
         in_a_function(model, x)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import re
 import warnings
 from typing import Any
 
 import pytest
 import torch
+from small_models import assert_same, gradients
 from torch import nn
 
 import ckptplan
-from ckptplan.core.errors import PlanMismatchError, UnsupportedModelError
+from ckptplan.core.errors import InvalidInputError, PlanMismatchError, UnsupportedModelError
 
 X = torch.randn(512, 16)
 
@@ -44,15 +47,31 @@ def made(**how: Any) -> tuple[Model, Any]:
     return model, ckptplan.solve(model, budget="20%", inputs=X, cache=False, **how)
 
 
-def test_a_plan_made_in_evaluation_mode_is_refused_in_training_mode() -> None:
+def test_a_plan_made_in_evaluation_mode_warns_in_training_mode() -> None:
     torch.manual_seed(0)
-    model = Model().eval()
+    model, plain = Model().eval(), Model()
+    plain.load_state_dict(model.state_dict())
     plan = ckptplan.solve(model, budget="20%", inputs=X, cache=False)
-    with ckptplan.apply(model, plan) as handle:
+    text = r"made for evaluation mode.*call model\.train\(\) before solve"
+    with ckptplan.apply(model, plan, on_larger="follow") as handle:
         model(X).sum().backward()  # in the mode that it was made in
-        assert handle.stats().recomputed_stages + handle.stats().swapped_out_bytes > 0
+        before = handle.stats()
+        assert before.recomputed_stages + before.swapped_out_bytes > 0
         model.train()
-        with pytest.raises(PlanMismatchError, match=r"made for evaluation mode.*call model\.train\(\) before solve"):
+        with torch.no_grad():
+            model(X)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            assert_same([seeded(model), seeded(model)], [seeded(plain)] * 2)
+        since = handle.stats().since(before)
+        assert since.recomputed_stages + since.swapped_out_bytes > 0  # as planned
+        assert set(since.differences) - {"saved"} == {"mode"}  # a swapped stage saves its mask of dropout
+        assert len(told) == len(since.differences)
+        assert any(re.search(text, str(each.message)) for each in told)
+    model.eval()
+    with ckptplan.apply(model, plan, strict=True):
+        model.train()
+        with pytest.raises(PlanMismatchError, match=text):
             model(X)
         with torch.no_grad():
             model(X)
@@ -60,8 +79,25 @@ def test_a_plan_made_in_evaluation_mode_is_refused_in_training_mode() -> None:
         ckptplan.apply(model, plan)
 
 
+def seeded(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Gradients of a step with dropout."""
+    model.zero_grad()
+    torch.manual_seed(1)
+    model(X).sum().backward()
+    return gradients(model)
+
+
 def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     model(X).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def train_by_its_copy(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    twin = copy.deepcopy(model)
+    twin(X).sum().backward()
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        p.grad = q.grad
     optimizer.step()
     optimizer.zero_grad()
 
@@ -75,15 +111,98 @@ def test_a_plan_that_has_not_acted_in_the_first_step_is_noticed() -> None:
         train(other, torch.optim.SGD(other.parameters(), lr=0.1))  # that of another model
         with handle.paused():
             train(model, optimizer)
-        model.eval()
-        with pytest.raises(RuntimeWarning, match=r"no forward has followed the plan.*in training mode"):
-            train(model, optimizer)
-        train(model, optimizer)  # once is enough
+        with pytest.raises(RuntimeWarning, match=r"no forward has followed the plan.*not a copy of it"):
+            train_by_its_copy(model, optimizer)
+        train_by_its_copy(model, optimizer)  # once is enough
     with ckptplan.apply(model.train(), plan), warnings.catch_warnings():
         warnings.simplefilter("error")
         train(model, optimizer)
+        train_by_its_copy(model, optimizer)
+
+
+@pytest.mark.parametrize("mode_of_backward", [False, True])
+def test_training_in_evaluation_mode_follows_the_plan(mode_of_backward: bool) -> None:
+    (model, plan), (plain, _) = made(), made()
+    with ckptplan.apply(model, plan, strict=True) as handle:
+        for _ in range(2):
+            for each in (plain, model):
+                each.eval().zero_grad()
+                loss = each(X).sum()
+                each.train(mode_of_backward)
+                loss.backward()
+            assert_same([gradients(model)], [gradients(plain)])
+        found = handle.stats()
+        assert found.recomputed_stages + found.swapped_out_bytes > 0
+        assert not found.differences
+
+
+def test_what_differs_after_an_evaluation_is_said_as_such() -> None:
+    model, plan = made()
+    plan = ckptplan.solve(model, plan.budget_bytes / 2**30, inputs=X, cache=False)
+    with ckptplan.apply(model, plan) as handle, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
         model.eval()
-        train(model, optimizer)
+        model(torch.cat([X, X])).sum().backward()
+        assert handle.stats().differences.keys() == {"evaluation"}
+        model.train()
+        model(X.repeat(20, 1)).sum().backward()
+        assert "no plan" in handle.stats().differences
+    assert any("the former plan stays applied" in str(w.message) for w in told)
+
+
+def test_no_plan_is_made_for_a_larger_batch_in_evaluation_mode() -> None:
+    model, plan = made()
+    with ckptplan.apply(model, plan) as handle:
+        model.eval()
+        with pytest.warns(RuntimeWarning, match="the peak may exceed the budget"):
+            model(torch.cat([X, X])).sum().backward()
+        assert not handle.replans
+
+
+def test_a_copy_that_is_trained_is_noticed() -> None:
+    model, plan = made()
+    with ckptplan.apply(model, plan) as handle:
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        twin = copy.deepcopy(model)
+        with pytest.warns(RuntimeWarning, match=r"a copy of the model, and copies have no plan"):
+            train(twin, torch.optim.SGD(twin.parameters(), lr=0.1))
+        assert handle.stats().differences == {"copy": 1}
+        with ckptplan.apply(twin, ckptplan.solve(twin, budget="20%", inputs=X, cache=False)):
+            train(twin, torch.optim.SGD(twin.parameters(), lr=0.1))
+        assert handle.stats().differences == {"copy": 1}
+
+
+def test_another_training_between_forward_and_backward_is_noticed() -> None:
+    model, plan = made()
+    other = nn.Linear(16, 1)
+    theirs = torch.optim.SGD(other.parameters(), lr=0.1)
+    with ckptplan.apply(model, plan) as handle:
+        train(other, theirs)
+        loss = model(X).sum()
+        with pytest.warns(RuntimeWarning, match=r"updates other parameters while a forward waits"):
+            train(other, theirs)
+        loss.backward()
+        train(other, theirs)
+        assert handle.stats().differences == {"beside": 1}
+
+
+def test_a_frozen_model_is_planned_for_inputs_that_need_gradients() -> None:
+    model, _ = made()
+    model.requires_grad_(False)
+    prompt = torch.randn(512, 16, requires_grad=True)
+    plan = ckptplan.solve(model, budget="20%", inputs=2 * prompt, cache=False)
+    with ckptplan.apply(model, plan, strict=True) as handle:
+        found = []
+        for context in (contextlib.nullcontext(), handle.paused()):
+            with context:
+                torch.manual_seed(1)
+                found += torch.autograd.grad(model(2 * prompt).sum(), prompt)
+        assert torch.equal(*found)
+        assert handle.stats().recomputed_stages + handle.stats().swapped_out_bytes > 0
+    with pytest.raises(InvalidInputError, match="does not depend on a parameter that needs gradients"):
+        ckptplan.solve(model, budget="20%", inputs=X)
+    with pytest.raises(InvalidInputError, match="has no parameters"):
+        ckptplan.solve(nn.Tanh(), budget="20%", inputs=X)
 
 
 def test_checkpointing_that_is_switched_on_later_is_noticed() -> None:
@@ -94,7 +213,7 @@ def test_checkpointing_that_is_switched_on_later_is_noticed() -> None:
             model(X)
 
 
-@pytest.mark.parametrize("on_larger", ["raise", "replan"])
+@pytest.mark.parametrize("on_larger", ["follow", "replan"])
 def test_numbers_among_the_inputs_are_no_larger_inputs(on_larger: Any) -> None:
     (model, plan), (plain, _) = made(), made()
     count = torch.tensor(3.0)
@@ -109,11 +228,17 @@ def test_numbers_among_the_inputs_are_no_larger_inputs(on_larger: Any) -> None:
 
 def test_advice_fits_what_is_larger() -> None:
     model, plan = made()
-    with ckptplan.apply(model, plan):
+    with ckptplan.apply(model, plan, on_larger="follow"):
         with (
             pytest.warns(RuntimeWarning, match="was made without it"),
-            pytest.raises(PlanMismatchError, match=r"solve again with the inputs of this step"),
+            pytest.warns(RuntimeWarning, match=r"solve again with the inputs of this step"),
+            pytest.warns(RuntimeWarning, match="a stage saved 5 storages") as told,
         ):
+            model(X, count=torch.ones(512, 16))
+        assert len(told) == 3
+        model(torch.cat([X, X]))  # of the same kind
+    with ckptplan.apply(model, plan, strict=True):
+        with pytest.raises(PlanMismatchError, match="was made without it"):
             model(X, count=torch.ones(512, 16))
         with pytest.raises(PlanMismatchError, match=r"with the largest shapes, or apply on_larger='replan'"):
             model(torch.cat([X, X]))
@@ -123,7 +248,7 @@ def test_what_is_guessed_is_said() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
     text = str(ckptplan.solve(model, 1, cache=False))
-    assert "note    inputs from the model's first layer" in text
+    assert "note    inputs guessed from the model's first layer: float32[32, 16]; pass inputs= for others" in text
     assert "note    the loss is the sum of the means of the output's tensors" in text
     given = str(ckptplan.solve(model, 1, inputs=X, loss_fn=lambda output: output.sum(), cache=False))
     assert "note" not in given

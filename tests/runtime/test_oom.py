@@ -573,7 +573,7 @@ def test_gradients(style: str) -> None:
             assert "begin the accumulation again" in str(raised.value)
 
 
-@pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.filterwarnings("ignore:Using backward", "ignore:.*a backward makes a graph of its own")
 def test_a_gradient_that_was_added_to_out_of_place_is_lost() -> None:
     model, inputs = build("mlp")
     with ckptplan.apply(model, planned("mlp", "keep"), on_oom="report") as handle:

@@ -1,4 +1,4 @@
-"""Inputs of other shapes than planned: smaller ones run within the plan, larger ones are refused or planned for."""
+"""Inputs of other shapes than planned: smaller ones run within the plan, larger ones are noticed or planned for."""
 
 from __future__ import annotations
 
@@ -163,9 +163,13 @@ def test_one_sample_takes_another_path_within_the_planned_bytes() -> None:
         assert handle._applied.controller.counters.other_paths == 0
         results(model, inputs[:1])
         assert handle._applied.controller.counters.other_paths > 0
+    plain, _ = build("transformer")
+    text = "16 storages, the plan moves number 18"
+    with apply(model, dataclasses.replace(plan, saved_bytes=())), pytest.warns(RuntimeWarning, match=text):
+        assert same(results(model, inputs[:1]), results(plain, inputs[:1]))
     with (
-        apply(model, dataclasses.replace(plan, saved_bytes=())),
-        pytest.raises(PlanMismatchError, match="16 storages, the plan moves number 18"),
+        apply(model, dataclasses.replace(plan, saved_bytes=()), strict=True),
+        pytest.raises(PlanMismatchError, match=text),
     ):
         model(inputs[:1])
 
@@ -190,7 +194,7 @@ class Carries(nn.Module):
 
 
 @pytest.mark.parametrize("what", ["keep", "recompute"])
-def test_tensors_in_objects_may_be_no_larger_either(what: Action) -> None:
+def test_larger_tensors_in_objects_are_noticed(what: Action) -> None:
     def given(count: int) -> tuple[Carried]:
         x = torch.randn(count, 64)
         return (Carried(x, {"all": [x]}),)
@@ -198,7 +202,7 @@ def test_tensors_in_objects_may_be_no_larger_either(what: Action) -> None:
     model = nn.Sequential(*(Carries() for _ in range(3)))
     chain = profile(model, given(32), loss_fn=lambda carried: carried.x.mean(), menus=False)
     plan = plan_of(chain, [what] * len(chain.stages))
-    with apply(model, plan):
+    with apply(model, plan, strict=True):
         for count in (32, 7):
             model(*given(count)).x.mean().backward()
             model.zero_grad()
@@ -226,16 +230,23 @@ class Forked(nn.Module):
         return torch.tanh(y)
 
 
-def test_a_path_that_would_hold_more_than_planned_is_an_error() -> None:
+def test_what_a_path_saves_beyond_the_plan_leaves_with_the_rest() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(Forked() for _ in range(3)))
+    plain = copy.deepcopy(model)
     x = torch.randn(32, 64)
     chain = profile(model, x, menus=False)
-    with (
-        apply(model, plan_of(chain, ["swap"] * len(chain.stages))),
-        pytest.raises(PlanMismatchError, match=r"saved 14 storages .* another path than the one profiled"),
-    ):
+    plan = plan_of(chain, ["swap"] * len(chain.stages))
+    text = r"saved 14 storages .* another path than the one profiled"
+    with apply(model, plan, strict=True), pytest.raises(PlanMismatchError, match=text):
         model(x[:31])
+    with apply(model, plan) as handle:
+        with pytest.warns(RuntimeWarning, match=text) as told:
+            assert same(results(model, x[:31]), results(plain, x[:31]))
+        assert len(told) == 1
+        for n in (32, 31):
+            assert same(results(model, x[:n]), results(plain, x[:n]))
+        assert handle.stats().differences == {"saved": 4}  # two stages move what they save
 
 
 def test_selective_stages_on_another_path_hold_least() -> None:
@@ -331,22 +342,21 @@ def test_paths_are_those_of_pytree() -> None:
 )
 def test_what_is_larger_is_found(call: Callable[[Any], Any]) -> None:
     limits = Limits(input_tensors((torch.zeros(4, 3),), {"k": {"a": torch.zeros(2)}}))
-    limits.check("s", (torch.zeros(4, 3),), {"k": {"a": torch.zeros(2)}})
-    limits.check("s", (torch.zeros(1, 2),), {})
-    with pytest.raises(PlanMismatchError, match="stage 's' got"):
-        limits.check("s", *call(torch.zeros))
+    assert limits.beyond("s", (torch.zeros(4, 3),), {"k": {"a": torch.zeros(2)}}) is None
+    assert limits.beyond("s", (torch.zeros(1, 2),), {}) is None
+    assert str(limits.beyond("s", *call(torch.zeros))).startswith("stage 's' got")
 
 
 def test_a_check_is_cheap_and_keeps_nothing() -> None:
     x, mask = torch.randn(4, 64, 8), torch.zeros(4, 1, 64, 64)
     limits = Limits(input_tensors((x,), {"mask": mask}))
-    limits.check("s", (x,), {"mask": mask, "flag": True})
+    assert limits.beyond("s", (x,), {"mask": mask, "flag": True}) is None
     # 29 when this was written, in some 5 us.
-    assert calls_in(lambda: limits.check("s", (x,), {"mask": mask, "flag": True})) <= 40
+    assert calls_in(lambda: limits.beyond("s", (x,), {"mask": mask, "flag": True})) <= 40
     gc.collect()
     tracemalloc.start()
     for i in range(2000):
-        limits.check("s", (x[: 1 + i % 4, : 1 + i // 32],), {"mask": mask, "text" + str(i): i})
+        limits.beyond("s", (x[: 1 + i % 4, : 1 + i // 32],), {"mask": mask, "text" + str(i): i})
     grown, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert grown < 4096  # a shape kept for each of the 2000 would take a hundred times as much
@@ -554,10 +564,11 @@ def test_positions_that_end_are_planned_for_exactly(profiles: list[str]) -> None
         warnings.simplefilter("always")
         assert same(results(model, text(4, 18)), results(plain, text(4, 18)))
         assert same(results(model, text(4, 21)), results(plain, text(4, 21)))
-        with pytest.raises(PlanMismatchError, match="no new plan can be made"):
+        with pytest.raises(IndexError, match="out of range"):  # as without a plan
             model(text(4, 22))
         assert same(results(model, text(4, 16)), results(plain, text(4, 16)))
     assert len([w for w in told if "goes beyond" in str(w.message)]) == 2
+    assert len([w for w in told if "no plan can be made for this step" in str(w.message)]) == 1
     # 4 x 25 is known to fail without being profiled: positions are looked up in the fake run before.
     assert profiles[:2] == ["[4, 20]", "[4, 21]"]
 
@@ -565,7 +576,7 @@ def test_positions_that_end_are_planned_for_exactly(profiles: list[str]) -> None
 def test_without_a_plan_within_the_budget_the_former_one_goes_on(profiles: list[str]) -> None:
     plan = text_plan(4, 16, 0.5)
     model, plain = made(), made()
-    with applied(model, plan) as handle:
+    with applied(model, plan, strict=True) as handle:
         results(model, text(4, 16))
         before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
         state = torch.get_rng_state()
@@ -582,6 +593,14 @@ def test_without_a_plan_within_the_budget_the_former_one_goes_on(profiles: list[
         assert handle.plan is plan
         assert handle.replans == ()
         assert same(results(model, text(4, 16)), results(plain, text(4, 16)))
+    profiles.clear()
+    with applied(model, plan) as handle, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for shape in [(64, 64), (65, 64), (64, 64), (4, 16)]:
+            assert same(results(model, text(*shape)), results(plain, text(*shape)))
+        assert len(profiles) == tried
+        assert (handle.plan, handle.replans) == (plan, ())
+    assert len([w for w in told if "former plan stays applied" in str(w.message)]) == 1
 
 
 def test_growing_lengths_are_planned_for_a_logarithm_of_times(profiles: list[str]) -> None:
@@ -656,7 +675,7 @@ def test_out_of_memory_after_larger_inputs_plans_for_those(profiles: list[str]) 
 
 def test_what_can_not_be_planned_anew_is_refused_at_once() -> None:
     model = made()
-    with pytest.raises(InvalidInputError, match="on_larger='bigger'; it is 'raise' or 'replan'"):
+    with pytest.raises(InvalidInputError, match="on_larger='bigger'; it is 'follow' or 'replan'"):
         ckptplan.apply(model, text_plan(4, 16, 0.7), on_larger="bigger")  # type: ignore[arg-type]
     plan = ckptplan.solve(model, 1.0, step=lambda: default_loss(model(text(2, 8))), menus=False)
     with pytest.raises(InvalidInputError, match="plan was made for a step="):

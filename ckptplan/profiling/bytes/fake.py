@@ -8,9 +8,12 @@ that depend on the values of fake tensors are taken from a real run (NOTE [Answe
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -46,6 +49,7 @@ from ckptplan.profiling.values.answers import (
     reads_values,
 )
 from ckptplan.profiling.values.compiled import compiled_as_noted
+from ckptplan.profiling.values.constants import Constants
 from ckptplan.runtime.observe.measure import tensors_in
 from ckptplan.runtime.sharded import engine_parameters, fake_shards
 from ckptplan.runtime.state.modes import Stacks
@@ -88,6 +92,28 @@ def _grouped_product(
     return torch.empty(shape, dtype=out_dtype or a.dtype, device=a.device)
 
 
+@functools.cache
+def _fake_kind(kind: Any) -> Any:
+    """The subclass of a plain subclass of tensors whose objects are fake."""
+    if issubclass(kind, FakeTensor):
+        return kind
+    fake: Any = type(kind.__name__, (kind, FakeTensor), {})
+    fake.__torch_function__ = classmethod(kind.__torch_function__.__func__)  # that of a fake tensor keeps no subclass
+    return fake
+
+
+_plain_subclass = torch.Tensor.as_subclass
+
+
+def _as_subclass(tensor: torch.Tensor, kind: type) -> torch.Tensor:
+    """`tensor` as one of a subclass; PyTorch's own method can't give a fake one a second Python object."""
+    if not isinstance(tensor, FakeTensor):
+        return _plain_subclass(tensor, kind)
+    made = torch.ops.aten.alias.default(tensor)
+    made.__class__ = FakeTensor if kind is torch.Tensor else _fake_kind(kind)
+    return made
+
+
 _META = torch.device("meta")
 _DEVICE = torch.ops.prim.device.default
 _Shape = tuple[torch.Size, torch.dtype, torch.device]
@@ -98,6 +124,8 @@ def _zeros(like: torch.Tensor) -> torch.Tensor:
     flat = torch.zeros(TensorSpec.of(like).span, dtype=like.dtype, device=like.device)
     return flat.as_strided(like.shape, like.stride())
 
+
+_LOG = logging.getLogger(FakeTensorMode.__module__)
 
 _NO_KERNEL = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 """Errors that say that an operation has no fake kernel for any operands."""
@@ -134,6 +162,8 @@ class FakeWorld(TorchDispatchMode):
         Result of the last operation in the real run, if it was taken from there.
     plays_compiled : bool
         The operations that run now stand for compiled code.
+    reads : int
+        Number of results that were taken from the real run so far, since they depend on values.
     """
 
     def __init__(self, target: Target = ON_CPU) -> None:
@@ -143,12 +173,14 @@ class FakeWorld(TorchDispatchMode):
         self.number_read: float | None = None
         self._target = target
         self._elsewhere = WeakIdKeyDictionary()
+        self._constants = Constants()
         self._outer: contextlib.ExitStack | None = None
         self._stacks = Stacks()
         answers = target.answers
         self._answers = answers if answers is not None and answers.phases else None
         self.answer: Answer | None = None
         self.plays_compiled = False
+        self.reads = 0
         self._real_shapes: dict[Hashable, list[_Shape | None]] = {}
         self._drew = False  # a random operation has made real values here
         self._taken: Counter[Question] = Counter()  # answers taken so far
@@ -160,7 +192,9 @@ class FakeWorld(TorchDispatchMode):
     def __enter__(self) -> FakeWorld:
         self._training = torch.is_grad_enabled()
         with contextlib.ExitStack() as stack:
+            stack.enter_context(mock.patch.object(_LOG, "disabled", True))  # an error is raised, and answered or told
             stack.enter_context(reading_watched(self._array, by_item=lambda: self._answers is not None or self._drew))
+            stack.enter_context(mock.patch.object(torch.Tensor, "as_subclass", _as_subclass))
             stack.enter_context(self.fake_mode)
             super().__enter__()
             self._outer = stack.pop_all()
@@ -181,7 +215,9 @@ class FakeWorld(TorchDispatchMode):
         """
         where = tensor.device.type
         if where == "cpu" or (self._target.spec is None and where != "meta"):
-            return self.fake_mode.from_tensor(tensor)
+            made = self.fake_mode.from_tensor(tensor)
+            self._constants.know(made, tensor)
+            return made
         twin = self._elsewhere.get(tensor)
         if twin is None:
             device = self._target.device
@@ -223,7 +259,7 @@ class FakeWorld(TorchDispatchMode):
         if answers is None or phase not in answers.phases:
             if self._values_may_be_drawn and self._target.answers.wants(func, args):  # type: ignore[union-attr]
                 raise NeedsValues(func, phase)
-            result = self._run(func, args, kwargs, operands)
+            result = self._with_values(func, args, kwargs, operands)
             self._drew = self._drew or Answers.wants_drawn(func, result)
             return result
         if answers.wants(func, args):
@@ -231,9 +267,10 @@ class FakeWorld(TorchDispatchMode):
             self.answer = self._take(question, (args, kwargs))
             if self._drew or any(isinstance(t, FakeTensor) for t in operands.tensors):
                 answers.used.setdefault(question)
+                self.reads += 1
             if self.answer.is_number:
                 return self.answer.result
-        result = self._run(func, args, kwargs, operands)
+        result = self._with_values(func, args, kwargs, operands)
         if self.answer is None and answers.wants_drawn(func, result):
             self._drew = True
             return self._drawn(self._take(Question.now(phase, func), (args, kwargs)), result)
@@ -244,6 +281,25 @@ class FakeWorld(TorchDispatchMode):
         """Whether values that are read now may be other ones than in the real step (NOTE [Answers], rule 3)."""
         answers = self._target.answers
         return self._drew and answers is not None and answers.has_values
+
+    def _with_values(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Operands) -> Any:
+        """Run one operation as `_run` does, and on known values beside it."""
+        known = None
+        if torch._C._current_autograd_node() is None:  # nothing is read in backward
+            known = self._constants.operands(func, args, kwargs, operands.tensors)
+        if known is None:
+            self._constants.forget_written(func, args, kwargs)
+            return self._run(func, args, kwargs, operands)
+        made = self._run(func, args, kwargs, operands) if not operands.tensors else None
+        if made is not None and not Constants.take(made):
+            return made
+        with unset_fake_temporarily():
+            values = func(*known[0], **known[1])
+        if not any(t.is_floating_point() or t.is_complex() for t in tensors_in(values)):
+            return values
+        made = self._run(func, args, kwargs, operands) if made is None else made
+        self._constants.note(made, values)
+        return made
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Operands) -> Any:
         tensors = operands.tensors
@@ -324,6 +380,7 @@ class FakeWorld(TorchDispatchMode):
         question = Question.now(phase, READ_ARRAY)
         if self._drew or isinstance(tensor, FakeTensor):
             self._answers.used.setdefault(question)
+            self.reads += 1
         array = self._take(question, tensor).values
         assert isinstance(array, np.ndarray)
         return array.copy()

@@ -193,12 +193,12 @@ def find_runs(model: nn.Module) -> list[Run]:
         if not isinstance(container, (nn.ModuleList, nn.Sequential)) or any(path.startswith(f"{r.path}.") for r in out):
             continue
         members = list(container._modules.values())
-        if any(m is None or owners[id(x)] > 1 for m in members for x in (() if m is None else m.modules())):
+        if None in members or any(owners[id(x)] > 1 for m in members for x in m.modules()):
             continue
         listed = _per_layer_settings(model, len(members))
         seen: dict[int, Any] = {}
         signatures = [(_signature(m, seen), tuple(values[i] for values in listed)) for i, m in enumerate(members)]
-        units = any(is_sharded_unit(x) for m in members if m is not None for x in m.modules())
+        units = any(is_sharded_unit(x) for m in members for x in m.modules())
         run = _longest(path, signatures, _KEPT_UNITS if units else _KEPT)
         if run is not None:
             out.append(run)

@@ -17,11 +17,13 @@ made it and a running number. Example: ("forward", 3, 0) is the first storage ma
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import dataclasses
 import functools
 import hashlib
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,9 +35,10 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from ckptplan.core import rules
 from ckptplan.core.device import Device
 from ckptplan.core.errors import UnsupportedModelError
-from ckptplan.core.option import Action, Option
+from ckptplan.core.option import DISCARD, Action, Option
 from ckptplan.core.plan import KEEP, Decision, Decisions
 from ckptplan.core.progress import counted
 from ckptplan.core.request import Report, ignore_progress
@@ -111,8 +114,11 @@ class Replay:
         Qualified names of the parameters that forward writes to.
     sizes : dict
         Storage -> bytes.
-    dropped : dict
-        Storages whose graphs the program has dropped when forward ends -> their bytes until then; 0 in `sizes`.
+    ends : dict
+        Segment -> storages that it saved in graphs that the program drops before forward ends -> ("forward", the
+        segment in which it does, 0), as the names of storages are, so that unfolding moves it with them.
+    unread : dict
+        Segments that save tensors and have no backward -> whether forward drops the graphs of all that they save.
     output : set
         Storages of the model's output.
     held : set
@@ -155,7 +161,8 @@ class Replay:
     modifies: dict[int, str] = field(default_factory=dict)
     written: list[str] = field(default_factory=list)
     sizes: dict[Sid, int] = field(default_factory=dict)
-    dropped: dict[Sid, int] = field(default_factory=dict)
+    ends: dict[int, dict[Sid, Sid]] = field(default_factory=dict)
+    unread: dict[int, bool] = field(default_factory=dict)
     output: set[Sid] = field(default_factory=set)
     held: set[Sid] = field(default_factory=set)
     results: dict[str, set[Sid]] = field(default_factory=dict, compare=False)  # for recorders, which aren't unfolded
@@ -194,14 +201,19 @@ class _Names:
             sid = ("outside", 0, self._outside.setdefault(key, (len(self._outside), tensor.detach()))[0])
         return sid, can
 
+    def outside(self, addresses: Iterable[int]) -> set[Sid]:
+        """The names of storages from before the step."""
+        return {("outside", 0, self._outside[key][0]) for key in addresses if key in self._outside}
+
 
 def _state_bytes(generator: Any) -> int:
     """Bytes of the tensor that `get_state` of a PyTorch generator returns; 0 for other generators."""
     return generator.get_state().nbytes if isinstance(generator, torch.Generator) else 0
 
 
-class _Saved(NamedTuple):
-    """A tensor that autograd saved.
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
+class _Saved:
+    """A tensor that autograd saved, which lives as long as its graph, or until backward has read it.
 
     Attributes
     ----------
@@ -213,6 +225,48 @@ class _Saved(NamedTuple):
 
     segment: int
     tensor: Callable[[], torch.Tensor]
+
+
+class _Graphs:
+    """When the graphs end in which each segment of forward saves.
+
+    Parameters
+    ----------
+    position : callable
+        Returns the present segment of forward.
+    """
+
+    def __init__(self, position: Callable[[], int]) -> None:
+        self._position = position
+        self._alive: Counter[tuple[int, Sid | None]] = Counter()
+        self._ended: dict[tuple[int, Sid | None], int] = {}
+        self._refs: dict[int, weakref.ref[_Saved]] = {}
+
+    def add(self, saved: _Saved, sid: Sid | None) -> None:
+        """Follow a tensor of storage `sid`; None: a parameter, or a number."""
+        key, number = (saved.segment, sid), len(self._refs)
+
+        def ended(ref: weakref.ref[_Saved]) -> None:
+            self._alive[key] -= 1
+            self._ended[key] = self._position()
+
+        self._alive[key] += 1
+        self._refs[number] = weakref.ref(saved, ended)
+
+    def left(self) -> Counter[int]:
+        """Segment -> how many of the tensors that it saved are still there."""
+        found: Counter[int] = Counter()
+        for (segment, _), count in self._alive.items():
+            found[segment] += count
+        return found
+
+    def ends(self) -> dict[int, dict[Sid, Sid]]:
+        """`Replay.ends`, at the end of forward."""
+        found: dict[int, dict[Sid, Sid]] = {}
+        for (segment, sid), end in self._ended.items():
+            if sid is not None and not self._alive[segment, sid]:
+                found.setdefault(segment, {})[sid] = "forward", end, 0
+        return found
 
 
 class _Watcher(Observer):
@@ -359,9 +413,14 @@ class _Watcher(Observer):
         """Note which stages can't run again, since something wrote to what they read; backward follows."""
         self._forward = False
         written: set[int] = set()  # by this segment and all behind it
+        later: set[Sid] = set()  # written to by those behind it
         watched = dict(self._read)
         for g, trace in reversed(self._tracker.forward.items()):
             written |= trace.written_outside
+            if later.intersection(self._replay.inputs.get(g, ())):
+                self._once("what it is given is written to before its backward", g)
+            later.update(sid for op in trace.ops for sid in op.written)
+            later.update(self._names.outside(trace.written_outside))
             if g in watched:
                 changed = [f"its parameter {name!r}" for name in watched[g].parameters_changed(written)]
                 changed += [f"its argument, a {kind}" for kind in watched[g].objects_changed()]
@@ -442,6 +501,7 @@ def replay(
         own_storages = [s for t in own for s in storages_of(t)]
         names = _Names(tracker, {s._cdata for s in (*own_storages, *(t.untyped_storage() for t in whole))})
         watcher = _Watcher(tracker, names, out, step.model, stages, saves=saves)
+        graphs = _Graphs(lambda: watcher.segment)
         controller = Controller(
             step.model,
             Decisions(stages, choices, segments),
@@ -457,7 +517,9 @@ def replay(
             if sid is not None:
                 out.sizes[sid] = tracker.bytes_here(tensor)
                 out.saved.setdefault(watcher.segment, {}).setdefault(sid, can)
-            return watcher.save(tensor)
+            saved = watcher.save(tensor)
+            graphs.add(saved, sid)
+            return saved
 
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, watcher.give_back)
         controller.counters.runs = _Runs(tracker.stage_next)
@@ -488,17 +550,19 @@ def replay(
                 if not holds_output:
                     output = None
                 out.sizes.update(returned)
+                out.ends, left = graphs.ends(), graphs.left()
+                out.unread = {g: True for g, count in left.items() if not count}
                 if saves:
-                    # A graph that the program has dropped holds nothing any more; its storages keep their positions in
-                    # the order of saving, which the runtime counts as well.
-                    gone = {sid for sids in out.saved.values() for sid in sids if sid[0] == "forward"} - tracker.alive()
-                    out.dropped = {sid: out.sizes[sid] for sid in gone}
-                    out.sizes.update((sid, 0) for sid in gone)
                     tracker.enter_backward()
                     loss.backward()
+                    still = graphs.left()
+                    out.unread |= {g: False for g, count in left.items() if 0 < count == still[g]}
                 else:
                     out.held = tracker.alive() - out.output
                 tracker.finish()
+                for g, trace in tracker.backward.items():
+                    if trace.ops:  # of what no hook sees, as within a checkpoint
+                        out.unread.pop(g, None)
                 out.end_bytes = tracker.live_bytes
                 del output, loss
                 _note_left(out, step.model, tracker, own_storages)
@@ -751,6 +815,11 @@ class _Tracing:
         As in `Traced`.
     menus : list of dict
         Per stage of the chain, its options by name.
+    ended : set of int
+        Segments whose graphs forward drops, so that no backward runs for them.
+    lasting : dict
+        Storage that several hold, some of them in a graph that forward drops -> the last stage of the chain at whose
+        start that graph is there. Plans count it until then, whatever is decided.
     first_holders : dict
         Storage -> the first stage of the chain with an option that holds it.
     """
@@ -792,6 +861,7 @@ class _Tracing:
                 f"{DRAWS}: where they decide what runs, as where layers are left out, what is said of memory holds for "
                 "steps that take the same path"
             )
+        self.ended = {g for g, whole in self.kept.unread.items() if whole}
         fixed = self.kept.modifies.keys() | self.once.keys()
         self.recomputed = self._run(
             tuple(KEEP if stage_segment(j) in fixed else Decision("recompute") for j in range(len(names)))
@@ -804,6 +874,7 @@ class _Tracing:
         ]
         self.rerun_shares: dict[tuple[str, tuple[int, ...]], float] = {}
         self.choices = self._choose() if menus and choices is None else choices or {}
+        self.lasting: dict[Sid, int] = {}
         self.storages, self.index = self._storages()
         self.menus = [self._menu(g) for g in self.segments]
         self.first_holders = self._first_holders()
@@ -848,7 +919,13 @@ class _Tracing:
         """Kind of stage -> the choices of operations to save that its menu offers."""
         kinds: dict[str, list[int]] = {}
         for g in self.segments:
-            if g % 2 and self.kept.saved.get(g) and g not in self.kept.modifies and not self._gathers_inside(g):
+            if (
+                g % 2
+                and self.kept.saved.get(g)
+                and g not in self.kept.modifies
+                and g not in self.ended
+                and not self._gathers_inside(g)
+            ):
                 kinds.setdefault(self._kind(g), []).append(g)
         own = {g: sum(self.kept.sizes[s] for s in self._own(g)) for segments in kinds.values() for g in segments}
         worth = {
@@ -862,6 +939,7 @@ class _Tracing:
         runs = {kind: [numbered(self.kept.forward[g].ops) for g in segments] for kind, segments in worth.items()}
         seconds = self.target.times(op.key for run in runs.values() for op in run[0])
         written = {s for trace in self.kept.forward.values() for op in trace.ops for s in op.written}
+        written.update(s for ends in self.kept.ends.values() for s in ends)  # a recompute would hold them for longer
         held = {s for inputs in self.kept.inputs.values() for s in inputs}
         held.update(s for g, saved in self.kept.saved.items() if g % 2 == 0 for s in saved)
         out = {}
@@ -896,15 +974,7 @@ class _Tracing:
 
     def _storages(self) -> tuple[list[Storage], dict[Sid, int]]:
         """The chain's storages, and the index of each by its name in the replays."""
-        position = {g: k for k, g in enumerate(self.segments)}
-
-        def at(segment: int) -> int:
-            while segment not in position:
-                segment -= 1
-                if segment < 0:
-                    return -1
-            return position[segment]
-
+        at = self._at
         last_seen = {sid: k for k, g in enumerate(self.segments) for sid in self.program.forward[g].present}
         wanted: dict[Sid, int] = {}
         for sids in (*self.kept.saved.values(), *self.kept.inputs.values(), sorted(self.kept.output)):
@@ -914,6 +984,7 @@ class _Tracing:
         for g in self.segments:
             for choice in self.choices.get(self._kind(g), ()) if g % 2 else ():
                 wanted |= {s: nbytes for s, (nbytes, _) in self._outputs(g, choice).items() if nbytes}
+        graphs = self._graphs()
         storages: list[Storage] = []
         for sid, nbytes in wanted.items():
             if sid[0] == "outside":
@@ -923,11 +994,44 @@ class _Tracing:
             until = max(last_seen.get(sid, born), born)
             name = f"{segment_name(self.names, sid[1])}/{sid[2]}"
             stays = nbytes < self.target.least_moved_bytes or sid in self.kept.in_objects
-            dropped = self.kept.dropped.get(sid, 0)
             origin = self.program.origins.get(sid, "")
             to_end = sid in self.kept.output or sid in self.program.held
-            storages.append(Storage(name, nbytes, born, until, to_end, stays, dropped, origin))
+            graph_until, alone = graphs.get(sid, (None, False))
+            if graph_until is None or to_end:
+                storages.append(Storage(name, nbytes, born, until, to_end, stays, origin=origin))
+            elif not alone:
+                self.lasting[sid] = until = max(until, graph_until)
+                storages.append(Storage(name, nbytes, born, until, to_end, stays, origin=origin))
+            else:
+                storages.append(Storage(name, nbytes, born, until, False, stays, graph_until, origin))
         return storages, {sid: s for s, sid in enumerate(wanted)}
+
+    def _at(self, segment: int) -> int:
+        """The stage of the chain that a segment is, or that is in front of it; -1: none is."""
+        return bisect.bisect_right(self.segments, segment) - 1
+
+    def _graphs(self) -> dict[Sid, tuple[int, bool]]:
+        """Storages saved in graphs that forward drops -> the last stage at whose start one is there, and if alone.
+
+        Alone: nothing but this graph holds the storage for backward, under any option.
+        """
+        at, kept = self._at, self.kept
+        found: dict[Sid, tuple[int, bool]] = {}
+        chosen = {g: [s for c in self.choices.get(self._kind(g), ()) for s in self._outputs(g, c)] for g in kept.inputs}
+        holders: dict[Sid, set[int]] = {}
+        for table in (kept.saved, kept.inputs, chosen):
+            for g, sids in table.items():
+                for sid in sids:
+                    holders.setdefault(sid, set()).add(g)
+        for g, ends in kept.ends.items():
+            held = {sid: at(end[1]) for sid, end in ends.items()}
+            if g in self.ended:
+                held |= dict.fromkeys(kept.inputs.get(g, ()), max(held.values()))
+            for sid, last in held.items():
+                alone = holders[sid] == {g} and (g in self.ended or sid not in kept.inputs.get(g, ()))
+                alone &= sid not in ends or at(ends[sid][1]) in (at(g), last)  # until then under each option, or never
+                found[sid] = max(last, found.get(sid, (last,))[0]), alone
+        return found
 
     def _kind(self, g: int) -> str:
         """Equal for segments that run the same operations and can be run again for the same reasons or not."""
@@ -936,6 +1040,7 @@ class _Tracing:
             for op in self.kept.forward[g].ops:
                 digest.update(repr(op.key).encode())
             digest.update(self.kept.modifies.get(g, "").encode())
+            digest.update(b"unread" if g in self.kept.unread else b"")
             self.kinds[g] = f"{'stage' if g % 2 else 'glue'} {digest.hexdigest()[:12]}"
         return self.kinds[g]
 
@@ -948,7 +1053,8 @@ class _Tracing:
         first: dict[Sid, int] = {}
         for k, menu in enumerate(self.menus):
             for s in {s for option in menu.values() for s in option.all if names[s] not in self.kept.output}:
-                first.setdefault(names[s], k)
+                if rules.awaits_backward(self.storages[s]):  # others are gone in each plan
+                    first.setdefault(names[s], k)
         return first
 
     # --- menus: the storages that each option holds ---
@@ -957,6 +1063,13 @@ class _Tracing:
         """The options of a segment, and what each holds as far as hooks show it."""
         is_stage = g % 2 == 1
         keep = self._held((s, can and is_stage) for s, can in self.kept.saved.get(g, {}).items())
+        if g in self.ended:  # what others hold too counts in any case
+            until = {self.index[sid]: self._at(end[1]) for sid, end in self.kept.ends[g].items() if sid in self.index}
+            own = tuple(s for s in keep.all if self.storages[s].graph_until == until[s])
+            given = self._held(self.kept.inputs.get(g, {}).items()).all
+            given = tuple(s for s in given if not rules.awaits_backward(self.storages[s]))
+            can_run_again = is_stage and g not in self.kept.modifies and g not in self.once
+            return {"keep": _Held((), own)} | ({DISCARD: _Held((), given, recomputes=True)} if can_run_again else {})
         menu = {"keep": keep}
         if is_stage and keep.all:
             menu |= self._all_moved(keep, "swap")
@@ -1015,8 +1128,9 @@ class _Tracing:
         return {name: dataclasses.replace(option, moves=tuple(range(len(option.saved))))}
 
     def _named(self, name: str) -> tuple[str, ...]:
-        """Per stage of the chain, `name` if it has an option of that name, otherwise "keep"."""
-        return tuple(name if name in menu else "keep" for menu in self.menus)
+        """Per stage of the chain, `name` if it has that option, otherwise "keep"; "discard" stands for "recompute"."""
+        again = DISCARD if name == "recompute" else name
+        return tuple(name if name in menu else again if again in menu else "keep" for menu in self.menus)
 
     def _held_under(self, names: Sequence[str]) -> list[_Held]:
         """Per stage of the chain, its option of the name given for it."""
@@ -1063,6 +1177,7 @@ class _Tracing:
                     options=tuple(options[k][name] for name in menu),
                     linked=tuple(sorted(linked.intersection(menu["recompute"].all))) if "recompute" in menu else (),
                     inputs=self.kept.arguments.get(g),
+                    has_backward=g not in self.kept.unread,
                 )
             )
         if self.not_measured:
@@ -1076,6 +1191,7 @@ class _Tracing:
             resident_bytes=self.resident_bytes,
             notes=tuple(self.notes),
             outside=self.found.outside,
+            uncalled=self.found.uncalled,
             written=tuple(self.kept.written),
             places=self._places(),
             rerun_shares=self.rerun_shares,
@@ -1145,10 +1261,9 @@ class _Tracing:
         Where storages move, what is away then is less by as much in both of `twins`, so that nothing adds up.
         """
         options = self._held_under(run.names)
-        states = [0, *accumulate(self._states(options))]
         excess = [
-            [self.resident_bytes + nbytes + states[k + later] - base[k] for k, nbytes in enumerate(found)]
-            for later, (found, base) in enumerate(zip(self._unexplained(run), bases, strict=True))
+            [self.resident_bytes + nbytes + state - base_bytes for nbytes, state, base_bytes in zip(*each, strict=True)]
+            for each in zip(self._unexplained(run), self._states_before(options), bases, strict=True)
         ]
         if any(option.moves for option in options):
             return all(table[a] == table[b] for table in excess for a, b in twins)
@@ -1165,7 +1280,7 @@ class _Tracing:
         option that moves part of what another one moves has no replay of its own (`_options`).
         """
         shared = [
-            [name for name, held in menu.items() if not held.moves and name not in ("keep", "recompute")]
+            [name for name, held in menu.items() if not held.moves and name not in ("keep", "recompute", DISCARD)]
             for menu in self.menus
         ]
         names = [
@@ -1202,7 +1317,10 @@ class _Tracing:
 
         def storages(held: Iterable[int], k: int) -> tuple[Any, ...]:
             found = [self.storages[s] for s in held]
-            own = (s.born == k and (s.program_until > k, s.dropped_bytes) for s in found)
+            own = (
+                s.born == k and (s.program_until > k, None if s.graph_until is None else s.graph_until - k)
+                for s in found
+            )
             return *own, *((s.nbytes, s.to_end, s.stays) for s in found)
 
         groups: dict[Any, list[int]] = {}
@@ -1254,6 +1372,12 @@ class _Tracing:
             ]
             for table, change in zip((seen.forward, seen.backward), changes, strict=True)
         )
+        held = {s for option in options for s in option.all}
+        for sid, last in self.lasting.items():  # counted where this replay doesn't have it
+            storage = self.storages[self.index[sid]]
+            for k in range(storage.born + 1, len(forward) if self.index[sid] in held else last + 1):
+                if sid not in seen.forward[self.segments[k]].present:
+                    forward[k] += storage.nbytes
         return forward, backward
 
     def _bases(self) -> tuple[list[int], list[int]]:
@@ -1268,37 +1392,52 @@ class _Tracing:
         again, _ = self._unexplained(again_run)
         base_forward = []
         hidden_kept = hidden_again = 0
+        kept_ends: Counter[int] = Counter()  # of the hidden bytes, those in graphs that are dropped, by their last step
+        again_ends: Counter[int] = Counter()
         for k in range(len(self.segments)):
             base = self.resident_bytes + min(kept[k] - hidden_kept, again[k] - hidden_again)
             base_forward.append(max(base, 0))  # less than 0 where more is saved from outside than is known of
             if k + 1 == len(self.segments):
                 break
+            hidden_kept -= kept_ends[k]
+            hidden_again -= again_ends[k]
             difference = (kept[k + 1] - hidden_kept) - (again[k + 1] - hidden_again)
             if difference > 0:
-                self._pin(k, difference, "unseen", lambda name, option: not option.recomputes)
+                until = self._pin(k, difference, "unseen", lambda name, option: not option.recomputes)
                 hidden_kept += difference
-            elif difference < 0 and "recompute" in self.menus[k]:
-                self._pin(k, -difference, "unseen", lambda name, option: option.recomputes)
+                kept_ends[until] += difference
+            elif difference < 0 and any(option.recomputes for option in self.menus[k].values()):
+                until = self._pin(k, -difference, "unseen", lambda name, option: option.recomputes)
                 hidden_again -= difference
+                again_ends[until] -= difference
+            else:  # what is unseen of a graph that is dropped, of a stage that isn't: it counts as if it were there
+                hidden_kept += difference
         for k, menu in enumerate(self.menus):
             if self._state(k) and any(option.recomputes for option in menu.values()):
                 self._pin(k, self._state(k), "random state", lambda name, option: option.recomputes)
         _, kept = self._unexplained(kept_run)
         _, again = self._unexplained(again_run)
-        states = accumulate(self._states(self._held_under(again_run.names)))
+        _, states = self._states_before(self._held_under(again_run.names))
         base_backward = [
             max(self.resident_bytes + max(kept_bytes, again_bytes + state_bytes), 0)
             for kept_bytes, again_bytes, state_bytes in zip(kept, again, states, strict=True)
         ]
         return base_forward, base_backward
 
-    def _pin(self, k: int, nbytes: int, label: str, where: Callable[[str, _Held], bool]) -> None:
-        """Add a storage of stage `k` that some of its options hold and can't move."""
-        self.storages.append(Storage(f"{segment_name(self.names, self.segments[k])}/{label}", nbytes, k, k))
+    def _pin(self, k: int, nbytes: int, label: str, where: Callable[[str, _Held], bool]) -> int:
+        """Add a storage of stage `k` that some of its options hold and can't move; return the last step that has it."""
+        name, until = f"{segment_name(self.names, self.segments[k])}/{label}", self._graph_until(k)
+        self.storages.append(Storage(name, nbytes, k, k, graph_until=until))
         pinned = len(self.storages) - 1
         for name, option in self.menus[k].items():
             if where(name, option):
                 self.menus[k][name] = dataclasses.replace(option, pinned=(*option.pinned, pinned))
+        return len(self.segments) if until is None else until
+
+    def _graph_until(self, k: int) -> int | None:
+        """The last step at whose start the graph of stage `k` is there, if forward drops it."""
+        g = self.segments[k]
+        return self._at(max(end[1] for end in self.kept.ends[g].values())) if g in self.ended else None
 
     def _state(self, k: int) -> int:
         """Bytes of the random states that stage `k` keeps for another run, its own generators' included."""
@@ -1307,6 +1446,18 @@ class _Tracing:
     def _states(self, options: Sequence[_Held]) -> list[int]:
         """Per stage, bytes of the random states that its option holds; no replay counts them."""
         return [self._state(k) if option.recomputes else 0 for k, option in enumerate(options)]
+
+    def _states_before(self, options: Sequence[_Held]) -> tuple[list[int], list[int]]:
+        """Bytes of the random states that are held at the start of each forward and each backward step."""
+        n = len(options)
+        forward, backward = [0] * n, [0] * n
+        for i, nbytes in enumerate(self._states(options)):
+            until = self._graph_until(i) if nbytes else None
+            for k in range(i + 1, n if until is None else until + 1):
+                forward[k] += nbytes
+            for k in range(i, n) if until is None else ():
+                backward[k] += nbytes
+        return forward, backward
 
     def _collected_bytes(self, g: int) -> int:
         """Bytes that a stage makes in each run and others keep besides its output (features, by a hook)."""
@@ -1317,10 +1468,10 @@ class _Tracing:
     def _pin_unseen(self, run: _Run, base_forward: Sequence[int]) -> None:
         """Pin to the options of `run` what it held beyond the storages that are known."""
         unexplained, _ = self._unexplained(run)
-        states = accumulate(self._states(self._held_under(run.names)))
+        states, _ = self._states_before(self._held_under(run.names))
         hidden = 0
-        for k, state_bytes in zip(range(len(self.segments) - 1), states, strict=False):
-            difference = self.resident_bytes + unexplained[k + 1] + state_bytes - base_forward[k + 1] - hidden
+        for k in range(len(self.segments) - 1):
+            difference = self.resident_bytes + unexplained[k + 1] + states[k + 1] - base_forward[k + 1] - hidden
             name = run.names[k]
             if difference > 0 and name != "keep":
                 self._pin(k, difference, f"{_UNSEEN} {name}", functools.partial(_is_called, name))
@@ -1371,8 +1522,7 @@ class _Tracing:
     ) -> Iterator[Option]:
         """Per stage of the chain, the option that `run` ran under, with the bytes that it adds."""
         options, seen = self._held_under(run.names), run.seen
-        states = self._states(options)
-        before = [0, *accumulate(states)]
+        states, before = self._states(options), self._states_before(options)
         unexplained = self._unexplained(run)
         moved = self._moved(options)
         for k, (g, option) in enumerate(zip(self.segments, options, strict=True)):
@@ -1383,8 +1533,8 @@ class _Tracing:
                 max(self.resident_bytes + unexplained_bytes + state_bytes - base_bytes[k], -returning)
                 + self._rise(table, k, extra)
                 for table, unexplained_bytes, base_bytes, state_bytes in (
-                    (seen.forward, unexplained[0][k], bases[0], before[k]),
-                    (seen.backward, unexplained[1][k], bases[1], before[k + 1]),
+                    (seen.forward, unexplained[0][k], bases[0], before[0][k]),
+                    (seen.backward, unexplained[1][k], bases[1], before[1][k]),
                 )
             )
             again = 0
@@ -1398,7 +1548,7 @@ class _Tracing:
                 option.saved,
                 option.pinned,
                 max(forward, 0) + states[k] + again,
-                max(backward, 0) + 2 * states[k],
+                max(backward, 0) + (0 if g in self.ended else 2 * states[k]),
                 recomputes=option.recomputes,
                 moves=option.moves,
                 ops=option.ops,

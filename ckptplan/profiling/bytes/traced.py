@@ -24,6 +24,8 @@ class TracedStage:
     ----------
     options : tuple of Option
         "keep" first; their bytes are final, `recompute_s` and `launch_s` are not set.
+    has_backward : bool
+        Whether backward runs. If not, it takes no time, nor does a recompute.
     """
 
     name: str
@@ -31,6 +33,7 @@ class TracedStage:
     options: tuple[Option, ...]
     linked: tuple[int, ...]
     inputs: tuple[InputTensor, ...] | None
+    has_backward: bool = True
 
     @property
     def is_glue(self) -> bool:
@@ -66,6 +69,7 @@ class Traced:
     resident_bytes: int
     notes: tuple[str, ...]
     outside: tuple[str, ...]
+    uncalled: tuple[str, ...]
     written: tuple[str, ...]
     places: dict[int, Places]
     rerun_shares: dict[tuple[str, tuple[int, ...]], float]

@@ -151,8 +151,6 @@ class Tracker(FakeWorld):
         Bytes of the storages alive now, and the most so far.
     numbers_on_host : bool
         Single real numbers lie on the host, as an optimizer's counts of steps do.
-    counts_lists : bool
-        `torch.tensor` of a list makes a storage that counts, as an optimizer's tables of codes do.
     forward, backward : dict
         Segment -> its trace.
     foreign : dict
@@ -168,7 +166,6 @@ class Tracker(FakeWorld):
         self.peak_bytes = 0
         self.changes: list[Change] = []
         self.numbers_on_host = False
-        self.counts_lists = False
         self.forward: dict[int, SegmentTrace] = {}
         self.backward: dict[int, SegmentTrace] = {}
         self.foreign: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
@@ -392,7 +389,7 @@ class Tracker(FakeWorld):
             return distributed
         operands = Operands(args, kwargs)
         given = operands.tensors
-        for tensor in given if not (self.counts_lists and func is _LIFTED and given[0].dim()) else ():
+        for tensor in given if not (func is _LIFTED and given[0].dim()) else ():
             if not isinstance(tensor, FakeTensor) and id(tensor.untyped_storage()) not in self._alive:
                 if tensor.dim() == 0 and tensor.device.type == "cpu" and not self._on_cuda:
                     self._add(tensor)  # a number that PyTorch has just wrapped, and that autograd may save

@@ -273,7 +273,8 @@ class _Unfolded:
             modifies=self._as_is(seen.modifies),
             written=seen.written,
             sizes=self._table(seen.sizes),
-            dropped=self._table(seen.dropped),
+            ends={g: self._ends(sids, q) for g, q, sids in self._by_segment(seen.ends)},
+            unread=self._as_is(seen.unread),
             output=self._set(seen.output),
             held=self._set(seen.held),
             has_loss=seen.has_loss,
@@ -375,6 +376,11 @@ class _Unfolded:
 
     def _table(self, table: Mapping[Sid, T], q: int | None = None) -> dict[Sid, T]:
         return dict(self._spread(table.items(), q))
+
+    def _ends(self, ends: Mapping[Sid, Sid], q: int | None) -> dict[Sid, Sid]:
+        if q is None and any(self._home_of(end) is not None for end in ends.values()):
+            raise UnlikeLayersError  # within the layers, which may be one for each of them
+        return {sid: self._seen_from(end, q) for sid, end in self._spread(ends.items(), q)}  # type: ignore[misc]
 
     # --- traces ---
 

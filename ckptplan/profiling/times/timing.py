@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.autograd.graph import GradientEdge
 from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
@@ -364,7 +365,8 @@ class _Timing:
         self.glue.setdefault(("backward", index), []).append(took)
 
     def _backward(self, tensors: list[torch.Tensor]) -> None:
-        leaves = [*self.anchors, *(p for p in self.step.model.parameters() if p.requires_grad)]
+        leaves: list[Any] = [*self.anchors, *(p for p in self.step.model.parameters() if p.requires_grad)]
+        leaves = leaves or _leaves_made(tensors, 0)  # those of a frozen model's inputs
         gradients = [torch.ones_like(t) for t in tensors]
         torch.autograd.grad(tensors, leaves, gradients, retain_graph=True, allow_unused=True)
 
@@ -447,6 +449,7 @@ class _Timing:
             if way is not None:
                 choice = Decision("recompute", ops=way)
                 stage = PlannedStage(module, choice, self.device, Counters(), planned_bytes=again[way])
+            since = torch._C._autograd._get_sequence_nr()  # type: ignore[attr-defined]
             span = self.watch.begin((kind, way, "forward"))
             with caching(parametrize._cache_enabled):
                 if stage is None:
@@ -460,13 +463,14 @@ class _Timing:
             gradients = [torch.ones_like(t) for t in outputs]
             del output, new_args, new_kwargs
             made.clear()
+            trained = [p for p in parameters if p.requires_grad]  # forward may have frozen some
+            wanted: list[Any] = [*leaves, *trained, *_leaves_made(outputs, since)]
             span = self.watch.begin((kind, way, "backward"))
             with self.undisturbed():
-                if outputs:
-                    trained = [p for p in parameters if p.requires_grad]  # forward may have frozen some
-                    torch.autograd.grad(outputs, [*leaves, *trained], gradients, allow_unused=True)
+                if wanted:
+                    torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)
                 backward = self.watch.end(span)
-            del outputs, gradients
+            del outputs, gradients, wanted
             if way is None:
                 self.plain_s[kind] = max(forward) + max(backward)
             if counts:
@@ -480,6 +484,18 @@ def _tensors(output: Any) -> list[torch.Tensor]:
     leaves = pytree.tree_leaves(output)
     inside = (value for leaf in leaves for value in (attributes_of(leaf) or {}).values())
     return [t for t in (*leaves, *inside) if isinstance(t, torch.Tensor)]
+
+
+def _leaves_made(outputs: Iterable[torch.Tensor], since: int) -> list[GradientEdge]:
+    """Leaves behind the nodes numbered from `since` on: an activation that forward called `requires_grad_` on, say."""
+    nodes = dict.fromkeys(t.grad_fn for t in outputs if t.grad_fn is not None)
+    waiting = list(nodes)
+    while waiting:
+        following = (node for node, _ in waiting.pop().next_functions if node is not None)
+        new = [node for node in following if node not in nodes and node._sequence_nr() >= since]
+        nodes.update(dict.fromkeys(new))
+        waiting.extend(new)
+    return [GradientEdge(node, 0) for node in nodes if hasattr(node, "variable")]
 
 
 def _falling(values: Iterable[float]) -> list[float]:

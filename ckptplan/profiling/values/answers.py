@@ -43,6 +43,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 import ckptplan
 from ckptplan.core.errors import UnsupportedModelError
@@ -130,6 +131,7 @@ _BETWEEN = (
     *(os.path.join(_OURS, *path) for path in (("profiling", ""), ("memory", ""))),
     *(os.path.join(_OURS, "runtime", *path) for path in (("recompute", "selective.py"), ("observe", "measure.py"))),
     *(os.path.join(_TORCH, *path) for path in (("_subclasses",), ("_dynamo",), ("_compile.py",), ("_ops.py",))),
+    pytree.__file__,
     contextlib.__file__,
 )
 """Code between a call in the program and the dispatch mode that sees it, on real tensors or on fake ones."""
@@ -340,24 +342,25 @@ def reading_watched(
     """Inside, the reading of whole tensors, in this thread, can be seen and replaced.
 
     `tolist` reads number by number through `item`, which is an operation, and so do texts that are made with a fake
-    number; `numpy` goes through `read`.
+    number, and tensors that are made from lists of numbers, such as `torch.tensor([x.argmax(), y.argmax()])`, which
+    PyTorch itself reads below all dispatch modes; `numpy` goes through `read`.
 
     Parameters
     ----------
     read : callable
         `read(tensor)` returns the array, or None for the tensor's own.
     by_item : callable
-        Returns whether `tolist` and texts of real tensors are to go through `item` now.
+        Returns whether `tolist`, texts and lists of real tensors are to go through `item` now.
     """
     here = threading.get_ident()
     plain_list, plain_array, plain_text = torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__format__
+    plain_tensor, plain_new = torch.tensor, torch.Tensor.new_tensor
+
+    def items(tensor: torch.Tensor) -> Any:
+        return tensor.detach().item() if tensor.dim() == 0 else [items(part) for part in tensor]
 
     def tolist(tensor: torch.Tensor) -> Any:
-        if threading.get_ident() != here or not by_item():
-            return plain_list(tensor)
-        if tensor.dim() == 0:
-            return tensor.item()
-        return [tolist(part) for part in tensor]
+        return items(tensor) if threading.get_ident() == here and by_item() else plain_list(tensor)
 
     def numpy(tensor: torch.Tensor, **kwargs: Any) -> Any:
         array = read(tensor) if threading.get_ident() == here else None
@@ -369,7 +372,29 @@ def reading_watched(
             return format(tensor.detach().item(), spec)
         return plain_text(tensor, spec)
 
-    with mock.patch.multiple(torch.Tensor, tolist=tolist, numpy=numpy, __format__=text):
+    def reading(make: Callable[..., Any], at: int = 0) -> Callable[..., Any]:
+        def made(*args: Any, **kwargs: Any) -> Any:
+            args += tuple(kwargs.pop(name) for name in ("data", "obj") if name in kwargs)
+            given = args[at] if len(args) > at and threading.get_ident() == here else None
+            numbers = tensors_in(given) if isinstance(given, list | tuple) else []
+            if not numbers or not (by_item() or any(isinstance(t, FakeTensor) for t in numbers)):
+                return make(*args, **kwargs)
+            if make is not plain_new and kwargs.get("dtype") is None:
+                with _disable_current_modes():
+                    like = pytree.tree_map_only(torch.Tensor, lambda t: torch.zeros((), dtype=t.dtype), given)
+                    kwargs["dtype"] = plain_tensor(like).dtype
+            return make(*args[:at], pytree.tree_map_only(torch.Tensor, items, given), **kwargs)
+
+        return made
+
+    makers: dict[str, Any] = {name: reading(getattr(torch, name)) for name in ("tensor", "as_tensor", "asarray")}
+    methods: dict[str, Any] = {
+        "tolist": tolist,
+        "numpy": numpy,
+        "__format__": text,
+        "new_tensor": reading(plain_new, 1),
+    }
+    with mock.patch.multiple(torch.Tensor, **methods), mock.patch.multiple(torch, **makers):
         yield
 
 

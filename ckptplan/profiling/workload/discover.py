@@ -3,13 +3,17 @@
 One forward without memory records the tree of calls, and what autograd saves inside each call. Candidates are the ways
 to cut that tree at the members of its containers (`ModuleList`, `Sequential`, `ModuleDict`, `_no_split_modules`), one
 per depth of nesting. The cut with the least memory under full recompute wins: the largest saved set of a stage, plus
-every stage's inputs.
+every stage's inputs. A `ModuleDict` of models is cut model by model.
+
+No cut goes through a module that routes rows to experts by values: how many each expert gets is another number in each
+step, and their sum is the same.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -20,6 +24,7 @@ from torch.utils import _pytree as pytree
 from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.runtime.patching import PatchedForward, installed, is_patchable
 from ckptplan.runtime.sharded import gathered
+from ckptplan.runtime.state.compiled import compiled_modules
 from ckptplan.runtime.step import TrainingStep
 from ckptplan.runtime.swap.own import storages_of
 from ckptplan.runtime.swap.packing import unowned
@@ -30,13 +35,30 @@ _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 @dataclass(eq=False)
 class Call:
-    """One call of one module in the tree of calls; the model's own has no caller."""
+    """One call of one module in the tree of calls; the model's own has no caller.
+
+    Attributes
+    ----------
+    member : bool
+        The module is one of a container's.
+    saved, inputs : dict
+        Storages that autograd saves inside, and that are passed in -> their bytes.
+    kind : type
+        The module's class.
+    sizes : tuple of torch.Size
+        Those of the tensors passed in.
+    reads : int
+        Number of the operations whose results depend on values that run in the call itself, not in one of its calls.
+    """
 
     name: str
     member: bool
     caller: Call | None = None
     saved: dict[int, int] = field(default_factory=dict)
     inputs: dict[int, int] = field(default_factory=dict)
+    kind: type | None = None
+    sizes: tuple[torch.Size, ...] = ()
+    reads: int = 0
 
     @property
     def module(self) -> str:
@@ -62,10 +84,13 @@ class Found(NamedTuple):
         Names of the stages in call order.
     outside : tuple of str
         Modules that are called and lie in no stage's, the model itself left out; a stage may call them, too.
+    uncalled : tuple of str
+        Modules in a stage's that no stage calls, without those below them, and without experts.
     """
 
     stages: tuple[str, ...]
     outside: tuple[str, ...]
+    uncalled: tuple[str, ...] = ()
 
 
 def discover_stages(step: TrainingStep, world: Callable[[], contextlib.AbstractContextManager[Any]]) -> Found:
@@ -82,21 +107,76 @@ def discover_stages(step: TrainingStep, world: Callable[[], contextlib.AbstractC
     NothingSavedError
         If no submodule saves anything for backward.
     """
-    calls = _record(step, world)
-    cuts = _cuts(calls, lambda call: call.member) or _cuts(calls, lambda call: True)[:3]
-    total = calls[0].saved_bytes
+    every = _record(step, world)
+    calls = _without_experts(every)
+    root = calls[0]
+    if _holds_models(step.model):
+        models = dict.fromkeys(call.module for call in calls if call.caller is root)
+        parts = [[root, *(call for call in calls if _is_in(call, model))] for model in models]
+        chosen = {call for part in parts for call in _best_cut(part, root.saved_bytes, first=1)}
+        best = [call for call in calls if call in chosen]
+    else:
+        best = _best_cut(calls, root.saved_bytes)
+    if not best:
+        raise NothingSavedError("no submodule of the model saves anything for backward; there is nothing to plan")
+    modules = {call.module for call in best}
+    called = dict.fromkeys(call.module for call in calls[1:])
+    outside = (name for name in called if not any(name == m or name.startswith(f"{m}.") for m in modules))
+    blocks = {call.caller.module for call in set(every) - set(calls) if call.caller is not None}
+    blocks |= compiled_modules(step.model).keys()
+    uncalled = _uncalled(step.model, modules, blocks.union(called), blocks)
+    return Found(tuple(call.name for call in best), tuple(outside), tuple(uncalled))
+
+
+def _uncalled(model: nn.Module, stages: set[str], called: set[str], but: set[str]) -> Iterator[str]:
+    """Modules inside of `stages` that aren't among those called, the topmost of each path, none inside of `but`."""
+    found: set[str] = set()
+    for name, module in model.named_modules():
+        above = list(itertools.accumulate(name.split("."), "{}.{}".format))[:-1]
+        if name in called or not stages.intersection(above) or but.intersection(above) or found.intersection(above):
+            continue
+        if type(module).forward is not nn.Module.forward:  # a container has none
+            found.add(name)
+            yield name
+
+
+def _holds_models(model: nn.Module) -> bool:
+    """Whether a container without a forward holds models of a step, and not the layers of one."""
+    kinds = [type(module) for module in model.children()]
+    return isinstance(model, nn.ModuleDict) or (isinstance(model, nn.ModuleList) and len(set(kinds)) == len(kinds))
+
+
+def _is_in(call: Call, name: str) -> bool:
+    return call.module == name or call.module.startswith(f"{name}.")
+
+
+def _best_cut(calls: Sequence[Call], total: int, first: int = 0) -> list[Call]:
+    """The cut of the least cost, without what isn't worth a stage; levels without members begin at `first`."""
+    levels = _cuts(calls, lambda call: True)
+    cuts = _cuts(calls, lambda call: call.member) or levels[first : first + 3] or levels
     best: list[Call] = []
     for cut in cuts:
         worthy = {call.module for call in cut if call.saved and (call.member or call.saved_bytes >= _WORTH * total)}
         stages = [call for call in cut if call.module in worthy]  # all calls of a module: plans number them
         if stages and (not best or _cost(stages) < _cost(best)):
             best = stages
-    if not best:
-        raise NothingSavedError("no submodule of the model saves anything for backward; there is nothing to plan")
-    modules = {call.module for call in best}
-    called = dict.fromkeys(call.module for call in calls[1:])
-    outside = (name for name in called if not any(name == m or name.startswith(f"{m}.") for m in modules))
-    return Found(tuple(call.name for call in best), tuple(outside))
+    return best
+
+
+def _without_experts(calls: list[Call]) -> list[Call]:
+    """The calls but for those in modules that read values and call members of one class with other sizes each."""
+    sizes: dict[tuple[Call, type | None], set[tuple[torch.Size, ...]]] = {}
+    for call in calls:
+        if call.member and call.caller is not None and call.caller.caller is not None and call.caller.reads:
+            sizes.setdefault((call.caller, call.kind), set()).add(call.sizes)
+    inside = {caller for (caller, _), found in sizes.items() if len(found) > 1}
+    left = []
+    for call in calls:
+        if call.caller in inside:
+            inside.add(call)
+        if call.caller is None or call.caller not in inside:
+            left.append(call)
+    return left
 
 
 def _cost(stages: list[Call]) -> int:
@@ -127,6 +207,7 @@ def _cuts(calls: Sequence[Call], counts: Callable[[Call], bool]) -> list[list[Ca
 def _record(step: TrainingStep, world: Callable[[], contextlib.AbstractContextManager[Any]]) -> list[Call]:
     """The tree of calls in their order: each after its caller, the model's own first."""
     model = step.model
+    models = _holds_models(model)
     no_split = set(getattr(model, "_no_split_modules", None) or ())
     modules = dict(model.named_modules())
     # With the storages themselves, since forward may give a parameter other data.
@@ -135,6 +216,7 @@ def _record(step: TrainingStep, world: Callable[[], contextlib.AbstractContextMa
     calls = [Call("", member=False)]
     stack = calls[:]
     counts: dict[str, int] = {}
+    read = 0
     met: dict[int, torch.UntypedStorage] = {}  # held, so that they stay distinct
 
     def sizes(tensors: list[Any]) -> dict[int, int]:
@@ -145,6 +227,12 @@ def _record(step: TrainingStep, world: Callable[[], contextlib.AbstractContextMa
                 out[storage._cdata] = storage.nbytes()
         return out
 
+    def own_reads() -> None:
+        """Count the reads since the last call began or ended as those of the call that runs."""
+        nonlocal read
+        read, before = getattr(here, "reads", 0), read
+        stack[-1].reads += read - before
+
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         found = sizes([tensor])
         for call in stack:
@@ -153,19 +241,23 @@ def _record(step: TrainingStep, world: Callable[[], contextlib.AbstractContextMa
 
     def runner(name: str, module: nn.Module) -> Callable[..., Any]:
         parent = modules.get(name.rpartition(".")[0])
-        member = (isinstance(parent, _CONTAINERS) and len(parent) > 1) or type(module).__name__ in no_split
+        listed = isinstance(parent, _CONTAINERS) and len(parent) > 1 and not (models and parent is model)
+        member = listed or type(module).__name__ in no_split
 
         def run(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if not torch.is_grad_enabled():
                 return original(*args, **kwargs)
             counts[name] = count = counts.get(name, 0) + 1
-            call = Call(name if count == 1 else f"{name}#{count}", member, stack[-1])
-            call.inputs = sizes(pytree.tree_leaves((args, kwargs)))
+            call = Call(name if count == 1 else f"{name}#{count}", member, stack[-1], kind=type(module))
+            call.inputs = sizes(leaves := pytree.tree_leaves((args, kwargs)))
+            call.sizes = tuple(t.shape for t in leaves if isinstance(t, torch.Tensor))
+            own_reads()
             calls.append(call)
             stack.append(call)
             try:
                 return original(*args, **kwargs)
             finally:
+                own_reads()
                 stack.pop()
 
         return run
@@ -175,6 +267,6 @@ def _record(step: TrainingStep, world: Callable[[], contextlib.AbstractContextMa
         for name, module in modules.items()
         if name and is_patchable(module)
     ]
-    with installed(patches), world(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with installed(patches), world() as here, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         step.forward()
     return calls

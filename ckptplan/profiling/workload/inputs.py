@@ -44,21 +44,23 @@ def find_inputs(model: nn.Module, device: torch.device) -> tuple[tuple[Any, ...]
     """
     if model in _recorded:
         args, kwargs = _recorded[model]
-        return args, kwargs, "the last recorded forward"
+        return args, kwargs, "from the last recorded forward"
     example = getattr(model, "example_input_array", None)
     if example is not None:
         if isinstance(example, dict):
-            return (), _to(example, device), "example_input_array"
-        return tuple(_to(list(example) if isinstance(example, tuple) else [example], device)), {}, "example_input_array"
+            return (), _to(example, device), "from example_input_array"
+        listed = list(example) if isinstance(example, tuple) else [example]
+        return tuple(_to(listed, device)), {}, "from example_input_array"
     hugging = _from_config(model, device)
     if hugging is not None:
-        return (), hugging, "the model's Hugging Face config"
+        return (), hugging, "guessed from the model's Hugging Face config"
     leading = _leading(model, device)
     if leading is not None:
-        return (leading,), {}, "the model's first layer"
+        return (leading,), {}, "guessed from the model's first layer"
     raise InvalidInputError(
         f"no inputs can be derived from this {type(model).__name__}; pass them: solve(model, budget_gb=..., inputs=x) "
-        "for model(x), inputs=(x, y) for model(x, y), inputs={'x': x} for model(x=x)"
+        "for model(x), inputs=(x, y) for model(x, y), inputs={'x': x} for model(x=x); or call ckptplan.apply(model, "
+        "budget_gb=...), which plans for the inputs of the first training forward"
     )
 
 

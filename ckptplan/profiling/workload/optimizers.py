@@ -110,7 +110,6 @@ def traced_updates(
     stand_ins = StandIns(optimizer, functools.partial(_fake_part, tracker))
     # Counts of steps lie on the host, unless the update runs as one kernel or is captured.
     tracker.numbers_on_host = not any(g.get("fused") or g.get("capturable") for g in optimizer.param_groups)
-    tracker.counts_lists = True
     tracker.number_read = 1.0  # an update may read a norm to scale by it; any value leads to the same operations
     with no_cycles_collected(), stand_ins.in_place():
         try:

@@ -1,4 +1,4 @@
-"""Digests of saved tensors, compared with those of the recomputed or returned tensors (`apply(..., check=)`).
+"""Digests and spots of saved tensors, compared with those of what comes back (`apply(..., check=)`).
 
 NOTE [Digests]
 1. A digest is computed from a tensor's bits, read as integers, so NaNs and the signs of zeros count. The tensor is
@@ -26,23 +26,28 @@ import math
 import operator
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import nn
 from torch.autograd import Variable
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ckptplan.core.errors import CheckError
 from ckptplan.runtime import accelerator
 from ckptplan.runtime.accelerator import generator_states
+from ckptplan.runtime.guard.spots import INTEGERS, Sheet, Spot, dimensions, is_written_whole, read, spot_of
 from ckptplan.runtime.state.cells import Snapshot, below, changing
 from ckptplan.runtime.state.flags import FLAGS, flags
 from ckptplan.runtime.state.generators import Generators
+
+if TYPE_CHECKING:
+    from ckptplan.runtime.recompute.call import PlannedStage
 
 When = Literal["sampled", "always", "off"]
 WHEN: tuple[When, ...] = ("sampled", "always", "off")
@@ -60,7 +65,7 @@ _STREAMS = 4  # on CUDA: most streams with digests under way at once
 BENCH_BYTES = (8 * _DIGESTS, 8 * _STREAMS * 2 * _SUMS, 8 * _SUMS, 8)
 """Bytes of the tensors of a `_Bench` on CUDA."""
 _PLAIN = (torch.Tensor, nn.Parameter)
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+ALL = range(1 << 62)  # all numbers of saved tensors
 
 
 @dataclass(eq=False, slots=True)
@@ -77,6 +82,10 @@ class Digest:
 
     strides: tuple[int, ...]
     values: list[int] | None = None
+
+    def is_like(self, other: Digest) -> bool:
+        """Whether the values are equal."""
+        return self.values == other.values
 
 
 class _Bench:
@@ -155,7 +164,7 @@ def _blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     if plain.numel() == 0:
         return
     ratio, begin = 8 // plain.itemsize, int(plain.storage_offset())
-    integers = plain.view(_INTEGERS[plain.itemsize])
+    integers = plain.view(INTEGERS[plain.itemsize])
     wide: torch.Tensor | None = None
     for block in _layout(ratio, plain.shape, plain.stride(), begin % ratio):
         first = begin + block.first
@@ -185,14 +194,7 @@ def _layout(ratio: int, shape: Sequence[int], strides: Sequence[int], skew: int)
 
     `ratio` is the number of elements in eight bytes.
     """
-    dims: list[tuple[int, int]] = []  # size and stride, in memory order; contiguous dimensions are merged
-    for stride, size in sorted(zip(strides, shape, strict=True), reverse=True):
-        if size == 1 or stride == 0:
-            continue
-        if dims and dims[-1][1] == stride * size:
-            dims[-1] = dims[-1][0] * size, stride
-        else:
-            dims.append((size, stride))
+    dims = dimensions(shape, strides)
     *outer, (inner, step) = dims or [(1, 1)]
     if ratio > 1 and (step != 1 or any(stride % ratio for _, stride in outer)):
         return tuple(_split(dims, 0, 1, wide=False))
@@ -253,7 +255,7 @@ def undisturbed() -> contextlib.AbstractContextManager[Any]:
     if not torch._C._len_torch_dispatch_stack() and not torch._C._len_torch_function_stack():
         return contextlib.nullcontext()
     stack = contextlib.ExitStack()
-    stack.enter_context(_disable_current_modes())
+    stack.enter_context(torch._C._DisableTorchDispatch())
     stack.enter_context(torch._C.DisableTorchFunction())
     return stack
 
@@ -269,48 +271,105 @@ def can_be_digested(tensor: torch.Tensor) -> bool:
     )
 
 
-def _is_written_whole(tensor: torch.Tensor) -> bool:
-    """Whether kernels write every element of a saved tensor like `tensor` (NOTE [Digests], rule 4)."""
-    if tensor.dim() == 0 or tensor.dtype is torch.uint64:
-        return False
-    return tensor.dtype is not torch.uint8 or tensor.dim() > 1
-
-
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """Two digests that should be equal, and the texts for the error if they aren't.
+    """Two digests or spots that should be equal, and the texts for the error if they aren't.
 
     Attributes
     ----------
-    first, again : Digest
-        The digests from forward and from now.
+    first, again : Digest or Spot
+        Those from forward and from now.
     stage, what, cause : str
         The stage, the compared value, and the likely cause of a difference.
     """
 
-    first: Digest
-    again: Digest
+    first: Any
+    again: Any
     stage: str
     what: str
     cause: str
 
+    @property
+    def is_known(self) -> bool:
+        """Whether the values have been read."""
+        return self.first.values is not None and self.again.values is not None
 
-class Checks:
-    """The checks of one applied plan.
+
+class _Pass:
+    """Takes what tensors are in forward, and compares it with what they are when they come back.
+
+    Attributes
+    ----------
+    stages : sequence of str
+        Names of the plan's stages.
+    """
+
+    stages: Sequence[str] = ()
+
+    def take(self, tensor: torch.Tensor) -> Any:
+        """Return what is compared of `tensor`, as it is now; None if nothing is."""
+        raise NotImplementedError
+
+    def compare(self, first: Any, tensor: torch.Tensor, stage: str, what: str, cause: str) -> None:
+        """Record that `tensor` should be as it was.
+
+        Parameters
+        ----------
+        first : Digest or Spot, optional
+            What was taken in forward; None: nothing is compared.
+        stage, what, cause : str
+            The stage, the name of the tensor, and the likely cause of a difference, for the error.
+        """
+        raise NotImplementedError
+
+    def stage(self, stage: PlannedStage) -> StageCheck | StageSpots:
+        """Return the comparison of one call of a stage with its recompute."""
+        raise NotImplementedError
+
+    def backward_begins(self) -> None:
+        """Compare what can be compared when the pass's backward begins."""
+        raise NotImplementedError
+
+    def saves(self, index: int, tensor: torch.Tensor) -> Callable[[torch.Tensor], None]:
+        """Take what is compared of a tensor that stage `index` saves; return a function that compares a tensor with it.
+
+        It is called with the tensor that the user's saved-tensor hooks get.
+        """
+        first, stage = self.take(tensor), self.stages[index]
+        return lambda now: self.compare(first, now, stage, "a tensor that autograd saves in it", _PACKED_LATE)
+
+    def leaves(self, record: Any, index: int) -> None:
+        """Check that a record's storage, which is swapped out for stage `index`, comes back as it is now."""
+        if record.on_return is not None:
+            return
+        with accelerator.on_stream(record.home):
+            first = self.take(record.source().view(-1))
+        if first is not None:
+            what = f"a storage of {record.nbytes} bytes that it had swapped out"
+            stage = self.stages[index]
+            record.on_return = lambda whole: self.compare(first, whole.view(-1), stage, what, _COPY)
+
+
+class Checks(_Pass):
+    """The checks of one applied plan, which compare digests themselves.
 
     Parameters
     ----------
     device : torch.device
         Where the plan runs.
     always : bool
-        Whether every pass is checked, or only some (`FIRST`, `EVERY`).
+        Whether digests are compared in every pass, or in some (`FIRST`, `EVERY`) and spots in the others.
 
     Attributes
     ----------
     device : torch.device
         As given.
+    is_on_host : bool
+        Whether that is the host.
+    lock : threading.RLock
+        Held while digests and spots are taken and read.
     passes, tensors : int
-        Numbers of passes that were checked and of tensors that were compared in them.
+        Numbers of passes with digests and of tensors that were compared in them.
     """
 
     def __init__(self, device: torch.device, *, always: bool) -> None:
@@ -320,76 +379,57 @@ class Checks:
         self._seen = 0
         self._random = random.Random(0)
         self._next = FIRST + EVERY
-        self._stages: Sequence[str] = ()
         self._benches = {device.type: _Bench(device)}
+        self.is_on_host = not accelerator.is_accelerator(device)
+        self._spots = Spots(self, on_host=self.is_on_host or always)
         self._pairs: list[_Pair] = []
         self._places: list[_Place] = []
+        self._late: list[_Pair] = []  # of backwards that have ended, whose spots haven't been read
         self._task = -1
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
 
-    def begin(self, stages: Sequence[str]) -> Checks | None:
-        """Begin a pass of `stages`; return `self` if it is checked, otherwise None."""
+    def begin(self, stages: Sequence[str]) -> Checks | Spots | None:
+        """Begin a pass of `stages`; return what compares in it, None if nothing does."""
         if torch._C._current_graph_task_id() == -1:
             self.forget()
+        self.settle()
+        self.stages = self._spots.stages = stages
         if self._places:
             self._places = [place for place in self._places if place.is_there]
         self._seen += 1
-        if not self._always and self._seen > FIRST:
-            if self._seen < self._next:
-                return None
+        digests = self._always or self._seen <= FIRST
+        if not digests and self._seen >= self._next:
+            digests = True
             self._next += self._random.randint(EVERY // 2, EVERY + EVERY // 2)
         if accelerator.is_capturing(self.device):
             return None
-        self._stages = stages
-        self.passes += 1
-        return self
+        self.passes += digests
+        return self if digests else self._spots
 
     def take(self, tensor: torch.Tensor) -> Digest | None:
         """Return the digest of `tensor` as it is now; None if no digest can be taken of it."""
         if not can_be_digested(tensor):
             return None
-        with self._lock, undisturbed():
+        with self.lock, undisturbed():
             bench = self._benches.get(tensor.device.type)
             if bench is None:
                 bench = self._benches[tensor.device.type] = _Bench(tensor.device)
             return bench.take(tensor) if bench.device == tensor.device else None
 
     def compare(self, first: Digest | None, tensor: torch.Tensor, stage: str, what: str, cause: str) -> None:
-        """Record that `tensor` should have the digest `first`.
-
-        Parameters
-        ----------
-        first : Digest or None
-            The digest from forward; None: nothing is compared.
-        stage, what, cause : str
-            The stage, the name of the tensor, and the likely cause of a difference, for the error.
-        """
+        """Record that `tensor` should have the digest `first`."""
         if first is None or first.strides != tensor.stride():
             return
         again = self.take(tensor)
         if again is None:
             return
-        with self._lock:
+        with self.lock:
             self.tensors += 1
-            self._add(_Pair(first, again, stage, what, cause))
+            self.add(_Pair(first, again, stage, what, cause))
 
-    def found(self, stage: str, what: str, cause: str) -> None:
-        """Record that `what`, which is no tensor, differs from forward."""
-        self._add(_Pair(Digest(()), Digest((), []), stage, what, cause))
-
-    def _add(self, pair: _Pair) -> None:
-        with self._lock:
-            self._pairs.append(pair)
-            task = torch._C._current_graph_task_id()
-            if task == -1:  # a saved tensor is read outside of any backward
-                self.finish()
-            elif task != self._task:
-                self._task = task
-                Variable._execution_engine.queue_callback(self._task_ends)
-
-    def _task_ends(self) -> None:
-        # An error in a callback skips the callbacks behind it, which free memory, so `finish` is queued last.
-        Variable._execution_engine.queue_callback(self.finish)
+    def stage(self, stage: PlannedStage) -> StageCheck:
+        """Return the comparison of one call of a stage with its recompute."""
+        return StageCheck(self, stage)
 
     def watch(self, place: _Place) -> None:
         """Record that the tensor at `place` should be unchanged when backward begins."""
@@ -406,8 +446,27 @@ class Checks:
             if there is not None:
                 self.compare(place.digest, there, place.stage, place.what, _EDITED)
 
+    def found(self, stage: str, what: str, cause: str) -> None:
+        """Record that `what`, which is no tensor, differs from forward."""
+        self.add(_Pair(Digest((), []), Digest((), [0]), stage, what, cause))
+
+    def add(self, pair: _Pair) -> None:
+        """Record a pair, which is compared when the present backward has ended."""
+        with self.lock:
+            self._pairs.append(pair)
+            task = torch._C._current_graph_task_id()
+            if task == -1:  # a saved tensor is read outside of any backward
+                self.finish()
+            elif task != self._task:
+                self._task = task
+                Variable._execution_engine.queue_callback(self._task_ends)
+
+    def _task_ends(self) -> None:
+        # An error in a callback skips the callbacks behind it, which free memory, so `finish` is queued last.
+        Variable._execution_engine.queue_callback(self.finish)
+
     def finish(self) -> None:
-        """Compare the pairs of digests that were recorded since the last call.
+        """Compare the pairs that were recorded since the last call; spots of accelerators are sent to the host.
 
         Raises
         ------
@@ -416,54 +475,194 @@ class Checks:
         """
         if not self._pairs:
             return
-        with self._lock, undisturbed():
+        with self.lock, undisturbed():
             pairs, self._pairs = self._pairs, []
             for bench in self._benches.values():
                 bench.read()
-        differing = [pair for pair in pairs if pair.first.values != pair.again.values]
+            if self._spots.sheet is not None:
+                self._spots.sheet.send()
+        self._judge(pairs, "this")
+
+    def settle(self, *, wait: bool = False) -> None:
+        """Compare the spots of earlier backwards that are on the host by now; `wait`: all of them.
+
+        Raises
+        ------
+        CheckError
+            If any of them differs.
+        """
+        if self._late:
+            assert self._spots.sheet is not None
+            with self.lock, undisturbed():
+                if wait:
+                    self._spots.sheet.read_all()
+                else:
+                    self._spots.sheet.arrived()
+                    self._spots.sheet.send()
+                pairs, self._late = self._late, []
+            self._judge(pairs, "an earlier")
+
+    def _judge(self, pairs: list[_Pair], step: str) -> None:
+        differing = [pair for pair in pairs if pair.is_known and not pair.first.is_like(pair.again)]
         if differing:
-            raise _error(differing, len(pairs))
+            self._late.clear()
+            raise _error(differing, step)
+        self._late += [pair for pair in pairs if not pair.is_known]
 
     def forget(self) -> None:
         """Drop the pairs that haven't been compared, which belong to a backward that failed."""
         self._pairs.clear()
 
     def close(self) -> None:
-        """Free the memory for digests; it is allocated again if graphs that are still alive need it."""
+        """Free the memory of digests and spots; it is allocated again if graphs that are still alive need it."""
         self.forget()
-        with self._lock, undisturbed():
+        with self.lock, undisturbed():
             for bench in self._benches.values():
                 bench.read()
             self._benches.clear()
+            if self._spots.sheet is not None:
+                self._spots.sheet.free()
 
-    def saves(self, index: int, tensor: torch.Tensor) -> Callable[[torch.Tensor], None]:
-        """Take the digest of a tensor that stage `index` saves; return a function that compares a tensor with it.
 
-        It is called with the tensor that the user's saved-tensor hooks get.
-        """
-        first, stage = self.take(tensor), self._stages[index]
-        return lambda now: self.compare(first, now, stage, "a tensor that autograd saves in it", _PACKED_LATE)
+class Spots(_Pass):
+    """Compares spots, in the passes of one applied plan in which `checks` compares no digests (NOTE [Spots])."""
 
-    def leaves(self, record: Any, index: int) -> None:
-        """Check that a record's storage, which is swapped out for stage `index`, comes back as it is now."""
-        if record.on_return is not None:
-            return
-        with accelerator.on_stream(record.home):
-            first = self.take(record.source().view(-1))
+    def __init__(self, checks: Checks, *, on_host: bool) -> None:
+        self.checks = checks
+        self.sheet = None if on_host else Sheet(checks.device)
+
+    def take(self, tensor: torch.Tensor) -> Spot | None:
+        """Return the spot of `tensor`, which needs no gradient, as it is now; None if none is taken of it."""
+        if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+            with undisturbed():
+                return self._take(tensor)
+        return self._take(tensor)
+
+    def _take(self, tensor: torch.Tensor) -> Spot | None:
+        found = spot_of(tensor)
+        if found is None:
+            return None
+        if self.sheet is not None and accelerator.is_accelerator(tensor.device):
+            with self.checks.lock:
+                return self.sheet.take(*found) if tensor.device == self.checks.device else None
+        return read(*found) if tensor.is_cpu else None
+
+    def compare(self, first: Spot | None, tensor: torch.Tensor, stage: str, what: str, cause: str) -> None:
+        """Record that `tensor` should have the spot `first`."""
         if first is not None:
-            what = f"a storage of {record.nbytes} bytes that it had swapped out"
-            stage = self._stages[index]
-            record.on_return = lambda whole: self.compare(first, whole.view(-1), stage, what, _COPY)
+            self.add(first, self.take(tensor.detach()), stage, what, cause)
+
+    def add(self, first: Spot, again: Spot | None, stage: str, what: str, cause: str) -> None:
+        """Record that two spots should be equal, unless it is known by now that they are."""
+        if again is None or again.strides != first.strides:
+            return
+        pair = _Pair(first, again, stage, what, cause)
+        if not pair.is_known or not first.is_like(again):
+            self.checks.add(pair)
+
+    def backward_begins(self) -> None:
+        """Compare the spots of earlier backwards that are on the host by now."""
+        self.checks.settle()
+
+    def stage(self, stage: PlannedStage) -> StageSpots:
+        """Return the comparison of one call of a stage with its recompute."""
+        return StageSpots(self, stage)
 
 
-class StageCheck:
+class _Stage:
+    """What both comparisons of a stage's call share: they learn which of the saved tensors spots are taken of.
+
+    Attributes
+    ----------
+    name : str
+        The stage's.
+    numbers : container of int
+        Numbers of the saved tensors that are compared.
+    """
+
+    __slots__ = ("_module", "_recorder", "_sinks", "name", "numbers")
+
+    def __init__(self, stage: PlannedStage) -> None:
+        self.name, self._module, self._sinks = stage.name, stage.module, stage.sinks
+        self._recorder = stage.sinks.recorder()
+        self.numbers: Container[int] = ALL
+
+    def save(self, number: int, tensor: torch.Tensor) -> None:
+        """Take what is compared of the tensor that the first run saves as number `number`."""
+        if self._recorder is not None:
+            self._recorder.save(tensor)
+
+    def returned(self) -> None:
+        """Note that a recompute returns the result of the operation that runs."""
+        if self._recorder is not None:
+            self._recorder.returned()
+
+    def ended(self, count: int) -> None:
+        """Note that the first run has ended, in which `count` tensors were saved."""
+        self._sinks.ended(count, self._recorder)
+        self._recorder = None
+
+
+class StageSpots(_Stage):
+    """Comparison of what one call of a stage saves with what its recompute saves, by spots."""
+
+    __slots__ = ("_saved", "_spots")
+
+    def __init__(self, spots: Spots, stage: PlannedStage) -> None:
+        super().__init__(stage)
+        self._spots = spots
+        if self._recorder is None:
+            self.numbers = stage.sinks.numbers
+        self._saved: dict[int, Spot | None] = {}
+
+    def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `forward`: inputs and state are compared by digests alone."""
+        return forward
+
+    def unchanged(self) -> contextlib.AbstractContextManager[None]:
+        """Check that the code inside leaves buffers on accelerators unchanged; on the host `Call` has looked at all."""
+        on_host = self._spots.checks.is_on_host
+        return contextlib.nullcontext() if on_host else self._unchanged()
+
+    @contextlib.contextmanager
+    def _unchanged(self) -> Iterator[None]:
+        before = [
+            (name, buffer, self._spots.take(buffer))
+            for m in self._module.modules()
+            if not isinstance(m, _NormBase)  # whose running statistics are copies in a recompute
+            for name, buffer in m._buffers.items()
+            if buffer is not None
+        ]
+        try:
+            yield
+        finally:
+            for name, buffer, first in before:
+                self._spots.compare(first, buffer, self.name, f"its buffer {name!r}", _LEFT)
+
+    def save(self, number: int, tensor: torch.Tensor) -> None:
+        """Take the spot of the tensor that the first run saves as number `number`."""
+        super().save(number, tensor)
+        self._saved[number] = self._spots.take(tensor)
+
+    def skip(self, number: int) -> None:
+        """Don't compare tensor `number`, which had no values yet when it was saved."""
+        self._saved.pop(number, None)
+
+    def compare_saved(self, number: int, tensor: torch.Tensor) -> None:
+        """Compare the tensor that a later run saves as number `number`."""
+        first = self._saved.get(number)
+        again = None if first is None else self._spots.take(tensor)
+        if first is not None and again is not None and (again.values is None or again.values != first.values):
+            self._spots.add(first, again, self.name, _saved_as(number, tensor), _SPOT)
+
+
+class StageCheck(_Stage):
     """Comparison of one call of a stage with its recompute: parameters, buffers, inputs and saved tensors."""
 
-    def __init__(self, checks: Checks, module: nn.Module, name: str) -> None:
+    def __init__(self, checks: Checks, stage: PlannedStage) -> None:
+        super().__init__(stage)
         self.checks = checks
-        self.name = name
         self._saved: list[Digest | None] = []
-        self._module = module
         self._given: list[Any] = []
         self._inputs: list[Digest | None] | None = None
         self._state: dict[tuple[str, str], Digest | None] = {}
@@ -526,13 +725,18 @@ class StageCheck:
             for what in found:
                 self.checks.found(self.name, what, _LEFT)
 
-    def save(self, tensor: torch.Tensor) -> None:
-        """Take the digest of the tensor that the first run saves next."""
-        digest = self.checks.take(tensor) if _is_written_whole(tensor) else None
+    def save(self, number: int, tensor: torch.Tensor) -> None:
+        """Take the digest of the tensor that the first run saves as number `number`, the next."""
+        super().save(number, tensor)
+        digest = self.checks.take(tensor) if is_written_whole(tensor.dtype, tensor.dim()) else None
         self._saved.append(digest)
         # Only tensors with a graph are watched: running statistics have none, and a norm updates them rightly.
         if digest is not None and tensor.grad_fn is not None and not self._is_a_parameters(tensor):
-            self.checks.watch(_Place(tensor, digest, self.name, len(self._saved) - 1))
+            self.checks.watch(_Place(tensor, digest, self.name, number))
+
+    def skip(self, number: int) -> None:
+        """Don't compare tensor `number`, which had no values yet when it was saved."""
+        self._saved[number] = None
 
     def compare_saved(self, number: int, tensor: torch.Tensor) -> None:
         """Compare the tensor that a later run saves as number `number`."""
@@ -619,7 +823,13 @@ _SAVED = (
     "all that was compared of the stage's inputs is as in forward, so it depends on other state that changed (a random "
     "generator, Python state, flags, modes or hooks), or one of its kernels gives other bits each time, as additions "
     "in no fixed order do (index_add and scatter_add on CUDA; torch.use_deterministic_algorithms(True) finds these); "
-    "if such a kernel is the only cause, apply with check='off'"
+    "run ckptplan.verify, and apply with check='off' only if it finds that the gradients are equal"
+)
+_SPOT = (
+    "the stage's next run finds other state than the first: a buffer or another tensor that was written to in a way "
+    "that PyTorch's versions don't show (through .data, numpy, or by a custom kernel), or Python state that began to "
+    "change; or one of its kernels gives other bits each time; apply with check='always' to see which, and write with "
+    "ordinary operations under torch.no_grad()"
 )
 _EDITED = (
     "it was written to after the stage, through .data, numpy or in a hook: plain training would use the new values for "
@@ -635,12 +845,12 @@ _COPY = (
 )
 
 
-def _error(differing: list[_Pair], compared: int) -> CheckError:
+def _error(differing: list[_Pair], step: str) -> CheckError:
     worst = differing[0]
     stages = len({pair.stage for pair in differing})
     return CheckError(
-        f"stage {worst.stage!r}: {worst.what} isn't what it was in forward. {len(differing)} of {compared} compared "
-        f"tensors differ, in {stages} of the plan's stages; the gradients of this step are not the model's: drop them. "
+        f"stage {worst.stage!r}: {worst.what} isn't what it was in forward. {len(differing)} of the compared tensors "
+        f"differ, in {stages} of the plan's stages; the gradients of {step} step are not the model's: drop them. "
         f"Likely cause: {worst.cause}",
         stage=worst.stage,
         tensor=worst.what,

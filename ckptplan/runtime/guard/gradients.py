@@ -4,15 +4,15 @@ NOTE [Gradients from before]
 A step may start with gradients: `zero_grad(set_to_none=False)` keeps them, and the second micro-batch of an
 accumulating loop finds those of the first. Such gradients occupy memory from the start of the step, whereas a step
 without them can use that memory until backward makes the gradients. So whether they exist is part of what is planned
-(`TrainingStep.accumulates`). A forward that finds more bytes of gradients than planned is an error, unless the
-additional bytes fit into the budget as well.
+(`TrainingStep.accumulates`). A forward that finds more bytes of gradients than planned, which don't fit into the budget
+as well, is a difference from the planned step (NOTE [Differences]).
 
 The engine of a sharded model keeps whole gradients of micro-batches that don't reduce them. These count, too: those
 that exist, and those that a pass will leave.
 
 Example: a plan without gradients at the start has a peak of 900 MiB and a budget of 1000 MiB. If 80 MiB of gradients
-exist when a forward begins, the peak is at most 980 MiB, and the step runs. With 120 MiB it may reach 1020 MiB, so the
-forward raises `PlanMismatchError`. A plan solved with `accumulate=True` includes the gradients in its peak.
+exist when a forward begins, the peak is at most 980 MiB. With 120 MiB it may reach 1020 MiB: a warning. A plan solved
+with `accumulate=True` includes the gradients in its peak.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ckptplan.core.errors import InvalidInputError, PlanMismatchError
+from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.plan import Plan
 from ckptplan.core.units import format_bytes
+from ckptplan.runtime.guard.differences import Differences
 from ckptplan.runtime.observer import Observer
 from ckptplan.runtime.sharded import (
     WITH_WHOLE_GRADIENTS,
@@ -142,9 +143,10 @@ def rewinding(model: nn.Module, rewind: Callable[[], None], *, accumulates: bool
 
 
 class GradientGuard(Observer):
-    """Raises an error for gradients that a plan has no room for (NOTE [Gradients from before])."""
+    """Notes gradients that a plan has no room for (NOTE [Gradients from before])."""
 
-    def __init__(self, model: nn.Module, plan: Plan) -> None:
+    def __init__(self, model: nn.Module, plan: Plan, differences: Differences) -> None:
+        self._differences = differences
         self._tables = [module._parameters for module in model.modules() if module._parameters]
         self._all: Sequence[torch.Tensor | None] = ()
         self._leaves: list[torch.Tensor] = []
@@ -158,12 +160,7 @@ class GradientGuard(Observer):
         self._budget_bytes = plan.budget_bytes - plan.others_bytes
 
     def pass_begins(self, waiting: weakref.ref[Any] | None) -> None:
-        """Raise if more bytes of gradients exist than the budget has room for.
-
-        Raises
-        ------
-        PlanMismatchError
-        """
+        """Note a forward at whose beginning more bytes of gradients exist than the budget has room for."""
         now = [p for table in self._tables for p in table.values()]
         if len(now) != len(self._all) or not all(map(operator.is_, now, self._all)):
             self._all = now
@@ -185,7 +182,8 @@ class GradientGuard(Observer):
             nbytes = max(nbytes, existing_gradient_bytes(reduced) + starting_gradient_bytes(self._model, whole=True))
         more = nbytes - self._planned_bytes
         if more > 0 and self._needs_bytes + more > self._budget_bytes:
-            raise PlanMismatchError(self._left_whole(nbytes) if leaves_whole else self._over(nbytes))
+            self._differences.note("gradients", self._left_whole(nbytes) if leaves_whole else self._over(nbytes))
+            return
         self._seen = seen
 
     def _left_whole(self, nbytes: int) -> str:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch.utils import _pytree as pytree
 
-from ckptplan.core.errors import PlanMismatchError
 from ckptplan.core.plan import Plan
 from ckptplan.core.stage import InputTensor
 from ckptplan.core.units import format_seconds
@@ -61,9 +61,15 @@ def _add_tensors(tree: Any, path: str, found: list[tuple[str, torch.Tensor]]) ->
     elif isinstance(tree, torch.Tensor):
         found.append((path, _measurable(tree)))
     else:
-        for below, leaf in pytree.tree_flatten_with_path(tree)[0]:
-            if isinstance(leaf, torch.Tensor):
-                found.append((path + pytree.keystr(below), _measurable(leaf)))
+        found += ((path + below, _measurable(x)) for below, x in _leaves_at(tree) if isinstance(x, torch.Tensor))
+
+
+def _leaves_at(tree: Any) -> list[tuple[str, Any]]:
+    """Return the leaves of a tree with their paths; with their numbers if it has nodes registered without keys."""
+    try:
+        return [(pytree.keystr(path), leaf) for path, leaf in pytree.tree_flatten_with_path(tree)[0]]
+    except ValueError:
+        return [(f"[{number}]", leaf) for number, leaf in enumerate(pytree.tree_leaves(tree))]
 
 
 _IN_OBJECT = "->"
@@ -74,23 +80,25 @@ def tensors_in_objects_at(tree: Any) -> list[tuple[str, torch.Tensor]]:
     """Return the tensors in plain objects among a tree's leaves with their paths, each object's once."""
     found: list[tuple[str, torch.Tensor]] = []
     seen: set[int] = set()
-
-    def add(value: Any, path: str) -> None:
-        if isinstance(value, torch.Tensor):
-            found.append((path, _measurable(value)))
-            return
-        inside: Any = dict(enumerate(value)) if isinstance(value, (list, tuple)) else value
-        attributes = None if isinstance(inside, dict) else attributes_of(value)
-        if (attributes is None and not isinstance(inside, dict)) or id(value) in seen or len(seen) >= MOST_OBJECTS:
-            return
-        seen.add(id(value))
-        for name, item in (inside if attributes is None else attributes).items():
-            add(item, f"{path}[{name!r}]" if attributes is None else f"{path}{_IN_OBJECT}{name}")
-
-    for below, leaf in pytree.tree_flatten_with_path(tree)[0]:
+    for path, leaf in _leaves_at(tree):
         if type(leaf) not in _NO_TENSOR and attributes_of(leaf) is not None:
-            add(leaf, pytree.keystr(below))
+            _add_tensors_in_object(leaf, path, found, seen)
     return found
+
+
+def _add_tensors_in_object(value: Any, path: str, found: list[tuple[str, torch.Tensor]], seen: set[int]) -> None:
+    # No function inside of `tensors_in_objects_at`: one that calls itself is a reference cycle, which holds `found`.
+    if isinstance(value, torch.Tensor):
+        found.append((path, _measurable(value)))
+        return
+    inside: Any = dict(enumerate(value)) if isinstance(value, (list, tuple)) else value
+    attributes = None if isinstance(inside, dict) else attributes_of(value)
+    if (attributes is None and not isinstance(inside, dict)) or id(value) in seen or len(seen) >= MOST_OBJECTS:
+        return
+    seen.add(id(value))
+    for name, item in (inside if attributes is None else attributes).items():
+        below = f"{path}[{name!r}]" if attributes is None else f"{path}{_IN_OBJECT}{name}"
+        _add_tensors_in_object(item, below, found, seen)
 
 
 def _measurable(tensor: torch.Tensor) -> torch.Tensor:
@@ -152,24 +160,19 @@ class Limits:
                     return described(path, tensor), whole
         return None
 
-    def check(self, stage: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Check that the plan holds for these arguments of `stage`.
-
-        Raises
-        ------
-        PlanMismatchError
-            If a tensor is larger than planned, or there was none in its place.
-        """
+    def beyond(self, stage: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        """Return a text on the first of these arguments of `stage` for which the plan doesn't hold; None: it holds."""
         beyond = self.first_beyond(args, kwargs)
-        if beyond is not None:
-            tensor, limit = beyond
-            if limit is None:
-                holds, remedy = "no tensor there", "solve again with the inputs of this step, all of them"
-            else:
-                holds, remedy = f"up to {limit}", "solve again with the largest shapes"
-                if _IN_OBJECT not in limit.path:  # the model's inputs tell of it, too
-                    remedy += ", or apply on_larger='replan'"
-            raise PlanMismatchError(f"stage {stage!r} got {tensor}; the plan holds for {holds}; {remedy}")
+        if beyond is None:
+            return None
+        tensor, limit = beyond
+        if limit is None:
+            holds, remedy = "no tensor there", "solve again with the inputs of this step, all of them"
+        else:
+            holds, remedy = f"up to {limit}", "solve again with the largest shapes"
+            if _IN_OBJECT not in limit.path:  # the model's inputs tell of it, too
+                remedy += ", or apply on_larger='replan'"
+        return f"stage {stage!r} got {tensor}; the plan holds for {holds}; {remedy}"
 
 
 def _itemsize(dtype: str) -> int:
@@ -215,28 +218,37 @@ def read_inputs(text: str) -> tuple[InputTensor, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Larger:
-    """The reason for replacing a plan: the inputs of a forward were larger than planned.
+    """The reason for replacing a plan: larger inputs than planned, or steps that differed from the planned one.
 
     Attributes
     ----------
-    given : InputTensor
-        The first tensor that was larger.
+    given : InputTensor or None
+        The first tensor that was larger; None if none was.
     planned : InputTensor or None
         The tensor that was planned in its place; None if there was none.
     now : tuple of InputTensor
         The largest inputs for which the new plan holds.
     took_s : float
         Seconds for profiling and solving.
+    kinds : tuple of str
+        Kinds of differences that steps had shown under the former plan (NOTE [Differences]).
     """
 
-    given: InputTensor
+    given: InputTensor | None
     planned: InputTensor | None
     now: tuple[InputTensor, ...]
     took_s: float
+    kinds: tuple[str, ...] = ()
 
     def __str__(self) -> str:
+        if self.given is None:
+            return (
+                f"steps differ from the planned one ({', '.join(self.kinds)}); planned again for them in "
+                f"{format_seconds(self.took_s)}"
+            )
         was = "none" if self.planned is None else f"{list(self.planned.shape)} {self.planned.dtype}"
-        now = next((f"{list(t.shape)} {t.dtype}" for t in self.now if t.path == self.given.path), "it")
+        path = self.given.path
+        now = next((f"{list(t.shape)} {t.dtype}" for t in self.now if t.path == path), "it")
         return (
             f"input {self.given} goes beyond the plan, which held for {was}; planned again for {now} "
             f"in {format_seconds(self.took_s)}"
@@ -244,13 +256,25 @@ class Larger:
 
 
 class OnLarger(Protocol):
-    """Interface of a planner that the runtime calls before forwards, to replace the plan for larger inputs."""
+    """Interface of a planner that the runtime calls before forwards, to replace a plan that steps differ from.
 
-    def beyond(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the inputs of a forward are larger than `plan` holds for."""
+    `differences` are the kinds that steps have shown under the present plan (NOTE [Differences]).
+    """
 
-    def enlarged(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Plan, Larger | None]:
+    def beyond(self, args: tuple[Any, ...], kwargs: dict[str, Any], differences: Set[str]) -> bool:
+        """Whether another plan is needed: the inputs of a forward are larger than planned, or steps differed."""
+
+    def enlarged(
+        self,
+        plan: Plan,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        differences: Set[str],
+        optimizer: weakref.ref[torch.optim.Optimizer] | None = None,
+    ) -> tuple[Plan, Larger | None]:
         """Return a plan that holds for these inputs, and the reason; None as reason if the plan was made before.
+
+        For the difference "state" it counts the state of `optimizer`, and so do later ones.
 
         No plan is applied to the model during the call.
         """

@@ -4,17 +4,17 @@ NOTE [Unplanned]
 A plan's bytes are those of the step that was profiled. A later step may need more, in ways that the arguments of its
 stages don't show:
 
-1. A parameter that was frozen when the plan was applied gets a gradient now. This is an error, as in `apply`.
+1. A parameter that was frozen when the plan was applied gets a gradient now.
 2. The model gets a tensor that it didn't get in the profiled step, such as labels from which it computes a loss.
-3. A module outside of all stages is called that the profiled step didn't call, such as another head.
+3. A module is called that the profiled step didn't call, such as another head, or layers that it left out at random.
 4. Modules were added or replaced since the plan was applied, as libraries of adapters do. Their calls are no stages'.
    Looked for in the first forwards, and in every eighth.
-5. The profiled step ran under autocast and this one doesn't, or under one to another type. (Whether a model turns it on
-   by itself isn't known, so that it is on now and was off isn't looked at.)
+5. The profiled step ran under autocast and this one doesn't, or under one to another type; or it is on before the
+   forward begins, so that it isn't the model which turns it on, and was off.
 6. Autocast was off when the plan was applied and is on when backward begins. It keeps its casts of the weights until
    it is left.
 
-How many bytes the last five need isn't known, and they may fit. So each is a warning, given once.
+How many bytes they need isn't known, and they may fit. So each is a difference (NOTE [Differences]).
 
 Example of rule 6: with float32 weights of 400 MiB, the cached bfloat16 casts take 200 MiB. In the first step below they
 are freed before backward; in the second one they add to its peak::
@@ -37,9 +37,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckptplan.core.errors import PlanMismatchError
 from ckptplan.core.plan import Plan
-from ckptplan.runtime.guard.held_over import Warned
+from ckptplan.runtime.guard.differences import Differences
 from ckptplan.runtime.guard.shapes import ByName, Limits
 from ckptplan.runtime.observer import Observer
 from ckptplan.runtime.patching import PatchedForward, is_patchable
@@ -50,7 +49,7 @@ _FIRST, _EVERY = 3, 8
 
 
 class Unplanned(Observer):
-    """Raises or warns if a step needs memory that `plan` doesn't include (NOTE [Unplanned]).
+    """Notes that a step needs memory that `plan` doesn't include (NOTE [Unplanned]).
 
     Parameters
     ----------
@@ -58,10 +57,10 @@ class Unplanned(Observer):
         The model, before the plan is applied to it.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, plan: Plan, device: torch.device, differences: Differences) -> None:
         self._model, self._device = model, device
         self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
-        self._warned, self._looks_at_autocast = Warned(), False
+        self._differences, self._looks_at_autocast = differences, False
         # An autocast context that is entered now was also entered during profiling, so its casts are in the plan.
         self._autocast = next((kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)), None)
         self._inputs, self._planned_autocast = None, ""
@@ -69,37 +68,40 @@ class Unplanned(Observer):
             self._planned_autocast = plan.fingerprint.autocast
             self._by_name = ByName(model.forward)
             self._inputs = Limits(self._by_name.planned(plan.fingerprint.inputs))
-        self._outside = None if plan.outside is None else set(plan.outside)
+        self._outside, self._uncalled = None if plan.outside is None else set(plan.outside), set(plan.uncalled)
         self._stages = {name.partition("#")[0] for name in plan.stages}
-        self._modules, self._passes = weakref.WeakSet(below(model)), 0
+        self._modules, self._passes, self._in_forward = weakref.WeakSet(below(model)), 0, False
 
     def pass_begins(self, waiting: weakref.ref[Any] | None) -> None:
-        """Check at the start of a forward that frozen parameters are still frozen; warn if there are new modules.
-
-        Raises
-        ------
-        PlanMismatchError
-            If a parameter that was frozen requires a gradient now.
-        """
+        """Note, when a forward begins, that a frozen parameter was thawed, and that there are new modules."""
         for name, p in self._frozen:
             if p.requires_grad:
-                raise PlanMismatchError(
+                self._differences.note(
+                    "thawed",
                     f"parameter {name!r} was frozen when the plan was applied, and now gets a gradient: it and what "
-                    "its layers save for it are not in the plan; solve again with it, or freeze it"
+                    "its layers save for it are not in the plan; solve again with it, or freeze it",
                 )
+                break
         self._passes += 1
+        self._in_forward = True
         looks = self._passes <= _FIRST or not self._passes % _EVERY
         if looks and not all(m in self._modules for m in below(self._model)):
             new = next(name for name, m in self._model.named_modules() if m not in self._modules)
-            self._warned.once(
+            self._differences.note(
                 "new",
                 f"module {new!r} was added or replaced since the plan was applied, which doesn't hold for it; call "
                 "remove() on its handle, solve and apply again",
             )
         self._looks_at_autocast = self._planned_autocast not in ("", "off")
+        if self._planned_autocast == "off" and (now := present_autocast(self._device.type)) != "off":
+            self._differences.note(
+                "autocast",
+                f"forward runs under autocast to {now}, and the plan was made for one without; solve with amp={now!r}",
+            )
 
     def output(self, output: Any, inputs: Any) -> None:
         """Take modules that the first forward has made for the model's: the profiled one made them, too."""
+        self._in_forward = False
         if self._passes == 1:
             self._modules.update(below(self._model))
 
@@ -111,7 +113,7 @@ class Unplanned(Observer):
         now = present_autocast(self._device.type)
         if now != self._planned_autocast:
             here = "without autocast" if now == "off" else f"under autocast to {now}"
-            self._warned.once(
+            self._differences.note(
                 "autocast",
                 f"forward runs {here}, and the plan was made for one under autocast to {self._planned_autocast}; solve "
                 + ("without amp=" if now == "off" else f"with amp={now!r}"),
@@ -119,11 +121,11 @@ class Unplanned(Observer):
 
     def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Warn if a call of the model gets a tensor that the profiled step didn't pass."""
-        if self._inputs is None or "inputs" in self._warned.of:
+        if self._inputs is None or "inputs" in self._differences.unplanned:
             return
         beyond = self._inputs.first_beyond(*self._by_name(args, kwargs))
         if beyond is not None and beyond[1] is None:
-            self._warned.once(
+            self._differences.note(
                 "inputs", f"the model gets {beyond[0]}, and the plan was made without it; solve with these inputs"
             )
 
@@ -131,14 +133,14 @@ class Unplanned(Observer):
         """Warn if autocast is on when a backward begins and was off in the profiled step."""
         kind = self._device.type
         if self._autocast != kind and torch.is_autocast_enabled(kind) and torch.is_autocast_cache_enabled():
-            self._warned.once(
-                "autocast",
+            self._differences.note(
+                "casts",
                 "autocast is still on when backward begins, so the casts of the weights that it has made stay until it "
                 "ends, and the plan doesn't include them; call backward outside of the autocast block",
             )
 
     def patches(self, active: Callable[[], bool]) -> Iterator[PatchedForward]:
-        """Yield a patch for each module outside of all stages that the profiled step didn't call.
+        """Yield a patch for each module that the profiled step didn't call, of those inside a stage for the topmost.
 
         A patched module warns when it is called while `active()` is true.
         """
@@ -148,12 +150,15 @@ class Unplanned(Observer):
         inside = {id(m) for name in self._stages if name in modules for m in below(modules[name])}
         for name, module in modules.items():
             around = any(stage == name or stage.startswith(f"{name}.") for stage in self._stages) or not name
-            if not around and id(module) not in inside and name not in self._outside and is_patchable(module):
+            new = not around and id(module) not in inside and name not in self._outside
+            if (new or name in self._uncalled) and is_patchable(module):
                 yield PatchedForward(module, functools.partial(self._run, name, active))
 
     def _run(
         self, name: str, active: Callable[[], bool], original: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     ) -> Any:
-        if active():
-            self._warned.once("module", f"{name!r} runs, which the planned step didn't call; solve with this step")
+        if active() and torch._C._current_graph_task_id() == -1:  # a recompute does what its forward did
+            # A plan for a forward's inputs can't include what the loop calls besides.
+            kind = "module" if self._in_forward or self._inputs is None else "beside"
+            self._differences.note(kind, f"{name!r} runs, which the planned step didn't call; solve with this step")
         return original(*args, **kwargs)

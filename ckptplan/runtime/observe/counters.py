@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from ckptplan.runtime.guard.differences import Differences
 from ckptplan.runtime.observe.meter import Meter
 
 
@@ -17,7 +18,8 @@ class Counters:
 
     `runs` counts, by stage index, every run of the stage's forward. `copied_bytes` has, by stage index, the sizes of
     the buffers that the forward updates: a stage that is recomputed keeps copies of them, and each rerun makes more.
-    `other_paths` counts the runs of a stage that saved other storages than profiled.
+    `other_paths` counts the runs of a stage that saved other storages than profiled; `differences`, by kind, what else
+    steps did otherwise than planned.
     """
 
     forwards: int = 0
@@ -29,6 +31,7 @@ class Counters:
     swapped_in_bytes: int = 0
     host_wait_s: float = 0.0
     meter: Meter = field(default_factory=Meter)
+    differences: Differences = field(default_factory=Differences)
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:

@@ -13,7 +13,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -135,6 +135,14 @@ def recorded_blocks(run: Callable[[], Any]) -> tuple[list[tuple[int, int, int]],
     dict
         Begin and end, in ns, of every `torch.profiler.record_function` inside, by name.
     """
+    with recording() as recorded:
+        run()
+    return blocks_of(recorded)
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[Any]:
+    """Record the CPU allocations of the calling thread inside, for `blocks_of`. Recordings don't nest."""
     # Not `torch.profiler.profile`, which makes more objects of each event: that takes longer than most steps here.
     recorded: Any = profile(profile_memory=True)
     with collection_off(), warnings.catch_warnings():
@@ -143,14 +151,20 @@ def recorded_blocks(run: Callable[[], Any]) -> tuple[list[tuple[int, int, int]],
         with _without_kineto_lines():
             recorded.__enter__()
         try:
-            run()
+            yield recorded
         finally:
             with _without_kineto_lines():
                 recorded.__exit__(*sys.exc_info())
-    assert recorded.kineto_results is not None
+
+
+def blocks_of(*recordings: Any) -> tuple[list[tuple[int, int, int]], dict[str, tuple[int, int]]]:
+    """Return what `recorded_blocks` does, of recordings in turn: later ones have releases of earlier ones' blocks."""
     found: list[tuple[int, int, int]] = []
     spans: dict[str, tuple[int, int]] = {}
-    later = list(reversed(recorded.kineto_results.experimental_event_tree()))
+    later: list[Any] = []
+    for recorded in recordings:
+        assert recorded.kineto_results is not None
+        later += reversed(recorded.kineto_results.experimental_event_tree())
     while later:
         e = later.pop()
         if e.tag == _EventType.Allocation:
@@ -161,15 +175,15 @@ def recorded_blocks(run: Callable[[], Any]) -> tuple[list[tuple[int, int, int]],
         later += reversed(e.children)
     found.sort(key=lambda event: event[0])  # stable: simultaneous events stay in order of occurrence
     events: list[tuple[int, int, int]] = []
-    alive: set[int] = set()
+    alive: dict[int, int] = {}
     for at, nbytes, address in found:
         # The profiler knows blocks by addresses, and goes on knowing those of earlier recordings: another block that
         # has such an address now is released with the bytes that the earlier one had.
         if nbytes > 0:
-            alive.add(address)
-        elif address in alive:
-            alive.remove(address)
-        else:
+            if address in alive:  # released between two recordings
+                events.append((at, -alive[address], address))
+            alive[address] = nbytes
+        elif alive.pop(address, None) is None:
             continue
         events.append((at, nbytes, address))
     return events, spans
@@ -287,10 +301,17 @@ def timed(run: Callable[[], Any], device: torch.device) -> float:
 
 
 class Outside(TorchDispatchMode):
-    """Collects the tensors that operations read and that none of them made, one per storage."""
+    """Collects the tensors that operations read and that none of them made, one per storage.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    lists : bool
+        Also collect those that `torch.tensor` has just made of lists.
+    """
+
+    def __init__(self, *, lists: bool = True) -> None:
         super().__init__()
+        self._lists = lists
         self._made: set[int] = set()
         self._read: dict[int, torch.Tensor] = {}
 
@@ -301,14 +322,35 @@ class Outside(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for tensor in pytree.tree_leaves((args, kwargs)):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self._made:
-                self._read.setdefault(tensor.untyped_storage()._cdata, tensor)
+        for tensor in tensors_in((args, kwargs)) if self._lists or func is not _LIFTED else ():
+            for storage in storages_of(tensor):
+                if storage._cdata not in self._made:
+                    self._read.setdefault(storage._cdata, tensor)
         result = func(*args, **kwargs)
-        for tensor in pytree.tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self._read:
-                self._made.add(tensor.untyped_storage()._cdata)
+        self._made.update(s._cdata for t in tensors_in(result) for s in storages_of(t) if s._cdata not in self._read)
         return result
+
+
+_LIFTED = torch.ops.aten.lift_fresh.default
+
+
+def read_from_outside(step: TrainingStep) -> list[torch.Tensor]:
+    """Return the inputs of a step and what its loss reads besides, or all that a step's callable reads; runs it."""
+    mode, made = Outside(lists=False), set[int]()
+
+    def watched(output: Any) -> torch.Tensor:
+        made.update(s._cdata for t in tensors_in(output) for s in storages_of(t))
+        with mode:
+            return step.loss_fn(output)
+
+    # Watching a compiled forward would change its path.
+    if step.fn is None:
+        run_step(replace(step, loss_fn=watched))
+    else:
+        with mode:
+            run_step(step)
+    beside = (t for t in mode.tensors if t.grad_fn is None and made.isdisjoint(s._cdata for s in storages_of(t)))
+    return [*step.tensors(), *beside]
 
 
 def same_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:

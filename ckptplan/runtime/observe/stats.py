@@ -80,6 +80,8 @@ class Stats:
         Runs of a stage that saved other storages than profiled. In these runs positions have no meaning, and sizes
         decide which storages leave. Smaller inputs may cause them; with the inputs that the plan was made for, they are
         a fault of the profile.
+    differences : mapping of str to int
+        Number of differences from the planned step, by kind (docs/runtime.md lists the kinds).
     checked_forwards, compared_tensors : int
         Forwards that were checked with their backwards (`apply(..., check=)`), and tensors compared in them.
     timed_steps : int
@@ -111,6 +113,7 @@ class Stats:
     planned_runs: tuple[int, ...]
     host_wait_s: float
     other_paths: int = 0
+    differences: Mapping[str, int] = dataclasses.field(default_factory=dict)
     checked_forwards: int = 0
     compared_tensors: int = 0
     timed_steps: int = 0
@@ -135,7 +138,8 @@ class Stats:
         added = {name: getattr(self, name) - getattr(earlier, name) for name in counted}
         same = len(self.runs) == len(earlier.runs)  # otherwise another plan was applied since, with new counts
         runs = tuple(a - b for a, b in zip(self.runs, earlier.runs, strict=True)) if same else self.runs
-        return dataclasses.replace(self, runs=runs, **added)
+        new = {kind: n - earlier.differences.get(kind, 0) for kind, n in self.differences.items()}
+        return dataclasses.replace(self, runs=runs, differences={k: n for k, n in new.items() if n}, **added)
 
     def measured_s(self, account: str) -> float | None:
         """Return the seconds of "forward", "recompute", "backward" or "stall" over all stages; None if not timed."""
@@ -158,6 +162,9 @@ class Stats:
         ]
         if self.other_paths:
             lines.append(f"runs of stages that saved something else than profiled: {self.other_paths}")
+        if self.differences:
+            found = ", ".join(f"{kind} {count}" for kind, count in sorted(self.differences.items()))
+            lines.append(f"differences from the planned step: {found}")
         if self.checked_forwards:
             lines.append(
                 f"checked forwards: {self.checked_forwards}; {self.compared_tensors} tensors were as in forward"

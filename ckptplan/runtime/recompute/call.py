@@ -7,7 +7,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.core.plan import Decision
+from ckptplan.runtime.guard.spots import Sinks
 from ckptplan.runtime.observe.counters import Counters
 from ckptplan.runtime.observe.meter import KINDS, RECOMPUTE
 from ckptplan.runtime.recompute.put_back import Steps, enter, put_back
@@ -53,6 +54,8 @@ class PlannedStage:
         Its name, for messages.
     planned_bytes : sequence of int, optional
         Planned bytes of each storage that it saves, in order; None: not known.
+    sinks : Sinks, optional
+        Which of the tensors that it saves are compared in each pass.
     """
 
     module: nn.Module
@@ -62,6 +65,7 @@ class PlannedStage:
     index: int = 0
     name: str = ""
     planned_bytes: Sequence[int] | None = None
+    sinks: Sinks = field(default_factory=Sinks)
 
 
 class Call:
@@ -214,6 +218,8 @@ class Call:
             )
         result = self._original(*args, **kwargs)
         state.forward_done()
+        assert self._surroundings is not None
+        self._surroundings.forward_done()
         self._state = state
         self._counters.copied_bytes[self._index] = state.copied_bytes
         return result
@@ -344,7 +350,8 @@ class _State:
     def _was_seen_written(self, m: nn.Module, name: str, buffer: torch.Tensor) -> bool:
         """Whether a forward was seen to write to a buffer without raising its version, for example through `.data`."""
         known = self._changing.buffers.get(m, ())
-        if name in known or not self._searches or type(buffer) is FakeTensor or buffer.is_meta:
+        compared = self._searches or buffer.is_cpu  # elsewhere the host would have to wait
+        if name in known or not compared or type(buffer) is FakeTensor or buffer.is_meta:
             return name in known
         copy = self._copies[id(buffer)]
         if buffer.layout is not torch.strided or torch.equal(copy, buffer):

@@ -14,14 +14,14 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils import _pytree as pytree
 
 from ckptplan.core.errors import PlanMismatchError, UnsupportedModelError
-from ckptplan.runtime.guard.check import Checks, StageCheck
+from ckptplan.runtime.guard.check import Checks, Spots, StageCheck, StageSpots
 from ckptplan.runtime.recompute.call import Call, PlannedStage
 from ckptplan.runtime.recompute.selective import Selection
 from ckptplan.runtime.state.compiled import out_of_sight
 from ckptplan.runtime.swap.packing import Held, Packing, unpack
 from ckptplan.runtime.swap.session import SwapSession
 from ckptplan.runtime.swap.users_hooks import UsersHooks, innermost, keep_values
-from ckptplan.runtime.swap.views import plain
+from ckptplan.runtime.swap.views import plain, version_of
 
 
 class Slot:
@@ -82,8 +82,8 @@ class Frame:
         Whether the stage's forward has ended.
     """
 
-    check: StageCheck | None = None
-    """Compares the tensors that the runs save, in passes that are checked."""
+    check: StageCheck | StageSpots | None = None
+    """Compares the tensors that the runs save."""
 
     def __init__(self, name: str, call: Call) -> None:
         self.name = name
@@ -93,6 +93,8 @@ class Frame:
         self._made: list[bool | None] = []  # by input: an operation made it; None if it needs no gradient
         self._slots: list[weakref.ref[Slot]] = []
         self._like: list[tuple[torch.Size, torch.dtype, torch.device]] = []
+        self._filled: set[int] = set()  # slots whose tensors a kernel fills after they were saved
+        self._fresh: tuple[int, torch.Size, torch.dtype] | None = None  # the last saved tensor, if that may be so
         self._users: UsersHooks | None = None
         self._models_own: dict[int, Held] = {}  # by slot: the model's tensor, returned in place of a recomputed one
 
@@ -102,8 +104,12 @@ class Frame:
         self._made = [t.grad_fn is not None if t.requires_grad else None for t in tensors]
         self._users = UsersHooks.around()
         save = self._save if self._users is None else self._users.through(self._save)
-        with torch.autograd.graph.saved_tensors_hooks(out_of_sight(save), unpack):
-            output = self._call(*tensors)
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(out_of_sight(save), unpack):
+                output = self._call(*tensors)
+        finally:
+            if self.check is not None:
+                self.check.ended(len(self._slots))
         self.complete = True
         return output
 
@@ -119,9 +125,29 @@ class Frame:
         slot = Slot(self, len(self._slots))
         self._slots.append(weakref.ref(slot))
         self._like.append((tensor.shape, tensor.dtype, tensor.device))
-        if self.check is not None:
-            self.check.save(tensor)
+        if self.check is not None and slot.number in self.check.numbers:
+            self.check.save(slot.number, tensor)
+        self._note_filled(tensor)
         return slot
+
+    def _note_filled(self, tensor: torch.Tensor) -> None:
+        """Find out whether the tensor saved before `tensor` is filled after it was saved.
+
+        `rrelu_with_noise` is the only operation of PyTorch whose backward reads an argument that its kernel fills, and
+        it saves new memory for the noise immediately before its input or result, which is of the same shape.
+        """
+        # The node of the operation that saves has the newest number.
+        like = torch._C._autograd._get_sequence_nr(), tensor.shape, tensor.dtype  # type: ignore[attr-defined]
+        if tensor.requires_grad:
+            if like == self._fresh:
+                number = len(self._slots) - 2
+                self._filled.add(number)
+                if self.check is not None:
+                    self.check.skip(number)
+            self._fresh = None
+        else:
+            new = tensor.is_floating_point() and not isinstance(tensor, nn.Parameter) and version_of(tensor) == 0
+            self._fresh = like if new and not tensor._is_view() else None
 
     def fill(self, inputs: list[torch.Tensor], table: dict[int, Held], *, to_the_end: bool = False) -> list[Any]:
         """Run the stage again and put the tensors that it saves into `table`, by the number of their slot.
@@ -129,7 +155,8 @@ class Frame:
         Parameters
         ----------
         to_the_end : bool
-            Whether the outputs are needed. If not, the run stops as soon as every slot is filled.
+            Whether the outputs are needed. If not, the run stops as soon as every slot is filled, unless the operation
+            that saves last fills one of its tensors only then.
 
         Returns
         -------
@@ -142,6 +169,8 @@ class Frame:
             If the run saves other tensors than forward did.
         """
         count, last = 0, len(self._slots)
+        # The kernel that fills a tensor hasn't run yet when its operation saves the input.
+        to_the_end |= last - 2 in self._filled
 
         def save(tensor: torch.Tensor) -> None:
             nonlocal count
@@ -150,7 +179,7 @@ class Frame:
             if number >= last or (tensor.shape, tensor.dtype, tensor.device) != self._like[number]:
                 raise self._another_path(f"saves a {tensor.dtype} {list(tensor.shape)} as tensor number {number}")
             value = tensor.detach() if tensor.requires_grad else tensor
-            if self.check is not None:
+            if self.check is not None and number in self.check.numbers:
                 self.check.compare_saved(number, value)
             if self._slots[number]() is not None:
                 table[number] = self._models_own.get(number) or Held(value)
@@ -306,7 +335,7 @@ def run_recomputed(
     kwargs: dict[str, Any],
     *,
     session: SwapSession | None = None,
-    checks: Checks | None = None,
+    checks: Checks | Spots | None = None,
 ) -> Any:
     """Call `original(*args, **kwargs)` so that backward recomputes the tensors that autograd would have saved.
 
@@ -320,7 +349,7 @@ def run_recomputed(
         Its `moves` are positions among the held tensors: the outputs of `ops` come first, in order, then the inputs.
     session : SwapSession, optional
         Holds the saved tensors; required if the stage moves any.
-    checks : Checks, optional
+    checks : Checks or Spots, optional
         Compares the tensors that the recompute reads and saves with those of this run.
 
     Returns
@@ -330,7 +359,7 @@ def run_recomputed(
     """
     choice = stage.choice
     inputs, outputs = (None, None) if session is None else (session.packing(), session.packing())
-    selection, check = None, None if checks is None else StageCheck(checks, stage.module, stage.name)
+    selection, check = None, None if checks is None else checks.stage(stage)
     if choice.ops:
         pack = None if outputs is None else outputs.pack
         selection = Selection(choice.ops, pack, stage.name, stage.planned_bytes, check)

@@ -43,7 +43,7 @@ from torch.utils import _pytree as pytree
 
 from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.core.segment import Segment
-from ckptplan.runtime.guard.check import StageCheck
+from ckptplan.runtime.guard.check import StageCheck, StageSpots
 from ckptplan.runtime.recompute.call import Call, PlannedStage
 from ckptplan.runtime.recompute.frames import Frame, Handed, Slot, at_end_of_task, hold, taken
 from ckptplan.runtime.state.objects import tensors_in_objects
@@ -293,7 +293,13 @@ class OpenSegment:
         """Whether its last stage has run."""
         return self._modules[-1] in self._frames
 
-    def run(self, stage: PlannedStage, call: Call, tensors: list[torch.Tensor], check: StageCheck | None = None) -> Any:
+    def run(
+        self,
+        stage: PlannedStage,
+        call: Call,
+        tensors: list[torch.Tensor],
+        check: StageCheck | StageSpots | None = None,
+    ) -> Any:
         """Run a stage forward.
 
         Parameters
@@ -302,7 +308,7 @@ class OpenSegment:
             Its `moves` are positions among the held inputs.
         tensors : list of torch.Tensor
             The tensors among its arguments, as `call.split` returned them.
-        check : StageCheck, optional
+        check : StageCheck or StageSpots, optional
             Compares the recompute with this run.
 
         Raises

@@ -29,7 +29,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckptplan.core.errors import PlanMismatchError
-from ckptplan.runtime.guard.check import Digest, StageCheck
+from ckptplan.runtime.guard.check import Digest, StageCheck, StageSpots
 from ckptplan.runtime.observe.measure import tensors_in
 from ckptplan.runtime.swap.packing import Held
 from ckptplan.runtime.swap.positions import has_position
@@ -88,6 +88,12 @@ def is_mark(func: Any) -> bool:
 def is_random(func: Any) -> bool:
     """Whether an operation advances a random generator."""
     return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+
+
+@functools.cache
+def _makes_memory(func: Any) -> bool:
+    """Whether an operation returns memory without values, which a later one fills."""
+    return str(getattr(func, "_opname", "")).startswith(("empty", "new_empty"))
 
 
 def can_be_saved(func: Any) -> bool:
@@ -157,7 +163,7 @@ class Selection:
         Planned bytes of the saved storages, in order; further entries may follow. If they are given, a first run that
         can't save the planned outputs, or would save more bytes, saves nothing: the stage is then recomputed
         completely, which holds the fewest bytes. If not, this is an error.
-    check : StageCheck, optional
+    check : StageCheck or StageSpots, optional
         Compares each returned output with the one that was saved.
 
     Attributes
@@ -172,7 +178,7 @@ class Selection:
         pack: Callable[[torch.Tensor], Held] | None = None,
         name: str = "",
         planned: Sequence[int] | None = None,
-        check: StageCheck | None = None,
+        check: StageCheck | StageSpots | None = None,
     ) -> None:
         self._planned = planned
         self._check_outputs = check
@@ -258,6 +264,8 @@ class Selection:
         self._made.append(_operation(func, operands))
         if number not in self._ops:
             return func(*args, **kwargs)
+        if self._check_outputs is not None:
+            self._check_outputs.returned()
         inputs = {t.untyped_storage()._cdata for t in operands}
         result = func(*args, **kwargs)
         made = tensors_in(result)
@@ -269,7 +277,9 @@ class Selection:
                 "view of its input, writes to it, or makes no tensor; name the operation that made the memory instead"
             )
         leaves, spec = pytree.tree_flatten(result)
-        digests = [] if self._check_outputs is None else [self._check_outputs.checks.take(t) for t in made]
+        digests: list[Digest | None] = []
+        if isinstance(self._check_outputs, StageCheck) and not _makes_memory(func):
+            digests = [self._check_outputs.checks.take(t) for t in made]
         self._saved[number] = _Saved(
             [self._held(x) if isinstance(x, torch.Tensor) else x for x in leaves], spec, digests
         )
@@ -298,7 +308,7 @@ class Selection:
         if saved is None:
             return func(*args, **kwargs)
         value = saved.value()
-        if self._check_outputs is not None:
+        if isinstance(self._check_outputs, StageCheck) and saved.digests:
             self._check_outputs.compare_outputs(at, saved.digests, tensors_in(value))
         return value
 

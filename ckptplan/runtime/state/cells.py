@@ -277,26 +277,26 @@ def _same(a: Any, b: Any) -> bool:
 
 def _equal(a: Any, b: Any) -> bool:
     """Whether contents are the same; numbers, strings, iterators and nested containers are compared by value."""
-
-    def one(x: Any, y: Any) -> bool:
-        if x is y or type(x) is not type(y):
-            return x is y
-        if type(x) is torch.Tensor and x.layout is y.layout is torch.strided:  # one may be a detached alias
-            same = x.untyped_storage()._cdata == y.untyped_storage()._cdata and x.shape == y.shape
-            return same and not x.is_inference() and not y.is_inference() and x._version == y._version
-        if type(x) in _ITERATORS:
-            return _place(x) == _place(y)
-        if isinstance(x, types.BuiltinMethodType):
-            return x.__name__ == y.__name__ and one(x.__self__, y.__self__)
-        if isinstance(x, (list, tuple, dict, set)):
-            return _equal(x, y)
-        return type(x) in ATOMS and bool(x == y)
-
     if isinstance(a, (np.ndarray, set)) or len(a) != len(b):
         return _same(a, b)
     if isinstance(a, dict):
-        return list(a) == list(b) and all(map(one, a.values(), b.values()))
-    return all(map(one, a, b))
+        return list(a) == list(b) and all(map(_equal_values, a.values(), b.values()))
+    return all(map(_equal_values, a, b))
+
+
+def _equal_values(x: Any, y: Any) -> bool:
+    if x is y or type(x) is not type(y):
+        return x is y
+    if type(x) is torch.Tensor and x.layout is y.layout is torch.strided:  # one may be a detached alias
+        same = x.untyped_storage()._cdata == y.untyped_storage()._cdata and x.shape == y.shape
+        return same and not x.is_inference() and not y.is_inference() and x._version == y._version
+    if type(x) in _ITERATORS:
+        return _place(x) == _place(y)
+    if isinstance(x, types.BuiltinMethodType):
+        return x.__name__ == y.__name__ and _equal_values(x.__self__, y.__self__)
+    if isinstance(x, (list, tuple, dict, set)):
+        return _equal(x, y)
+    return type(x) in ATOMS and bool(x == y)
 
 
 class Changing:

@@ -48,18 +48,10 @@ def kept_lists(hooks: Iterable[Any]) -> Callable[[], None]:
     """
     found: dict[int, tuple[list[Any], int]] = {}
 
-    def add(value: Any, depth: int) -> None:
-        if type(value) is list:
-            found[id(value)] = value, len(value)
-        if depth and type(value) in (list, dict) and len(value) <= _MOST_LISTS:
-            for item in value.values() if type(value) is dict else value:
-                add(item, depth - 1)
-
     for hook in hooks:
         for value in _enclosed(hook):
-            add(value, 1)
-            for attribute in getattr(value, "__dict__", {}).values() if _opens(value) else ():
-                add(attribute, 1)
+            for each in (value, *(getattr(value, "__dict__", {}).values() if _opens(value) else ())):
+                found.update((id(x), (x, len(x))) for x in (each, *_entries(each)) if type(x) is list)
 
     def cut() -> None:
         for value, length in found.values():
@@ -70,6 +62,12 @@ def kept_lists(hooks: Iterable[Any]) -> Callable[[], None]:
 
 _MOST_LISTS = 1 << 8
 """Entries of a list or dictionary that is searched for lists."""
+
+
+def _entries(value: Any) -> Iterable[Any]:
+    if type(value) not in (list, dict) or len(value) > _MOST_LISTS:
+        return ()
+    return value.values() if type(value) is dict else value
 
 
 def _opens(value: Any) -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ckptplan.runtime.accelerator import keep_generators
 from ckptplan.runtime.replicated import without_reduction
@@ -21,6 +22,7 @@ from ckptplan.runtime.state.cells import Changing, Snapshot, below
 from ckptplan.runtime.state.code import hooks_of, kept_read
 from ckptplan.runtime.state.generators import Generators, reseed
 from ckptplan.runtime.state.process import Hooks, Leaves, Switches
+from ckptplan.runtime.swap.own import local_part
 
 
 def random_state(generators: Collection[Any] = ()) -> Callable[[], None]:
@@ -40,19 +42,52 @@ def random_state(generators: Collection[Any] = ()) -> Callable[[], None]:
     return restore
 
 
+def data_state(tensors: Iterable[torch.Tensor]) -> Callable[[], None]:
+    """Record the memory of tensors; return a function that gives it back to those that have other memory by then.
+
+    A momentum encoder as published gives its parameters other memory in forward (`p.data = 0.9 * p.data + ...`).
+    """
+    own = {id(t): t for t in map(local_part, tensors) if not is_traceable_wrapper_subclass(t)}
+    saved = [(tensor, tensor.data) for tensor in own.values() if not isinstance(tensor, FakeTensor)]
+
+    def restore() -> None:
+        for tensor, data in saved:
+            if not _same_memory(tensor, data):
+                tensor.data = data
+
+    return restore
+
+
+def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.layout is not torch.strided or b.layout is not torch.strided:
+        return a.layout is b.layout  # sparse tensors have no storage of their own
+    same_view = (a.shape, a.stride(), a.storage_offset(), a.dtype) == (b.shape, b.stride(), b.storage_offset(), b.dtype)
+    return same_view and a.untyped_storage()._cdata == b.untyped_storage()._cdata
+
+
 def tensor_state(tensors: Iterable[torch.Tensor]) -> Callable[[], None]:
-    """Copy the values of tensors to the host; return a function that restores them."""
+    """Copy the values of tensors to the host; return a function that restores them, with the memory they had.
+
+    Versions are as before, too: a graph from before, such as that of a forward behind which a plan is made, may have
+    saved the tensors, and runs backward with the values that it saved.
+    """
+    tensors = list(tensors)
+    memory = data_state(tensors)
     saved = [
         (tensor, tensor.detach().to("cpu", copy=True))
         for tensor in {id(t): t for t in tensors}.values()
         if not tensor.is_meta and not isinstance(tensor, FakeTensor)
     ]
+    counted = tuple(tensor for tensor, _ in saved if not tensor.is_inference())
+    versions = torch.autograd._unsafe_preserve_version_counter(counted)  # type: ignore[attr-defined]
 
     def restore() -> None:
+        memory()
         with torch.no_grad():
             for tensor, value in saved:
                 if not _equal(tensor.cpu(), value):
                     tensor.copy_(value)
+        versions.__exit__()
 
     return restore
 
@@ -115,6 +150,22 @@ def beside(model: nn.Module, others: Iterable[Any] = (), *, graphs: bool = False
             generators()
 
 
+def _tables(optimizer: torch.optim.Optimizer) -> list[Any]:
+    return [optimizer.state, *optimizer.state.values(), *optimizer.param_groups]
+
+
+def optimizer_tables(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """Return a function that restores what an optimizer's state and groups refer to, but not the tensors' values."""
+    copies = [(table, dict(table)) for table in _tables(optimizer)]
+
+    def restore() -> None:
+        for table, contents in copies:
+            table.clear()
+            table.update(contents)
+
+    return restore
+
+
 @contextlib.contextmanager
 def _stepped() -> Iterator[Callable[[], None]]:
     """Restore optimizers that step inside, called by hooks on gradients for example, and their parameters.
@@ -124,22 +175,18 @@ def _stepped() -> Iterator[Callable[[], None]]:
     callable
         Restores them before the end, to their state before their first step.
     """
-    found: dict[int, tuple[torch.optim.Optimizer, list[tuple[Any, Any]], Callable[[], None]]] = {}
+    found: dict[int, tuple[torch.optim.Optimizer, Callable[[], None], Callable[[], None]]] = {}
 
     def note(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         traced = any(isinstance(p, FakeTensor) for group in optimizer.param_groups for p in group["params"])
         if id(optimizer) not in found and not traced:
-            tables: list[Any] = [optimizer.state, *optimizer.state.values(), *optimizer.param_groups]
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            held = [v for table in tables for v in table.values() if isinstance(v, torch.Tensor)]
-            copies = [(table, dict(table)) for table in tables]
-            found[id(optimizer)] = optimizer, copies, tensor_state([*parameters, *held])
+            held = [v for table in _tables(optimizer) for v in table.values() if isinstance(v, torch.Tensor)]
+            found[id(optimizer)] = optimizer, optimizer_tables(optimizer), tensor_state([*parameters, *held])
 
     def put() -> None:
         for _, tables, values in found.values():
-            for table, contents in tables:
-                table.clear()
-                table.update(contents)
+            tables()
             values()
 
     hook = register_optimizer_step_pre_hook(note)
@@ -165,7 +212,8 @@ _ONE_AT_A_TIME = threading.RLock()
 def restored(model: nn.Module, others: Iterable[Any] = (), *, runs: bool = True) -> Iterator[Callable[..., None]]:
     """Restore everything that `kept` does, and gradients, buffers and random states, whatever happens inside.
 
-    Optimizers that step inside are restored, too, but not parameters that forward writes to (`ParameterState`).
+    Optimizers that step inside are restored, too, and the memory of parameters that get other data, but not the values
+    of parameters that forward writes to (`ParameterState`).
     Replicated and sharded models don't communicate inside.
     Autograd is on inside. Only one thread may be inside; a second one waits until the first has left.
 
@@ -185,9 +233,12 @@ def restored(model: nn.Module, others: Iterable[Any] = (), *, runs: bool = True)
         _ONE_AT_A_TIME, warnings.catch_warnings(), _collecting(), torch.inference_mode(False), torch.enable_grad(),
         without_group(model), kept(model, others) as (found, put), _stepped() as put_optimizers, without_reduction(),
     ):  # fmt: skip
-        gradients = [(p, p.grad) for m in found.modules for p in m._parameters.values() if p is not None and p.is_leaf]
+        parameters = [p for m in found.modules for p in m._parameters.values() if p is not None]
+        gradients = [(p, p.grad) for p in parameters if p.is_leaf]
         buffers = [buffer for m in found.modules for buffer in m._buffers.values() if buffer is not None]
-        tensors = [*buffers, *(t for _, t in (*found.tensors, *found.distant) if not isinstance(t, nn.Parameter))]
+        met = [t for _, t in (*found.tensors, *found.distant)]
+        tensors = [*buffers, *(t for t in met if not isinstance(t, nn.Parameter))]
+        memory = data_state([*parameters, *buffers, *met])
         values = tensor_state(t for t in tensors if runs or not t.is_floating_point() or _size(t) < _LARGE_BYTES)
         generators = random_state(found.generators)
 
@@ -196,6 +247,7 @@ def restored(model: nn.Module, others: Iterable[Any] = (), *, runs: bool = True)
                 p.grad = None
             put()
             put_optimizers()
+            memory()
             values()
             generators()
             found.put()
@@ -207,7 +259,7 @@ def restored(model: nn.Module, others: Iterable[Any] = (), *, runs: bool = True)
                 p.grad = gradient
 
         with contextlib.ExitStack() as stack:
-            for undo in (restore_gradients, generators, values, put):  # the last one runs first
+            for undo in (restore_gradients, generators, values, memory, put):  # the last one runs first
                 stack.callback(undo)
             yield rewind
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextvars
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
@@ -13,6 +12,7 @@ from ckptplan.runtime.accelerator import current_stream, has_generator, own_modu
 from ckptplan.runtime.recompute.put_back import Steps, enter
 from ckptplan.runtime.state.flags import flags, set_flags
 from ckptplan.runtime.state.modes import Modes
+from ckptplan.runtime.state.variables import Variables
 
 T = TypeVar("T")
 
@@ -41,7 +41,7 @@ class Surroundings:
         self._device_random = _device_states([d for d in devices if has_generator(d)])
         self._flags = flags()
         self._modes = Modes()
-        self._variables = contextvars.copy_context()
+        self._variables = Variables()
         self._default_device = _default_device()
         self._autocast = [_autocast(kind) for kind in {"cpu", *[d.type for d in devices]} if _has_autocast(kind)]
 
@@ -68,7 +68,11 @@ class Surroundings:
 
     def run(self, function: Callable[..., T], *args: object, **kwargs: object) -> T:
         """Call `function` with the recorded context variables; values that it sets are dropped afterwards."""
-        return self._variables.copy().run(function, *args, **kwargs)
+        return self._variables.run(function, *args, **kwargs)
+
+    def forward_done(self) -> None:
+        """Drop what was collected in context variables; called when the recorded forward has ended."""
+        self._variables.forward_done()
 
 
 def _device_states(devices: Iterable[torch.device]) -> dict[torch.device, torch.Tensor]:

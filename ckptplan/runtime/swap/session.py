@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 
-from ckptplan.core.errors import PlanMismatchError
 from ckptplan.core.link import Tier
 from ckptplan.core.plan import Transfer
 from ckptplan.runtime.accelerator import current_stream
-from ckptplan.runtime.guard.check import Checks
+from ckptplan.runtime.guard.check import Checks, Spots
 from ckptplan.runtime.observe.counters import Counters
 from ckptplan.runtime.observe.measure import tensors_in
 from ckptplan.runtime.swap.packing import Held, Packing
@@ -48,7 +47,7 @@ class SwapSession:
         Whether a storage belongs to the model (parameters and buffers, recognised by storage).
     planned : sequence of sequences of int
         Per stage, the bytes of each storage in the order of saving; empty if not known.
-    checks : Checks, optional
+    checks : Checks or Spots, optional
         Compares the returned bytes with those that left.
     """
 
@@ -59,7 +58,7 @@ class SwapSession:
         never: Callable[[torch.UntypedStorage], bool],
         counters: Counters,
         planned: Sequence[Sequence[int]] = (),
-        checks: Checks | None = None,
+        checks: Checks | Spots | None = None,
     ) -> None:
         self._planned = planned
         self._checks = checks
@@ -121,11 +120,8 @@ class SwapSession:
         """Start the copies out to `tier` of the storages in `saved` at the positions in `transfers`, for stage `index`.
 
         Empties `saved`, since autograd keeps the pack hook, and with it the list, as long as one of the saved tensors.
-
-        Raises
-        ------
-        PlanMismatchError
-            If a position doesn't exist, or names a storage that the stage doesn't hold on the device.
+        Positions that don't exist, or whose storage the stage doesn't hold on the device, are left out as a difference
+        (NOTE [Differences]).
         """
         sizes = self._counted(saved)
         groups = {number: transfer.moves for number, transfer in enumerate(transfers)}
@@ -133,10 +129,12 @@ class SwapSession:
         if moves and self._planned:
             moves = self._as_planned(sizes, moves, self._planned[index])
         if moves and max(moves) >= len(sizes):
-            raise PlanMismatchError(
+            self._counters.differences.note(
+                "saved",
                 f"the stage saved {len(sizes)} storages, the plan moves number {max(moves) + 1}: its forward took "
-                "another path than the one profiled; solve again with such inputs"
+                "another path than the one profiled; solve again with such inputs",
             )
+            moves = tuple(p for p in moves if p < len(sizes))
         for key in self._records.keys() & sizes.keys():
             if self._found(key) is not None:  # from another stage
                 self._record(key)
@@ -149,10 +147,12 @@ class SwapSession:
         for position in moves:
             key = keys[position]
             if sizes[key] == 0:
-                raise PlanMismatchError(
+                self._counters.differences.note(
+                    "saved",
                     f"the plan moves storage number {position + 1} of the stage, which its segment makes again instead "
-                    f"of holding it, or which is not on {self._device}; solve again with this step"
+                    f"of holding it, or which is not on {self._device}; solve again with this step",
                 )
+                continue
             record = self._record(key)
             if record is not None:
                 records[position] = record
@@ -165,7 +165,8 @@ class SwapSession:
                 start_leaving(leaving, self._stores[tier], (index, number))
         for events, parts in ((self._leaving, groups), (self._returning, back)):
             for number, group in parts.items():
-                events[index, number] = [weakref.ref(records[p]) for p in group if p in records]
+                refs = [weakref.ref(records[p]) for p in group if p in records]
+                events.setdefault((index, number), []).extend(refs)  # a stage may be called more often than planned
 
     def _counted(self, saved: list[Held]) -> dict[_Key, int]:
         """Return the bytes of each storage in `saved`, in order, 0 if no tensor of it is held; empties `saved`."""
@@ -217,12 +218,8 @@ class SwapSession:
         without padding is dropped. Then positions have no meaning, and sizes decide: the smallest storages stay, as
         many as fit in the bytes that were planned to stay, and the others leave. For example, planned are 8, 6 and 2
         MiB, of which the first moves, so 8 MiB may stay. If a forward saves 7, 4 and 3 MiB, then 3 and 4 stay, and 7
-        leaves.
-
-        Raises
-        ------
-        PlanMismatchError
-            If the storages have more bytes in all than planned.
+        leaves. If they have more bytes in all than planned, all of them leave, as a difference: which of the planned
+        ones would stay, and which another stage moves, isn't known then.
         """
         sizes = list(counted.values())
         if _fit(sizes, moves, planned):
@@ -233,18 +230,20 @@ class SwapSession:
         if _fit(sizes, moves, planned):
             return moves
         self._counters.other_paths += 1
-        if sum(sizes) <= sum(planned):
-            room = sum(planned) - sum(planned[i] for i in moves)
-            leaving = []
-            for i in sorted(range(len(sizes)), key=sizes.__getitem__):
-                room -= sizes[i]
-                if room < 0 and sizes[i] > 0:
-                    leaving.append(i)
-            return tuple(sorted(leaving))
-        raise PlanMismatchError(
-            f"the stage saved {len(sizes)} storages of {sum(sizes)} bytes, the plan expects {len(planned)} of "
-            f"{sum(planned)}: its forward took another path than the one profiled; solve again with such inputs"
-        )
+        room = sum(planned) - sum(planned[i] for i in moves)
+        if sum(sizes) > sum(planned):
+            room = 0
+            self._counters.differences.note(
+                "saved",
+                f"a stage saved {len(sizes)} storages of {sum(sizes)} bytes, the plan expects {len(planned)} of "
+                f"{sum(planned)}: its forward took another path than the one profiled; solve again with such inputs",
+            )
+        leaving = []
+        for i in sorted(range(len(sizes)), key=sizes.__getitem__):
+            room -= sizes[i]
+            if room < 0 and sizes[i] > 0:
+                leaving.append(i)
+        return tuple(sorted(leaving))
 
     def release(self, index: int, transfer: int = 0) -> None:
         """Wait for the copies out of a transfer of stage `index` and free its device bytes: its release point."""

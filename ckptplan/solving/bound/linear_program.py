@@ -117,6 +117,9 @@ class Master:
                 self._set(self.carry[k], var, -m.kept[o])
                 self._set(self.forward[k], var, m.forward[o])
                 self._set(self.backward[k], var, m.backward[o])
+                for steps, nbytes in m.passing[o]:
+                    for j in steps:
+                        self._set(self.forward[j], var, nbytes + self.forward[j].GetCoefficient(var))
                 self._takes(var, float(m.seconds[o]), float(m.launch[o]))
         self.lanes: list[dict[str, Any]] = []
         self.ask: dict[tuple[int, int, int], Any] = {}

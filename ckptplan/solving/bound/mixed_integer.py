@@ -424,7 +424,7 @@ class MixedModel:
             options = {code: stage.options[code] for code in self.menu[i]}
             inside = ([stage.keep] if stage.is_glue else self.inside(i)) if self.around[i] else []
             for s in sorted({s for option in (*options.values(), *inside) for s in option.held}):
-                if rules.counts(self.profile.storages[s]):
+                if rules.counts(self.profile.storages[s]) and rules.awaits_backward(self.profile.storages[s]):
                     holding = frozenset(code for code, option in options.items() if s in option.held)
                     found[s].append(
                         _Holder(
@@ -493,7 +493,7 @@ class MixedModel:
         """What is away by step, which the link has carried before; return the time for which compute waits."""
         n, link = self.n, self.profile.link
         compute_s = (self.forward_s, self.backward_s)[lane]
-        enforced = rules.enforceable_points([stage.is_glue for stage in self.profile.stages])[lane]
+        enforced = rules.enforceable_points(self.profile.stages)[lane]
         most_put = [0.0, *accumulate(self.most_moved)]
         carried = [self.amount(most_put[-1]) for _ in range(n + 1)]
         away: list[list[Any]] = [[] for _ in range(n)]
@@ -569,8 +569,14 @@ class MixedModel:
 
     def add_memory(self) -> None:
         """Every step fits the budget, and every run of a sweep does."""
+        passing: list[list[Any]] = [[] for _ in range(self.n)]
+        for i, stage in enumerate(self.profile.stages):
+            for code, var in self.x[i].items():
+                for steps, nbytes in rules.passing(self.profile, i, stage.options[code]):
+                    for k in steps:
+                        passing[k].append(nbytes / self.unit * var)
         for k, stage in enumerate(self.profile.stages):
-            forward, backward = [], []
+            forward, backward = passing[k], []
             there = [
                 group.size * held[-1]
                 for group in self.groups

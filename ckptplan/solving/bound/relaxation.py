@@ -40,6 +40,7 @@ class _Menu:
         self.seconds = np.zeros(k)
         self.launch = np.zeros(k)
         self.free = np.zeros(k)
+        self.passing: list[list[tuple[range, float]]] = [[] for _ in range(k)]
         self.shared: list[list[int]] = [[] for _ in range(k)]
         self.fixes: list[list[int]] = [[] for _ in range(k)]
 
@@ -121,9 +122,10 @@ class Chain:
 
     def _held_sets(self, i: int) -> list[set[int]]:
         stage = self.profile.stages[i]
-        sets = [set(stage.options[c].held) for c in self.menu[i]]
+        options = [stage.options[c] for c in self.menu[i]]
         again = self.again[i]
-        return [*sets, set(again.held)] if again is not None else sets
+        held = [option.held for option in (*options, *([] if again is None else [again]))]
+        return [{s for s in some if rules.awaits_backward(self.profile.storages[s])} for some in held]
 
     def _count_holders(self) -> None:
         n_storages = len(self.profile.storages)
@@ -207,6 +209,7 @@ class Chain:
                         out.shared[at].append(s)
                     else:
                         out.free[at] += self.size[s]
+            out.passing[at] = [(steps, nbytes / self.unit) for steps, nbytes in rules.passing(self.profile, i, option)]
             out.fixes[at] = [s for s in option.held if s not in option.moved]
         return out
 

@@ -195,6 +195,9 @@ class LinearTrees:
             costs.options[i] + costs.moving(c, i) + lf[i] * m.forward + lb[i] * m.backward + m.kept * tail[i]
             for i, m in enumerate(c.menus)
         ]
+        for cost, m in zip(options, c.menus, strict=True):
+            for o, some in enumerate(m.passing):
+                cost[o] += sum(nbytes * (self.fore[steps.stop] - self.fore[steps.start]) for steps, nbytes in some)
         self.single = np.array([cost.min() for cost in options])
         self.constant = costs.constant - float(lf @ (c.budget - c.base_forward) + lb @ (c.budget - c.base_backward))
 

@@ -1,0 +1,112 @@
+"""A plan that is made when training begins: on the first forward with gradients, for its inputs."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckptplan.core.errors import InvalidInputError
+from ckptplan.runtime.adviser import Adviser
+from ckptplan.runtime.applied import Applied, Replan
+from ckptplan.runtime.guard.retry import Retry
+from ckptplan.runtime.guard.shapes import ByName
+from ckptplan.runtime.handle import Handle, Result
+from ckptplan.runtime.observe.measure import tensors_in
+from ckptplan.runtime.patching import PatchedForward
+from ckptplan.runtime.replicated import unwrapped
+
+
+class FirstForward(Handle):
+    """A handle whose plan is made and applied by the first forward with gradients; until then nothing is planned.
+
+    What needs a plan raises `InvalidInputError` before.
+
+    Parameters
+    ----------
+    model : nn.Module
+    planner : callable
+        Returns the handle of a new plan for a forward's inputs.
+    """
+
+    def __init__(self, model: nn.Module, planner: Callable[[Any], Handle]) -> None:
+        self._made: Handle | None = None
+        self._planner: Callable[[Any], Handle] | None = planner
+        self._model = unwrapped(model)
+        self._patch = PatchedForward(self._model, self._first)
+        self._patch.install()
+
+    def _first(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        planner = self._planner
+        given = itertools.chain(self._model.parameters(), tensors_in((args, kwargs)))
+        if planner is None or not torch.is_grad_enabled() or not any(t.requires_grad for t in given):
+            return original(*args, **kwargs)
+        self._planner = None
+        self._patch.remove()
+        rest, named = ByName(getattr(self._model, self._patch.attribute))(args, kwargs)
+        if rest and kwargs:
+            raise InvalidInputError(
+                f"{type(self._model).__name__} is called with positional arguments that have no name and with "
+                "keywords; solve with step= and apply that plan"
+            )
+        self._made = planner(args if rest else named)
+        return getattr(self._model, self._patch.attribute)(*args, **kwargs)
+
+    def _handle(self) -> Handle:
+        if self._made is None:
+            raise InvalidInputError("there is no plan yet: it is made by the first forward of the model with gradients")
+        return self._made
+
+    @property
+    def _applied(self) -> Applied:  # type: ignore[override]
+        return self._handle()._applied
+
+    @property
+    def _adviser(self) -> Adviser | None:  # type: ignore[override]
+        return self._handle()._adviser
+
+    @property
+    def _retry(self) -> Retry | None:  # type: ignore[override]
+        return self._handle()._retry
+
+    @property
+    def replans(self) -> tuple[Replan, ...]:
+        """Replacements of the plan, in order."""
+        return () if self._made is None else self._made.replans
+
+    @property
+    def returns(self) -> int:
+        """Number of times that an earlier plan was put back."""
+        return 0 if self._made is None else self._made.returns
+
+    def step(self, run: Callable[[], Result]) -> Result:
+        """Run one step under the rule for out-of-memory errors; see `Handle.step`."""
+        return run() if self._made is None else self._made.step(run)
+
+    def remove(self) -> None:
+        """Restore the model exactly; calling it again does nothing."""
+        self._planner = None
+        if self._made is None:
+            self._patch.remove()
+        else:
+            self._made.remove()
+
+    def paused(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the model runs without a plan, and none is made."""
+        return self._unplanned() if self._made is None else self._made.paused()
+
+    @contextlib.contextmanager
+    def _unplanned(self) -> Iterator[None]:
+        planner, self._planner = self._planner, None
+        try:
+            yield
+        finally:
+            self._planner = planner
+
+    def unmetered(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which no step is measured for `stats`; see `Handle.unmetered`."""
+        return contextlib.nullcontext() if self._made is None else self._made.unmetered()

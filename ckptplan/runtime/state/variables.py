@@ -1,0 +1,148 @@
+"""Context variables of a stage's call, for its recompute; tensors that outputs are collected in aren't held.
+
+NOTE [Collectors]
+Code may collect what stages make in a container in a context variable: transformers does so for the attentions and
+hidden states that a model returns. `contextvars.copy_context()` alone would hold that container until the stage is
+recomputed, with all that other stages add to it, and the recompute would add to it once more. Therefore:
+
+1. Of a context variable that has a container, the call records a copy of the container and of those inside of it, as
+   they were at the call. Each recompute gets new ones, so that what it adds is dropped.
+2. A list, set or deque that is longer after a stage than before is a place where stages collect; so is a tuple in place
+   of a shorter one. Tensors there are recorded by weak references, at this call and at all later ones. A recompute that
+   uses one of them that was freed raises an error.
+3. All other tensors are given to the stages, and held. So are those that stages add to a dictionary, which may be a
+   cache that later stages read.
+
+Example: layers append to the list in a variable `seen`. The third layer's record has a list of two weak references.
+When the layer runs again in backward, the outputs that the model returned are gone: it finds a list of two objects of
+the class `Freed`, and appends a third one, and the list is dropped.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextvars
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch.utils.weak import TensorWeakRef
+
+from ckptplan.core.errors import UnsupportedModelError
+
+T = TypeVar("T")
+
+_CONTAINERS = frozenset({list, tuple, dict, set, collections.deque, collections.defaultdict, collections.OrderedDict})
+_MOST_ENTRIES = 1 << 10
+"""Entries of a container that is copied; a larger one is more likely data than a collector."""
+Path = tuple[Any, ...]
+"""Where a value lies: the variable, the type of its container, then keys, positions and names of fields."""
+_collected: set[Path] = set()
+"""Places where stages collect (NOTE [Collectors], rule 2)."""
+_MOST_PLACES = 1 << 12
+
+
+class Freed:
+    """Stands for a tensor that is no longer there; any use of it is an error."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise _freed_error()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise _freed_error()
+
+
+def _freed_error() -> UnsupportedModelError:
+    return UnsupportedModelError(
+        "a stage that runs again uses a tensor that stages had collected in a context variable, and that was freed "
+        "since; pass the tensor to the stage as an argument, or keep or swap this stage"
+    )
+
+
+class Variables:
+    """The context variables at construction, in which a function can run; what it sets is dropped afterwards."""
+
+    def __init__(self) -> None:
+        self._context = contextvars.copy_context()
+        self._copies: dict[contextvars.ContextVar[Any], Any] = {}
+        for variable, value in list(self._context.items()):
+            if _is_container(value):
+                self._copies[variable] = _copied((variable, type(value)), value, record=True)
+                self._context.run(variable.set, None)
+
+    def forward_done(self) -> None:
+        """Find where the stage has collected (NOTE [Collectors], rule 2), and drop tensors that were there before."""
+        for variable, before in self._copies.items():
+            grown = list(_grown((variable, type(before)), before, variable.get(None)))
+            if not _collected.issuperset(grown):
+                if len(_collected) > _MOST_PLACES:
+                    _collected.clear()
+                _collected.update(grown)
+                self._copies[variable] = _copied((variable, type(before)), before, record=True)
+
+    def run(self, function: Callable[..., T], *args: object, **kwargs: object) -> T:
+        """Call `function` with the recorded context variables."""
+        context = self._context.copy()
+        for variable, value in self._copies.items():
+            context.run(variable.set, _copied((variable, type(value)), value))
+        return context.run(function, *args, **kwargs)
+
+
+def _is_container(value: Any) -> bool:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return True
+    return type(value) in _CONTAINERS and len(value) <= _MOST_ENTRIES
+
+
+def _inside(value: Any) -> dict[Any, Any]:
+    """Return the entries of a container by their keys, positions or fields."""
+    if isinstance(value, dict):
+        return value
+    if dataclasses.is_dataclass(value):
+        return {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)}
+    return dict(enumerate(value))
+
+
+def _grown(path: Path, before: Any, now: Any) -> Iterator[Path]:
+    """Yield the places in `now` that are longer than in its copy `before`."""
+    if type(before) is not type(now) or not _is_container(now):
+        return
+    if not isinstance(now, dict) and not dataclasses.is_dataclass(now) and len(now) > len(before):
+        yield path
+        return
+    old = _inside(before)
+    for key, value in _inside(now).items():
+        if key in old:
+            yield from _grown((*path, key), old[key], value)
+
+
+def _copied(path: Path, value: Any, known: dict[int, Any] | None = None, *, record: bool = False) -> Any:
+    """Return a copy of the containers in `value`; one that occurs twice is one object in the copy, too.
+
+    With `record`, tensors are replaced by weak references where stages collect; otherwise these by their tensors.
+    """
+    if isinstance(value, torch.Tensor):
+        weak = record and any(path[: i + 1] in _collected for i in range(1, len(path)))
+        return TensorWeakRef(value) if weak else value
+    if type(value) is TensorWeakRef:
+        tensor = None if record else value()
+        return value if record else Freed() if tensor is None else tensor
+    if not _is_container(value):
+        return value
+    known = {} if known is None else known
+    if id(value) in known:
+        return known[id(value)]
+    if type(value) in (tuple, set):
+        items = [_copied((*path, i), item, known, record=record) for i, item in enumerate(value)]
+        return type(value)(items)
+    made = known[id(value)] = copy.copy(value)
+    for key, item in _inside(value).items():
+        new = _copied((*path, key), item, known, record=record)
+        if dataclasses.is_dataclass(made):
+            object.__setattr__(made, key, new)
+        else:
+            made[key] = new
+    return made

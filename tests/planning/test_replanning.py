@@ -1,0 +1,415 @@
+"""Plans made while training: after steps that differed from the planned one, and on the first forward."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ckptplan
+from ckptplan.core.errors import InvalidInputError, PlanMismatchError
+from ckptplan.core.plan import Plan
+from ckptplan.core.request import recalled, remember
+from ckptplan.runtime.observe.measure import held_tensors, optimizer_tensors, peak_above_start, unique_bytes
+
+
+def blocks() -> nn.Sequential:
+    torch.manual_seed(0)
+    block = [nn.Linear(32, 128), nn.GELU(), nn.Dropout(0.1), nn.Linear(128, 32)]
+    return nn.Sequential(*(nn.Sequential(*(type(m)(*_sizes(m)) for m in block)) for _ in range(4)))
+
+
+def _sizes(m: nn.Module) -> tuple[Any, ...]:
+    return (m.in_features, m.out_features) if isinstance(m, nn.Linear) else (m.p,) if isinstance(m, nn.Dropout) else ()
+
+
+def loss_of(output: torch.Tensor) -> torch.Tensor:
+    return output.square().mean()
+
+
+X = torch.randn(128, 32, generator=torch.Generator().manual_seed(1))
+
+
+def accumulating(model: nn.Module, number: int) -> None:
+    for _ in range(2):
+        loss_of(model(X)).backward()
+
+
+def two_at_once(model: nn.Module, number: int) -> None:
+    (loss_of(model(X)) + loss_of(model(2 * X))).backward()
+
+
+def thawing(model: nn.Module, number: int) -> None:
+    model.requires_grad_(number > 1)
+    model[2:].requires_grad_(True)  # type: ignore[index]
+    loss_of(model(X)).backward()
+
+
+def training(model: nn.Module, number: int) -> None:
+    loss_of(model.train()(X)).backward()
+
+
+def growing(model: nn.Module, number: int) -> None:
+    loss_of(model(torch.cat([X, X[: 8 * number]]))).backward()
+
+
+Step = Callable[[nn.Module, int], None]
+KINDS: dict[str, tuple[Step, str]] = {
+    "gradients": (accumulating, "60%"),
+    "forwards": (two_at_once, "60%"),
+    "thawed": (thawing, "60%"),
+    "mode": (training, "30%"),
+    "larger": (growing, "60%"),
+}
+
+
+def prepared(kind: str) -> nn.Sequential:
+    model = blocks()
+    if kind == "thawed":
+        model[:2].requires_grad_(False)
+    return model.eval() if kind == "mode" else model
+
+
+def trained(model: nn.Module, step: Step, steps: int = 4) -> list[list[torch.Tensor | None]]:
+    torch.manual_seed(3)
+    found = []
+    for number in range(steps):
+        model.zero_grad()
+        step(model, number)
+        found.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
+    return found
+
+
+def assert_same(found: list[Any], wanted: list[Any]) -> None:
+    for a, b in zip((g for step in found for g in step), (g for step in wanted for g in step), strict=True):
+        assert (a is None and b is None) or torch.equal(a, b)
+
+
+def within(model: nn.Module, share: str) -> Plan:
+    """A plan for as many bytes as a share of the way is."""
+    least = ckptplan.solve(model, budget=share, inputs=X, loss_fn=loss_of, time_limit_s=0.5)
+    return ckptplan.solve(model, least.budget_bytes / 2**30, inputs=X, loss_fn=loss_of, time_limit_s=0.5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_that_differs_is_planned_for(kind: str) -> None:
+    """By default for a plan that was solved in this process; later steps don't differ, and keep the budget."""
+    step, budget = KINDS[kind]
+    wanted = trained(prepared(kind), step)
+    model = prepared(kind)
+    plan = within(model, budget)
+    with warnings.catch_warnings(record=True) as said, ckptplan.apply(model, plan) as handle:
+        warnings.simplefilter("always")
+        assert_same(trained(model, step), wanted)
+        texts = [str(w.message) for w in said]
+        assert sum("planned again for" in text for text in texts) == len(handle.replans) == 1
+        assert handle.replans[0].after.budget_bytes <= plan.budget_bytes
+        counted = dict(handle.stats().differences)
+        counted.pop("saved", None)  # thawed layers, and those in training mode, may save more
+        assert counted == ({} if kind == "larger" else {kind: 1})
+        counted = dict(handle.stats().differences)
+        torch.manual_seed(4)
+        model.zero_grad()
+        held = unique_bytes([*held_tensors(model), X])
+        assert held + peak_above_start(lambda: step(model, 3)) <= plan.budget_bytes
+        assert handle.stats().differences == counted
+
+
+def updating(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    def step(model: nn.Module, number: int) -> None:
+        loss_of(model(X)).backward()
+        optimizer.step()
+
+    return step
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad])
+def test_the_state_of_an_optimizer_that_was_not_given_is_planned_for(kind: type[torch.optim.Optimizer]) -> None:
+    model = blocks()
+    wanted = trained(model, updating(model, kind(model.parameters(), lr=0.1)))
+    model = blocks()
+    plan = within(model, "60%")
+    optimizer = kind(model.parameters(), lr=0.1)
+    with ckptplan.apply(model, plan) as handle:
+        with pytest.warns(RuntimeWarning, match=rf"state of {kind.__name__} takes .*solve with optimizer="):  # noqa: SIM117
+            with pytest.warns(RuntimeWarning, match=r"differ from the planned one \(state\); planned again"):
+                assert_same(trained(model, updating(model, optimizer)), wanted)
+        assert handle.stats().differences == {"state": 1}
+        assert handle.plan.fingerprint.optimizer == kind.__name__
+        assert handle.plan.budget_bytes <= plan.budget_bytes
+        model.zero_grad()
+        held = unique_bytes([*held_tensors(model), *optimizer_tensors(optimizer), X])
+        assert held + peak_above_start(lambda: loss_of(model(X)).backward()) <= plan.budget_bytes
+
+
+def test_a_first_forward_that_trains_nothing_is_not_planned_for() -> None:
+    model = blocks().requires_grad_(False)
+    with ckptplan.apply(model, budget="60%", loss_fn=loss_of, time_limit_s=0.5, cache=False) as handle:
+        model(X)
+        with pytest.raises(InvalidInputError, match="no plan yet"):
+            handle.plan  # noqa: B018
+        loss_of(model.requires_grad_(True)(X)).backward()
+        assert handle.plan.needed_bytes <= handle.plan.budget_bytes
+
+
+def test_the_state_of_a_second_optimizer_is_warned_of() -> None:
+    model = blocks()
+    first, second = (torch.optim.AdamW(model[i:j].parameters()) for i, j in ((0, 2), (2, 4)))
+    third = torch.optim.Adagrad(model[3:].parameters())
+    plan = ckptplan.solve(model, budget="10%", inputs=X, loss_fn=loss_of, optimizer=first, time_limit_s=0.5)
+    with ckptplan.apply(model, plan) as handle:
+        loss_of(model(X)).backward()
+        first.step()
+        assert not handle.stats().differences  # the first of its class is the one that was given
+        with pytest.warns(RuntimeWarning, match=r"state of AdamW takes .* smaller by the others'"):
+            second.step()
+        third.step()
+        assert handle.stats().differences == {"states": 2}
+
+
+def test_state_without_a_plan_that_has_room_for_it_is_warned_of() -> None:
+    model = blocks()
+    plan = within(model, "0%")
+    optimizer = torch.optim.AdamW(model.parameters())
+    with warnings.catch_warnings(record=True) as said, ckptplan.apply(model, plan) as handle:
+        warnings.simplefilter("always")
+        trained(model, updating(model, optimizer))
+        assert handle.stats().differences == {"state": 1, "no plan": 1}
+        assert "the peak may exceed the budget: state of AdamW takes" in str(said[0].message)
+        assert handle.plan is plan
+
+
+@pytest.mark.filterwarnings("ignore:the peak may exceed", "ignore:.*planned again")
+def test_casts_that_two_forwards_share_stay_while_plans_are_made() -> None:
+    """A second forward under the same autocast follows the plan, whatever its batch."""
+
+    def step(model: nn.Module, number: int) -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_of(model(X)) + loss_of(model(torch.cat([X, X])))
+        loss.backward()
+
+    wanted = trained(blocks(), step)
+    model = blocks()
+    plan = ckptplan.solve(model, budget_gb=1, inputs=X, loss_fn=loss_of, amp="bfloat16", time_limit_s=0.5)
+    with ckptplan.apply(model, plan) as handle:
+        assert_same(trained(model, step), wanted)
+        assert "stage" in handle.stats().differences
+
+
+def normed() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.GELU()) for _ in range(3)))
+
+
+@pytest.mark.filterwarnings("ignore:the peak may exceed", "ignore:.*goes beyond the plan")
+def test_a_graph_from_before_a_new_plan_runs_backward_with_the_buffers_that_it_saved() -> None:
+    """Those of batch norm, which planning restores."""
+
+    def step(model: nn.Module, number: int) -> None:
+        (loss_of(model(X)) + loss_of(model(torch.cat([X, X])))).backward()
+
+    wanted = trained(normed(), step)
+    model = normed()
+    plan = ckptplan.solve(model, budget_gb=1, inputs=X, loss_fn=loss_of, time_limit_s=0.5)
+    with ckptplan.apply(model, plan) as handle:
+        assert_same(trained(model, step), wanted)
+        assert handle.replans
+
+
+@pytest.mark.filterwarnings("ignore:the peak may exceed", "ignore:.*planned again")
+def test_a_plan_for_one_forward_at_a_time_does_not_serve_two() -> None:
+    """It held for larger batches than the plan for two at once that took its place. It does if there is no other."""
+
+    def step(model: nn.Module, number: int) -> None:
+        parts = (X[:32], 2 * X[:32]) if number in (1, 2) else (X, 2 * X) if number else (X,)
+        sum(loss_of(model(part)) for part in parts).backward()  # type: ignore[union-attr]
+
+    wanted = trained(blocks(), step, 5)
+    model = blocks()
+    plan = ckptplan.solve(model, budget="25%", inputs=X, loss_fn=loss_of, time_limit_s=0.5)
+    with ckptplan.apply(model, plan) as handle:
+        assert_same(trained(model, step, 5), wanted)
+        assert (handle.plan.in_flight, handle.returns) == (2, 0)
+        assert handle.stats().differences == {"forwards": 1}
+    model = blocks()
+    plan = within(model, "10%")
+    with ckptplan.apply(model, plan) as handle:
+        assert_same(trained(model, step, 5), wanted)
+        assert (handle.plan.in_flight, handle.returns) == (1, 1)
+
+
+def test_with_strict_nothing_is_planned_again() -> None:
+    model = prepared("thawed")
+    plan = ckptplan.solve(model, budget="60%", inputs=X, loss_fn=loss_of, time_limit_s=0.5)
+    with ckptplan.apply(model, plan, strict=True) as handle, pytest.raises(PlanMismatchError, match="was frozen"):
+        trained(model, thawing)
+    assert not handle.replans
+
+
+def test_a_batch_without_a_plan_follows_the_former_one() -> None:
+    def step(model: nn.Module, number: int) -> None:
+        loss_of(model(torch.cat([X] * 6) if number in (1, 3) else X)).backward()
+
+    wanted = trained(blocks(), step)
+    model = blocks()
+    plan = within(model, "10%")
+    with warnings.catch_warnings(record=True) as said, ckptplan.apply(model, plan) as handle:
+        warnings.simplefilter("always")
+        assert_same(trained(model, step), wanted)
+        assert handle.plan == plan
+        assert handle.stats().differences["no plan"] == 2
+    texts = [str(w.message) for w in said]
+    assert sum("smallest" in text and "the former plan stays applied" in text for text in texts) == 1
+
+
+def test_layers_thawed_by_turns_have_a_plan_for_each_turn() -> None:
+    def step(model: nn.Module, number: int) -> None:
+        for index, layer in enumerate(model.children()):
+            layer.requires_grad_(index in ((0, 3) if number % 4 > 1 else (1, 3)))
+        loss_of(model(X)).backward()
+
+    def made() -> nn.Sequential:
+        model = blocks()
+        model[0].requires_grad_(False)
+        model[2].requires_grad_(False)
+        return model
+
+    wanted = trained(made(), step, 10)
+    model = made()
+    plan = ckptplan.solve(model, budget="60%", inputs=X, loss_fn=loss_of, time_limit_s=0.3)
+    with warnings.catch_warnings(record=True), ckptplan.apply(model, plan) as handle:
+        warnings.simplefilter("always")
+        assert_same(trained(model, step, 10), wanted)
+        assert len(handle.replans) == 1
+        assert handle.returns >= 1
+
+
+def test_options_of_a_solve_are_recalled_and_hold_no_model() -> None:
+    model = blocks()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    options: dict[str, Any] = {"loss_fn": loss_of, "optimizer": optimizer, "actions": ("keep", "recompute")}
+    plan = ckptplan.solve(model, 1.0, inputs=X, **options, menus=False)
+    assert recalled(plan) == options
+    assert recalled(ckptplan.Plan.from_json(plan.to_json())) == options  # of an equal plan
+
+    def remembered() -> weakref.ref[torch.Tensor]:
+        y = X.clone()
+        remember(plan, {"loss_fn": lambda output: (output - y).square().mean()})
+        return weakref.ref(y)
+
+    there = remembered()
+    gc.collect()
+    assert there() is None
+    assert recalled(plan) is None
+
+
+@pytest.mark.parametrize("where", ["here", "file"])
+def test_a_share_is_of_what_each_plan_s_own_inputs_span(where: str, tmp_path: Path) -> None:
+    model, more = blocks(), {}
+    plan = ckptplan.solve(model, budget="30%", inputs=X, loss_fn=loss_of, time_limit_s=0.5)
+    if where == "file":
+        plan.save(tmp_path / "plan.json")
+        plan, more = Plan.load(tmp_path / "plan.json"), {"on_larger": "replan", "loss_fn": loss_of}
+    with ckptplan.apply(model, plan, **more) as handle:
+        with pytest.warns(RuntimeWarning, match="planned again for"):
+            loss_of(model(torch.cat([X, X]))).backward()
+        found = handle.plan
+    wanted = ckptplan.solve(blocks(), budget="30%", inputs=torch.cat([X, X]), loss_fn=loss_of, time_limit_s=0.5)
+    assert found.budget_share == plan.budget_share == 0.3
+    assert found.budget_bytes == pytest.approx(wanted.budget_bytes, rel=0.05)
+    assert found.budget_bytes > 1.3 * plan.budget_bytes
+
+
+class Slotted:
+    """A loss that can't be referred to weakly."""
+
+    __slots__ = ()
+
+    def __call__(self, output: torch.Tensor) -> torch.Tensor:
+        return output.square().mean()
+
+
+def test_a_loss_without_weak_references_is_planned_with() -> None:
+    plan = ckptplan.solve(blocks(), 1.0, inputs=X, loss_fn=Slotted(), menus=False)
+    assert recalled(plan) is None
+
+
+# ---------------------------------------------------------------- the first forward
+
+
+def test_a_plan_is_made_on_the_first_training_forward() -> None:
+    wanted = trained(blocks(), lambda model, _: loss_of(model(X)).backward())
+    model = blocks()
+    optimizer = torch.optim.SGD(model.parameters(), 0.0, momentum=0.9)
+    handle = ckptplan.apply(model, budget_gb=7.6e-4, loss_fn=loss_of, optimizer=optimizer, time_limit_s=0.5)
+    with torch.no_grad():
+        model(X[:3])
+    for ask in (lambda: handle.plan, lambda: handle.stats()):
+        with pytest.raises(InvalidInputError, match="no plan yet"):
+            ask()
+    with handle.paused():
+        model(X)
+    assert (handle.replans, handle.returns) == ((), 0)
+    assert_same(trained(model, lambda model, _: loss_of(model(X)).backward()), wanted)
+    assert handle.plan.fingerprint.inputs == "[1]['input'] float32[128, 32]"
+    stats = handle.stats()
+    assert stats.forwards == 4
+    assert stats.recomputed_stages + stats.swapped_out_bytes > 0
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        loss_of(model(torch.cat([X, X[:8]]))).backward()
+    assert "planned again" in str(said[0].message)  # with the loss that was given
+    handle.remove()
+    assert not any("forward" in vars(m) for m in model.modules())
+
+
+def test_a_handle_without_a_plan_is_removed() -> None:
+    model = blocks()
+    with ckptplan.apply(model, budget_gb=1.0) as handle:
+        assert "forward" in vars(model)
+        assert handle.step(lambda: 3) == 3
+        with handle.unmetered():
+            pass
+    assert not any("forward" in vars(m) for m in model.modules())
+    model(X).sum().backward()
+
+
+def test_an_error_of_the_first_forward_leaves_the_model_as_it_was() -> None:
+    model = blocks()
+    with (
+        ckptplan.apply(model, budget_gb=1e-6, loss_fn=loss_of),
+        pytest.raises(ckptplan.InfeasibleBudgetError, match="smallest feasible peak"),
+    ):
+        model(X)
+    assert not any("forward" in vars(m) for m in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"budget_gb": -1}, "must be finite and above 0"),
+        ({"budget_gb": 1, "budget": "1 GiB"}, "both given"),
+        ({"budgets": 1}, "did you mean 'budget'"),
+        ({"inputs": X}, "leave out inputs="),
+        ({"actions": ("keep", "fly")}, "fly"),
+    ],
+)
+def test_bad_options_are_refused_at_once(options: dict[str, Any], message: str) -> None:
+    model = blocks()
+    with pytest.raises(InvalidInputError, match=message):
+        ckptplan.apply(model, **options)
+    assert "forward" not in vars(model)
+
+
+def test_a_plan_has_its_budget() -> None:
+    model = blocks()
+    plan = ckptplan.solve(model, 1.0, inputs=X, loss_fn=loss_of, menus=False)
+    with pytest.raises(InvalidInputError, match="a plan has its budget"):
+        ckptplan.apply(model, plan, budget_gb=1.0)

@@ -1,0 +1,444 @@
+"""Graphs that forward drops: detached stages, teachers, unused outputs. Peaks are measured, gradients are bitwise."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from made_plans import scheduled
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import ckptplan
+from ckptplan.baselines.everywhere import recompute_all
+from ckptplan.core.option import DISCARD, Action
+from ckptplan.core.request import Limits
+from ckptplan.profiling.bytes import unfolding
+from ckptplan.solving.planner import smallest_peak
+
+WIDTH, ROWS = 32, 96
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.dropout(F.gelu(self.up(x))))
+
+
+class Parts(nn.Module):
+    """Two stacks of blocks and a layer in front of both; the subclasses say which graphs forward drops, and when."""
+
+    depth = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.side = nn.ModuleList(Block() for _ in range(self.depth))
+        self.main = nn.ModuleList(Block() for _ in range(self.depth))
+
+    def on_side(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.side:
+            x = block(x)
+        return x
+
+    def on_main(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.main:
+            x = block(x)
+        return x
+
+
+class Detached(Parts):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.on_main(self.on_side(x).detach())
+
+
+class Held(Parts):
+    """A variable has the graph until forward ends."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        features = self.on_side(x)
+        return self.on_main(features.detach())
+
+
+class Midway(Parts):
+    """A variable has the graph until the second block after it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        features: Any = self.on_side(x)
+        x = features.detach()
+        for i, block in enumerate(self.main):
+            x = block(x)
+            features = features if i < 1 else None
+        return x
+
+
+class TeacherFirst(Parts):
+    """Both read the same input, and the teacher's graph is there until the loss."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        wanted = self.on_side(x)
+        return F.mse_loss(self.on_main(x), wanted.detach())
+
+
+class TeacherLast(Parts):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        return F.mse_loss(self.on_main(x), self.on_side(x).detach())
+
+
+class NoLoss(Parts):
+    """The second output enters no loss, and is there to the end."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.first(x)
+        return self.on_main(x), self.on_side(x)
+
+
+class Logged(Parts):
+    """What is computed on the side is only looked at."""
+
+    seen: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block, probe in zip(self.main, self.side, strict=True):
+            x = block(x)
+            features = probe(x)
+            with torch.no_grad():
+                self.seen = features.mean()
+        return x
+
+
+class StopGradient(Parts):
+    """Each block is given what the one on its side makes, without its graph."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block, beside in zip(self.main, self.side, strict=True):
+            x = block(x + beside(x).detach())
+        return x
+
+
+class Siamese(Parts):
+    """Two views through the same blocks, each of which is the other's constant target."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a, b = self.on_side(x), self.on_side(x.flip(0))
+        return F.mse_loss(self.on_main(a), b.detach()) + F.mse_loss(self.on_main(b), a.detach())
+
+
+class TwoOutputs(Block):
+    """Its second output saves 4 times the bytes of the first."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = super().forward(x)
+        return x, self.up(x).exp().exp()
+
+
+class Unused(Parts):
+    """The second outputs are dropped at once (0), when the next ones come (1), or when forward ends (2)."""
+
+    until = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.main = nn.ModuleList(TwoOutputs() for _ in range(self.depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rest = []
+        for block in self.main:
+            if self.until == 0:
+                x = block(x)[0]
+            else:
+                x, more = block(x)
+                rest += [more] * (self.until == 2)
+        return x
+
+
+class UnusedForAWhile(Unused):
+    until = 1
+
+
+class UnusedToTheEnd(Unused):
+    until = 2
+
+
+class Within(nn.Module):
+    """A part in the middle of its chain is detached."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = Block(), Block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outer(x + self.inner(x).detach())
+
+
+class InTheMiddle(Parts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.main = nn.ModuleList(Within() for _ in range(self.depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.on_main(self.first(x))
+
+
+class InTheMiddleOfDetached(Detached):
+    """What a stage reads is saved for the part that is detached within it, and the whole stage is detached."""
+
+    depth = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.side = nn.ModuleList(Within() for _ in range(self.depth))
+
+
+class Hiding(torch.autograd.Function):
+    """Holds memory that no hook sees."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.hidden = x.repeat(1, 6)
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0] * ctx.hidden[:, :WIDTH].isfinite() * 2
+
+
+class HidingBlock(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Hiding.apply(super().forward(x))
+
+
+class Hidden(Detached):
+    def __init__(self) -> None:
+        super().__init__()
+        self.side, self.main = (nn.ModuleList(HidingBlock() for _ in range(self.depth)) for _ in range(2))
+
+
+class Checkpointing(nn.Module):
+    """A checkpoint, whose tensors no hook sees, and a part that is detached, which is all that hooks see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.aside = Block(), Block()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        aside = self.aside(x)
+        return checkpoint(self.inner, x + aside.detach(), use_reentrant=False), aside
+
+
+class Checkpointed(Parts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.main = nn.ModuleList(Checkpointing() for _ in range(self.depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.main:
+            x, _ = block(x)
+        return x
+
+
+class HidingAside(Within):
+    """The part that is dropped has memory that no hook sees, and is dropped behind the next layer."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        aside = Hiding.apply(self.inner(x))
+        return self.outer(x + aside.detach()), aside
+
+
+class HiddenAside(Parts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.main = nn.ModuleList(HidingAside() for _ in range(self.depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.main:
+            x, _aside = block(x)
+            x = 2 * x
+        return x
+
+
+class Deep(Detached):
+    """So many equal blocks that a few stand for all."""
+
+    depth = 12
+
+
+KINDS = (
+    Detached, Held, Midway, TeacherFirst, TeacherLast, NoLoss, Logged, StopGradient, Siamese, Unused, UnusedForAWhile,
+    UnusedToTheEnd, InTheMiddle, InTheMiddleOfDetached, Hidden, Checkpointed, HiddenAside, Deep,
+)  # fmt: skip
+OF_A_STEP = (Detached, Held, TeacherLast, UnusedForAWhile)
+ACTIONS: tuple[tuple[Action, ...], ...] = (("keep", "swap", "recompute"), ("keep", "recompute"), ("keep", "swap"))
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    first = output[0] if isinstance(output, tuple) else output
+    return first.pow(2).mean()
+
+
+def made(kind: Callable[[], nn.Module]) -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    return kind(), torch.randn(ROWS, WIDTH)
+
+
+def profiled(kind: Callable[[], nn.Module], *, menus: bool = False) -> tuple[nn.Module, torch.Tensor, ckptplan.Profile]:
+    model, x = made(kind)
+    return model, x, ckptplan.profile(model, x, loss_fn=loss_of, menus=menus)
+
+
+def least(profile: ckptplan.Profile, actions: tuple[Action, ...] = ACTIONS[0]) -> ckptplan.Plan:
+    peak = smallest_peak(profile, Limits(actions=actions, time_limit_s=0.1))
+    return ckptplan.solve(profile, peak.peak_bytes / 2**30, actions=actions, time_limit_s=0.1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "of_a_step"), [*((kind, False) for kind in KINDS), *((kind, True) for kind in OF_A_STEP)]
+)
+def test_plans_keep_their_budgets(kind: Callable[[], nn.Module], of_a_step: bool) -> None:
+    model, x = made(kind)
+    run: dict[str, Any] = {"step": lambda: loss_of(model(x))} if of_a_step else {"inputs": x, "loss_fn": loss_of}
+    profile = ckptplan.profile(model, **run)
+    plans = [least(profile, actions) for actions in ACTIONS]
+    plans += [ckptplan.solve(profile, budget=share, time_limit_s=0.1) for share in ("30%", "100%")]
+    last = next((s.name for s in reversed(profile.stages) if s.find(DISCARD)), "")
+    plans.append(scheduled(profile, [s.option(DISCARD) if s.name == last else s.keep for s in profile.stages]))
+    for plan in plans:
+        report = ckptplan.verify(model, plan, **run, repeats=1)
+        assert report.gradients_equal
+        assert report.other_paths == 0
+        assert report.measured_peak_bytes <= plan.peak_bytes <= plan.budget_bytes
+    if kind in (Detached, InTheMiddleOfDetached):  # all that is held is known
+        assert not any("unseen" in storage.name for storage in profile.storages)
+    if kind in (Detached, Held, Deep):  # at most the random state that a sweep of the stage would keep is beyond that
+        assert 0 <= plans[-2].peak_bytes - report.plain_peak_bytes <= torch.get_rng_state().nbytes
+
+
+def test_a_dropped_graph_costs_no_backward_and_can_be_discarded() -> None:
+    model, x, profile = profiled(Detached)
+    side = [stage for stage in profile.stages if stage.name.startswith("side")]
+    assert all([option.name for option in stage.options] == ["keep", DISCARD] for stage in side)
+    assert all(stage.backward_s == 0 == stage.option(DISCARD).recompute_s for stage in side)
+    assert all(stage.option("recompute").recompute_s > 0 < stage.backward_s for stage in profile.stages[-3:-1])
+    steps = {name: scheduled(profile, [s.find(name) or s.keep for s in profile.stages]) for name in ("keep", DISCARD)}
+    for name, plan in steps.items():
+        timeline = ckptplan.simulate(profile, plan)
+        assert timeline.runs == (1,) * len(profile.stages)
+        report = ckptplan.verify(model, plan, x, loss_fn=loss_of, repeats=1)
+        assert (report.measured_peak_bytes, report.gradients_equal) == (plan.peak_bytes, True), name
+    # Nothing of it is there in backward.
+    last = len(profile.stages)
+    backward = [[step.start_bytes for step in ckptplan.simulate(profile, p).steps[last:]] for p in steps.values()]
+    assert backward[0] == backward[1]
+    smallest = least(profile)
+    assert DISCARD in {choice.option for choice in smallest.choices}
+    assert smallest.peak_bytes <= recompute_all(profile, profile.resident_bytes * 100).peak_bytes
+
+
+@pytest.mark.parametrize("kind", [Midway, UnusedForAWhile])
+def test_a_few_layers_stand_for_all(kind: type[Parts], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether a graph is dropped in another layer than its own, or behind all of them."""
+    deep = type(kind.__name__, (kind,), {"depth": 7})
+    _, _, few = profiled(deep)
+    monkeypatch.setattr(unfolding, "find_runs", lambda model: [])
+    _, _, every = profiled(deep)
+    assert few.storages == every.storages
+    assert few.base_forward_bytes == every.base_forward_bytes
+    assert few.base_backward_bytes == every.base_backward_bytes
+    for ours, theirs in zip(few.stages, every.stages, strict=True):
+        for option, other in zip(ours.options, theirs.options, strict=True):
+            assert (option.name, option.held) == (other.name, other.held)
+            assert (option.forward_bytes, option.backward_bytes) == (other.forward_bytes, other.backward_bytes)
+
+
+def test_swapping_alone_leaves_dropped_graphs_alone() -> None:
+    _, _, profile = profiled(TeacherFirst)
+    plan = least(profile, ("keep", "swap"))
+    kept = {stage for stage, choice in plan.decisions.items() if choice.action == "keep"}
+    assert {stage.name for stage in profile.stages if not stage.has_backward} <= kept
+
+
+@pytest.mark.parametrize("kind", [Detached, TeacherFirst, TeacherLast, StopGradient])
+def test_training_goes_on_without_a_word(kind: Callable[[], nn.Module]) -> None:
+    """The first stages, or the last ones, have no backward, by which passes are otherwise followed."""
+
+    def trained(plan: ckptplan.Plan | None) -> list[torch.Tensor]:
+        model, x = made(kind)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        handle = None if plan is None else ckptplan.apply(model, plan, check="always")
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss_of(model(x)).backward()
+            optimizer.step()
+        if handle is not None:
+            assert not handle.stats().differences
+            handle.remove()
+        return list(model.parameters())
+
+    _, _, profile = profiled(kind)
+    for plan in (least(profile), *(least(profile, actions) for actions in ACTIONS[1:])):
+        assert all(map(torch.equal, trained(plan), trained(None)))
+
+
+class Changing(Parts):
+    """Detached or not, as it is told."""
+
+    detaches = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.on_side(self.first(x))
+        return self.on_main(x.detach() if self.detaches else x)
+
+
+@pytest.mark.parametrize("planned", [True, False])
+def test_what_is_detached_may_change_while_training(planned: bool) -> None:
+    """A discarded stage runs again if its graph is read after all; what a plan holds for backward ends with a graph."""
+
+    model, x = made(Changing)
+    assert isinstance(model, Changing)
+
+    def gradients(plan: ckptplan.Plan | None = None) -> list[torch.Tensor | None]:
+        """Those of the second of three steps, the one that differs from the planned step."""
+        found = []
+        with ckptplan.apply(model, plan, check="always", on_larger="follow") if plan else nullcontext() as handle:
+            for step in range(3):
+                torch.manual_seed(step)
+                model.detaches = (step == 1) != planned
+                model.zero_grad()
+                loss_of(model(x)).backward()
+                found.append([p.grad for p in model.parameters()])
+            if handle is not None:
+                discarded = sum(choice.option == DISCARD for choice in plan.choices) if plan else 0
+                assert handle.stats().differences.keys() <= {"attached"}
+                assert handle.stats().differences.get("attached", 0) >= discarded
+        return found[1]
+
+    model.detaches = planned
+    profile = ckptplan.profile(model, x, loss_fn=loss_of, menus=False)
+    every = [[s.find(name) or s.find(DISCARD) or s.keep for s in profile.stages] for name in ("recompute", "swap")]
+    expected = gradients()
+    without = [name for name, p in model.named_parameters() if p.grad is None]
+    assert bool(without) == planned  # in the last step
+    for plan in (least(profile), least(profile, ("keep", "recompute")), *(scheduled(profile, each) for each in every)):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            found = gradients(plan)
+        texts = " ".join(str(each.message) for each in told)
+        assert (
+            not any(c.option == DISCARD for c in plan.choices)
+            or "dropped in forward when" in texts
+            or "wasn't" in texts
+        )
+        for mine, wanted in zip(found, expected, strict=True):
+            assert mine is wanted is None or torch.equal(mine, wanted)  # type: ignore[arg-type]

@@ -1,0 +1,86 @@
+"""What only the loss reads counts as part of the step: targets in a closure, a teacher, a part of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import ckptplan
+
+Loss = Callable[[torch.Tensor], torch.Tensor]
+ROWS, WIDTH, WIDE = 64, 16, 256
+
+
+def target(model: nn.Module, x: torch.Tensor) -> tuple[Loss, int]:
+    values = torch.ones(ROWS, WIDTH)
+    return lambda y: (y - values).square().mean(), values.nbytes
+
+
+def part_of_a_target(model: nn.Module, x: torch.Tensor) -> tuple[Loss, int]:
+    values = torch.ones(4, ROWS, WIDTH)
+    return lambda y: (y - values[1]).square().mean(), values.nbytes
+
+
+def labels(model: nn.Module, x: torch.Tensor) -> tuple[Loss, int]:
+    values = torch.zeros(ROWS, dtype=torch.long)
+    return lambda y: nn.functional.cross_entropy(y, values), values.nbytes
+
+
+def teacher(model: nn.Module, x: torch.Tensor) -> tuple[Loss, int]:
+    other = nn.Linear(WIDTH, WIDE).requires_grad_(False)
+    return lambda y: other(y).square().mean(), sum(p.nbytes for p in other.parameters())
+
+
+def teacher_of_the_input(model: nn.Module, x: torch.Tensor) -> tuple[Loss, int]:
+    other = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+    return lambda y: (other(x) - y).square().mean(), sum(p.nbytes for p in other.parameters())
+
+
+def the_input(model: nn.Module, x: torch.Tensor) -> tuple[Loss, int]:
+    return lambda y: (y - x).square().mean(), 0
+
+
+def a_view_of_the_input(model: nn.Module, x: torch.Tensor) -> tuple[Loss, int]:
+    return lambda y: (y[:8] - x[8:16]).square().mean(), 0
+
+
+def the_model(model: nn.Module, x: torch.Tensor) -> tuple[Loss, int]:
+    return lambda y: y.square().mean() + sum(p.abs().sum() for p in model.parameters()), 0
+
+
+def nothing(model: nn.Module, x: torch.Tensor) -> tuple[Loss, int]:
+    return lambda y: y.square().mean(), 0
+
+
+LOSSES = [
+    target, part_of_a_target, labels, teacher, teacher_of_the_input, the_input, a_view_of_the_input, the_model,
+    nothing,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("make", LOSSES, ids=lambda make: make.__name__)
+def test_what_only_the_loss_reads_counts(make: Callable[[nn.Module, torch.Tensor], tuple[Loss, int]]) -> None:
+    """In the profile, what is measured and the estimate alike; and not as often as forwards are in flight."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(WIDTH, 32), nn.Tanh(), nn.Linear(32, WIDTH)) for _ in range(2)]
+    model, x = nn.Sequential(*layers), torch.randn(ROWS, WIDTH)
+    loss, beside_bytes = make(model, x)
+    profile = ckptplan.profile(model, x, loss_fn=loss, cache=False)
+    assert profile.resident_bytes == sum(t.nbytes for t in (*model.parameters(), x)) + beside_bytes
+    assert profile.input_bytes == x.nbytes
+    plan = ckptplan.solve(profile, 1, time_limit_s=1)
+    assert ckptplan.verify(model, plan, x, loss_fn=loss, repeats=1).measured_peak_bytes == plan.peak_bytes
+    assert ckptplan.estimate(model, x, loss_fn=loss).peak_bytes == plan.peak_bytes
+
+
+def test_a_step_given_as_a_function_has_the_same_bytes() -> None:
+    """Besides the output, which `inputs=` takes to be held until backward has ended."""
+    layers = [nn.Sequential(nn.Linear(WIDTH, 32), nn.Tanh(), nn.Linear(32, WIDTH)) for _ in range(2)]
+    model, x = nn.Sequential(*layers), torch.randn(ROWS, WIDTH)
+    loss, _ = teacher(model, x)
+    given, called = ckptplan.profile(model, x, loss_fn=loss), ckptplan.profile(model, step=lambda: loss(model(x)))
+    peaks = [ckptplan.solve(profile, 1, time_limit_s=1).peak_bytes for profile in (given, called)]
+    assert peaks[0] - peaks[1] == ROWS * WIDTH * 4

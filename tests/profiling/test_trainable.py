@@ -1,0 +1,284 @@
+"""Models that people train and that planning once refused: they are planned within their budget, bitwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+import ckptplan
+
+
+def feed_forward() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+
+
+class SomeAbsent(nn.Module):
+    """Its lists have entries that are None, as blocks without attention have in diffusers."""
+
+    def __init__(self, *present: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(feed_forward() if there else None for there in present)  # type: ignore[misc]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            if layer is not None:
+                x = x + layer(x)
+        return x
+
+
+class Box:
+    """A container that PyTorch's trees know, registered in the tests without keys."""
+
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        self.tensors = tensors
+
+
+@pytest.fixture
+def _registered() -> Iterator[None]:
+    pytree.register_pytree_node(Box, lambda box: (list(box.tensors), None), lambda tensors, _: Box(*tensors))
+    yield
+    pytree._deregister_pytree_node(Box)
+
+
+class BoxLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.f = feed_forward()
+
+    def forward(self, box: Any, more: Any = None) -> Box:
+        x, y = box.tensors
+        return Box(x + self.f(x), y if more is None else y + more[0].tensors[0])
+
+
+class Boxes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(BoxLayer() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        box = Box(x, x * 2)
+        for layer in self.layers:
+            box = layer(box, more=[box])
+        return box.tensors[0] * box.tensors[1]
+
+
+class WithLeaf(nn.Module):
+    """Frozen; a leaf that needs a gradient begins in its midst, as under adapters."""
+
+    def __init__(self, leaf: str) -> None:
+        super().__init__()
+        self.leaf, self.a, self.b = leaf, nn.Linear(32, 32), nn.Linear(32, 128)
+        self.c = nn.Linear(128, 32)
+        self.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        between = self.a(x).detach()
+        between = nn.Parameter(between) if self.leaf == "parameter" else between.requires_grad_()
+        return self.c(nn.functional.gelu(self.b(between)))
+
+
+class Tagged(torch.Tensor):
+    def twice(self) -> torch.Tensor:
+        return self * 2
+
+
+class AsSubclass(nn.Module):
+    """Works on its input as on one of a subclass, whose results are of it, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.f = feed_forward()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tagged = x.as_subclass(Tagged)
+        tagged.factor = 3  # type: ignore[attr-defined]
+        hidden = self.f(tagged.twice())
+        assert isinstance(hidden, Tagged)
+        return x + torch.Tensor.as_subclass(hidden, torch.Tensor) * tagged.factor  # type: ignore[attr-defined]
+
+
+class AddedTo(nn.Module):
+    """Adds to its residual stream in place, which autocast's casts allow: no layer saves the stream itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift, self.layers = nn.Parameter(torch.randn(32)), nn.ModuleList(feed_forward() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.shift
+        for layer in self.layers:
+            x += layer(x)
+        return x
+
+
+class Keys:
+    """An object among arguments, such as a cache."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+class Prefixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.f = feed_forward().requires_grad_(False)
+
+    def forward(self, x: torch.Tensor, keys: Keys) -> torch.Tensor:
+        return self.f(x) * keys.tensor
+
+
+class WithPrefix(nn.Module):
+    """Trains a prefix alone, which its layers get inside an object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prefix = nn.Parameter(torch.randn(32))
+        self.layers = nn.ModuleList(Prefixed() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        keys = Keys(self.prefix * 1.0)
+        for layer in self.layers:
+            x = layer(x, keys)
+        return x
+
+
+class Plain(nn.Module):
+    """Layers that are in no list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(32, 128), nn.Linear(128, 128), nn.Linear(128, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))
+
+
+class Detached(nn.Module):
+    """The graph of its first layer is dropped within forward."""
+
+    def __init__(self, middle: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([feed_forward(), middle, feed_forward(), feed_forward()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Detach(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.detach()
+
+
+def assert_planned(make: Callable[[], nn.Module], budget: str = "30%") -> None:
+    torch.manual_seed(0)
+    model, x = make(), torch.randn(128, 32)
+    for actions in (("keep", "recompute"), ("keep", "swap")):
+        plan = ckptplan.solve(model, budget=budget, inputs=x, actions=actions, time_limit_s=0.5)  # type: ignore[arg-type]
+        assert any(choice.action != "keep" for choice in plan.choices)
+        found = ckptplan.verify(model, plan, x, repeats=1)
+        assert found.gradients_equal
+        assert found.measured_peak_bytes <= plan.budget_bytes
+
+
+@pytest.mark.parametrize("present", [(True, False), (False, True, True), (True, False, True, False), (False, True)])
+def test_lists_with_absent_modules(present: tuple[bool, ...]) -> None:
+    assert_planned(lambda: nn.Sequential(SomeAbsent(*present), SomeAbsent(*present), feed_forward()))
+
+
+@pytest.mark.usefixtures("_registered")
+def test_containers_that_were_registered_without_keys() -> None:
+    assert_planned(Boxes)
+
+
+@pytest.mark.usefixtures("_registered")
+def test_larger_tensors_in_such_containers_are_noticed() -> None:
+    torch.manual_seed(0)
+    model, x = Boxes(), torch.randn(16, 32)
+    plan = ckptplan.solve(model, 1.0, inputs=x, menus=False)
+    with ckptplan.apply(model, plan, strict=True), pytest.raises(ckptplan.PlanMismatchError, match="got"):
+        model(torch.randn(17, 32))
+
+
+@pytest.mark.parametrize("leaf", ["activation", "parameter"])
+def test_frozen_stages_with_a_leaf_of_their_own(leaf: str) -> None:
+    assert_planned(lambda: nn.Sequential(WithLeaf(leaf), *(feed_forward() for _ in range(3))))
+
+
+@pytest.mark.parametrize(
+    "middle", [WithLeaf("activation"), Detach(), nn.Sequential(feed_forward(), Detach(), feed_forward())]
+)
+def test_graphs_that_are_dropped_in_forward(middle: nn.Module) -> None:
+    assert_planned(lambda: Detached(middle), "0%")
+
+
+def test_tensors_that_become_ones_of_a_subclass() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(AsSubclass() for _ in range(3))), torch.randn(128, 32)
+    plan = ckptplan.solve(model, budget="30%", inputs=x, actions=("keep", "recompute"), time_limit_s=0.5)
+    assert any(choice.action == "recompute" for choice in plan.choices)
+    found = ckptplan.verify(model, plan, x, repeats=1)
+    assert found.gradients_equal
+    assert found.measured_peak_bytes <= plan.budget_bytes
+
+    assert type(x.as_subclass(Tagged)) is Tagged
+
+
+def test_inputs_of_stages_that_are_written_to_later() -> None:
+    torch.manual_seed(0)
+    model, x = AddedTo(), torch.randn(128, 32)
+    plan = ckptplan.solve(model, budget="30%", inputs=x, amp=torch.bfloat16, time_limit_s=0.5)
+    assert any("layers.2: what it is given is written to before its backward" in note for note in plan.notes)
+    found = ckptplan.verify(model, plan, x, amp=torch.bfloat16, repeats=1)
+    assert found.gradients_equal
+    assert found.measured_peak_bytes <= plan.budget_bytes
+
+
+def test_leaves_in_objects_among_the_arguments() -> None:
+    assert_planned(WithPrefix)
+
+
+MODELS = {
+    "dictionary": lambda: nn.ModuleDict({"one": Plain(), "other": nn.Sequential(feed_forward(), feed_forward())}),
+    "list": lambda: nn.ModuleList([Plain(), nn.Sequential(feed_forward(), feed_forward())]),
+}
+
+
+@pytest.mark.parametrize("container", MODELS)
+def test_models_in_a_container_are_planned_layer_by_layer(container: str) -> None:
+    torch.manual_seed(0)
+    models, x = MODELS[container](), torch.randn(128, 32)
+    one, other = models.children()
+
+    def step() -> torch.Tensor:
+        return (other(one(x)) + other(x)).square().mean()
+
+    profile = ckptplan.profile(models, step=step, menus=False)
+    stages = [stage.name.partition(".")[2] for stage in profile.stages if not stage.is_glue]
+    assert stages == ["a", "b", "c", "0", "1", "0#2", "1#2"]
+    plan = ckptplan.solve(profile, budget="30%", time_limit_s=0.5)
+    found = ckptplan.verify(models, plan, step=step, repeats=1)
+    assert found.gradients_equal
+    assert found.measured_peak_bytes <= plan.budget_bytes
+
+
+def test_layers_in_a_list_are_the_stages() -> None:
+    layers, x = nn.ModuleList(Plain() for _ in range(3)), torch.randn(128, 32)
+    profile = ckptplan.profile(layers, step=lambda: sum(layer(x) for layer in layers).square().mean(), menus=False)
+    assert [stage.name for stage in profile.stages if not stage.is_glue] == ["0", "1", "2"]
+
+
+def test_a_model_s_error_is_told_once(capfd: pytest.CaptureFixture[str]) -> None:
+    class Failing(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ torch.ones(5, 3)
+
+    with pytest.raises(ckptplan.InvalidInputError, match="cannot be multiplied"):
+        ckptplan.profile(nn.Sequential(feed_forward(), Failing()), torch.randn(128, 32))
+    assert not capfd.readouterr().err

@@ -1,0 +1,97 @@
+"""Operations that save an argument which their kernel fills afterwards, as the noise of a randomized ReLU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from small_models import assert_same, gradients
+from torch import nn
+from torch.nn import functional as F
+
+import ckptplan
+from ckptplan.core.plan import Decision, Decisions
+from ckptplan.core.segment import Segment
+from ckptplan.runtime.controller import Controller
+from ckptplan.runtime.guard.check import Checks
+from ckptplan.runtime.swap.stores import NULL_STORES
+
+DEPTH, WIDTH = 3, 16
+CPU = torch.device("cpu")
+
+ENDS: dict[str, Callable[[nn.Module, torch.Tensor], torch.Tensor]] = {
+    "at the end": lambda stage, x: F.rrelu(x, 0.1, 0.9, training=stage.training),
+    "in place": lambda stage, x: F.rrelu(x, 0.1, 0.9, training=stage.training, inplace=True),
+    "before a view": lambda stage, x: F.rrelu(x, 0.1, 0.9, training=stage.training).view(-1, WIDTH)[:] + 1,
+    "before other work": lambda stage, x: stage.out(F.rrelu(x, 0.1, 0.9, training=stage.training)).tanh(),
+    "twice": lambda stage, x: torch.rrelu(torch.rrelu(x, 0.1, 0.9, stage.training), 0.2, 0.5, stage.training),
+    "of a part": lambda stage, x: torch.cat([F.rrelu(x[:, :4], 0.1, 0.9, training=stage.training), x[:, 4:]], 1),
+}
+PLANS: dict[str, tuple[Decision, tuple[Segment, ...]]] = {
+    "recompute": (Decision("recompute"), ()),
+    "selective": (Decision("recompute", ops=(0,)), ()),  # the product
+    "noise saved": (Decision("recompute", ops=(1,)), ()),  # the new memory for the noise
+    "segment": (Decision("recompute"), (Segment(0, DEPTH - 1),)),
+}
+
+
+class Stage(nn.Module):
+    def __init__(self, end: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.linear, self.out, self.end = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), end
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.end(self, self.linear(x))
+
+
+def step(model: nn.Module) -> list[Any]:
+    found = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        model.zero_grad()
+        model(torch.linspace(-1, 1, 8 * WIDTH).reshape(8, WIDTH)).square().sum().backward()
+        found.append(gradients(model))
+    return found
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize(
+    ("end", "plan"),
+    [
+        (end, plan) for end in ENDS for plan in PLANS if (end, plan) != ("in place", "selective")
+    ],  # writes to the product
+)
+def test_noise_of_a_randomized_relu(end: str, plan: str, checked: bool, training: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Stage(ENDS[end]) for _ in range(DEPTH))).train(training)
+    expected = step(model)
+    choice, segments = PLANS[plan]
+    decisions = Decisions(tuple(map(str, range(DEPTH))), (choice,) * DEPTH, segments)
+    checks = Checks(CPU, always=True) if checked else None
+    controller = Controller(model, decisions, NULL_STORES, CPU, checks=checks)
+    controller.install()
+    assert_same(step(model), expected)
+    controller.remove()
+    assert controller.counters.recomputed_stages == 2 * DEPTH
+
+
+def test_changes_beside_the_noise_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The noise itself isn't compared; what is made from it is."""
+
+    def end(stage: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return stage.out(F.rrelu(x, 0.1, float(os.environ["UPPER"]), training=False)).tanh()
+
+    monkeypatch.setenv("UPPER", "0.9")
+    model = nn.Sequential(*(Stage(end) for _ in range(DEPTH)))
+    decisions = Decisions(tuple(map(str, range(DEPTH))), (Decision("recompute"),) * DEPTH)
+    controller = Controller(model, decisions, NULL_STORES, CPU, checks=Checks(CPU, always=True))
+    controller.install()
+    loss = model(torch.linspace(-1, 1, 8 * WIDTH).reshape(8, WIDTH)).square().sum()
+    monkeypatch.setenv("UPPER", "0.2")
+    with pytest.raises(ckptplan.CheckError, match=r"run ckptplan\.verify, and"):
+        loss.backward()
+    controller.remove()

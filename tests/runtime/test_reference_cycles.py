@@ -1,0 +1,162 @@
+"""Planned steps leave no tensor to Python's garbage collector, which may run long after."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import gc
+import itertools
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from made_plans import scheduled
+from torch import nn
+
+import ckptplan
+from ckptplan.core.segment import Segment
+
+DEPTH, ROWS, WIDTH = 3, 64, 64
+
+
+@dataclasses.dataclass
+class State:
+    hidden: torch.Tensor
+    others: Any = None
+
+
+class Cache:
+    """A plain object with tensors in a list, as caches of keys and values are."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        self.layers = [hidden, hidden.detach().clone()]
+
+
+KINDS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]] = {
+    "tensor": (lambda x: x, lambda s: s),
+    "tuple": (lambda x: (x, 1), lambda s: s[0]),
+    "dict": (lambda x: {"x": x, "y": [x]}, lambda s: s["y"][0]),
+    "dataclass": (State, lambda s: s.hidden),
+    "nested objects": (lambda x: State(x, SimpleNamespace(inner=State(x))), lambda s: s.hidden),
+    "object with a list": (lambda x: State(x, [x, (x, 1)]), lambda s: s.hidden),
+    "object in a dict": (lambda x: {"x": x, "state": State(x)}, lambda s: s["state"].hidden),
+    "cache": (Cache, lambda s: s.layers[0]),
+}
+ABLE = [kind for kind in KINDS if kind != "cache"]
+"""Kinds of arguments with which stages can run again."""
+
+
+class Stage(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.wrap, self.unwrap = KINDS[kind]
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.fails: Callable[[], bool] = lambda: False
+
+    def forward(self, state: Any) -> Any:
+        x = self.unwrap(state)
+        hidden = torch.sigmoid(self.up(x))
+        if self.fails():
+            raise ValueError("as the test wants it")
+        return self.wrap(x + self.down(hidden))
+
+
+class Net(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.wrap, self.unwrap = KINDS[kind]
+        self.layers = nn.ModuleList(Stage(kind) for _ in range(DEPTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = self.wrap(x)
+        for layer in self.layers:
+            state = layer(state)
+        return self.unwrap(state)
+
+
+@functools.cache
+def plans(kind: str) -> dict[str, ckptplan.Plan]:
+    """A plan for each action, which every stage has that is able to it."""
+    measured = ckptplan.profile(Net(kind), torch.randn(ROWS, WIDTH), menus=False)
+    stages = measured.stages
+    again = [stage.find("recompute") or stage.keep for stage in stages]
+    found = {
+        "keep": scheduled(measured, [stage.keep for stage in stages]),
+        "swap": scheduled(measured, [stage.find("swap") or stage.keep for stage in stages]),
+    }
+    if kind in ABLE:
+        plan = found["recompute"] = scheduled(measured, again)
+        found["segment"] = scheduled(measured, again, (Segment(0, DEPTH - 1),))
+        saving = tuple(dataclasses.replace(c, ops=(1,)) if c.action == "recompute" else c for c in plan.choices)
+        found["selective"] = dataclasses.replace(plan, choices=saving, saved_bytes=())  # ops: the sigmoids
+    return found
+
+
+CASES = [(kind, action) for kind in KINDS for action in ("keep", "swap")]
+CASES += [(kind, action) for kind in ABLE for action in ("recompute", "segment", "selective")]
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """The collector is off, and none of the objects that exist already are of its youngest generation."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
+def new_tensors() -> list[torch.Tensor]:
+    """Tensors with bytes; the check's places are tensors without."""
+    tensors = [o for o in gc.get_objects(generation=0) if issubclass(type(o), torch.Tensor)]
+    return [t for t in tensors if t.untyped_storage().nbytes()]
+
+
+@pytest.mark.parametrize("check", ["always", "off"])
+@pytest.mark.parametrize(("kind", "action"), CASES)
+def test_steps_without_the_collector(kind: str, action: str, check: Any, no_collector: None) -> None:
+    plan = plans(kind)[action]
+    model, x = Net(kind), torch.randn(ROWS, WIDTH)
+    with ckptplan.apply(model, plan, check=check) as handle:
+        model(x).sum().backward()
+        counted = handle.stats()
+        assert (counted.recomputed_stages > 0) == (action not in ("keep", "swap"))
+        gc.collect()
+        for _ in range(2):
+            model(x).sum().backward()
+            model(x)  # a graph that no backward reads
+            model.zero_grad()
+        assert not new_tensors()
+
+
+@pytest.mark.parametrize("when", ["forward", "recompute", "backward"])
+@pytest.mark.parametrize(("kind", "action"), [case for case in CASES if case[0] in ("tensor", "nested objects")])
+def test_steps_that_fail_without_the_collector(kind: str, action: str, when: str, no_collector: None) -> None:
+    plan = plans(kind)[action]
+    model, x = Net(kind), torch.randn(ROWS, WIDTH)
+    failing = {"forward": 1, "recompute": 2, "backward": 0}[when]
+
+    def step() -> None:
+        calls = itertools.count(1)
+        model.layers[1].fails = lambda: next(calls) == failing
+        out = model(x)
+        if when == "backward":
+            out.register_hook(lambda gradient: 1 / 0)
+        out.sum().backward()
+
+    with ckptplan.apply(model, plan):
+        model(x).sum().backward()
+        gc.collect()
+        for _ in range(2):
+            with contextlib.suppress(ValueError, ZeroDivisionError):
+                step()
+            model.layers[1].fails = lambda: False
+            model(x).sum().backward()  # drops what a failed backward leaves in PyTorch's queue
+            model.zero_grad()
+        assert not new_tensors()

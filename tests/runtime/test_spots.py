@@ -1,0 +1,532 @@
+"""Spots: elements of saved tensors that are compared in every pass, also where writes without a version begin late."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import ctypes
+import dataclasses
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import stream_programs
+import torch
+from fake_cuda import DEVICE
+from fake_kernels import Device
+from small_models import Transformer, build, plan_of, scheduled
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ckptplan
+from ckptplan import CheckError
+from ckptplan.core.plan import Decision, Plan
+from ckptplan.core.segment import Segment
+from ckptplan.runtime.guard import check, spots
+from ckptplan.runtime.guard.check import FIRST, Checks, StageSpots
+from ckptplan.runtime.handle import apply
+from ckptplan.runtime.observe.measure import peak_above_start
+from ckptplan.runtime.recompute import call as recompute
+from ckptplan.runtime.state.surroundings import Surroundings
+from ckptplan.runtime.step import default_loss
+from ckptplan.runtime.swap import record
+from ckptplan.runtime.swap.stores import disk
+
+WIDTH, LATE, STEPS = 32, 4, 6
+PLANS = ("recompute", "segment", "selective")
+
+pytestmark = pytest.mark.usefixtures("no_leak")
+
+
+def plan_for(model: nn.Module, inputs: Any, what: str, op: int = 0) -> Plan:
+    profile = ckptplan.profile(model, inputs, menus=False)
+    real = [i for i, stage in enumerate(profile.stages) if not stage.is_glue]
+    if what == "segment":
+        options = [stage.find("recompute") or stage.keep for stage in profile.stages]
+        return scheduled(profile, options, (Segment(real[0], real[-1]),))
+    plan = plan_of(profile, ["swap" if what == "swap" else "recompute"] * len(profile.stages))
+    if what == "selective":
+        choices = tuple(Decision("recompute", ops=(op,)) if c.action == "recompute" else c for c in plan.choices)
+        plan = dataclasses.replace(plan, choices=choices)
+    return plan
+
+
+# Spots of tensors
+
+TENSORS: dict[str, Callable[[], torch.Tensor]] = {
+    "one": lambda: torch.randn(1),
+    "three": lambda: torch.randn(3),
+    "matrix": lambda: torch.randn(64, 64),
+    "batch": lambda: torch.randn(8, 33, 5),
+    "bfloat16": lambda: torch.randn(33, 5).bfloat16(),
+    "float8": lambda: torch.randn(33, 5).to(torch.float8_e4m3fn),
+    "booleans": lambda: torch.rand(100, 33) > 0.5,
+    "unsigned": lambda: torch.randint(9, (3, 5)).to(torch.uint16),
+    "complex": lambda: torch.randn(5, 6, dtype=torch.complex64),
+    "conjugate": lambda: torch.randn(5, 6, dtype=torch.complex64).conj(),
+    "less than a byte": lambda: torch.randint(255, (9, 9), dtype=torch.uint8).view(torch.uint4),
+    "slice": lambda: torch.randn(50, 50)[::2, 1:31],
+    "one of three": lambda: torch.randn(4, 16, 3, 8)[:, :, 1],
+    "transposed": lambda: torch.randn(40, 30).t(),
+    "channels last": lambda: torch.randn(8, 3, 16, 16).to(memory_format=torch.channels_last),
+    "expanded": lambda: torch.randn(4, 1, 5).expand(4, 7, 5),
+}
+
+
+def taken(tensor: torch.Tensor) -> spots.Spot:
+    found = spots.spot_of(tensor)
+    assert found is not None
+    return spots.read(*found)
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_a_change_to_all_elements_is_seen(name: str) -> None:
+    tensor = TENSORS[name]()
+    first = taken(tensor)
+    assert first.is_like(taken(tensor))
+    untyped = tensor.untyped_storage()
+    torch.tensor([], dtype=torch.uint8).set_(untyped).bitwise_xor_(1 if tensor.dtype is torch.bool else 0x55)  # type: ignore[call-overload]
+    assert not first.is_like(taken(tensor))
+
+
+def test_a_spot_is_spread_over_the_tensor() -> None:
+    """Over all samples of a batch and over different columns, also of parts of tensors."""
+    whole = torch.arange(16 * 64 * 64).view(16, 64, 64)
+    for tensor in (whole, whole[:, :, :48], whole.transpose(0, 2)):
+        places = torch.tensor(taken(tensor).values).flatten()
+        assert places.numel() == len(set(places.tolist())) == 16
+        assert len(set((places // 64**2).tolist())) >= 4
+        assert len(set((places % 64).tolist())) >= 4
+    assert torch.tensor(taken(whole).values).tolist()[::15] == [0, 65535 // 15 * 15]
+
+
+def test_numbers_that_are_none_are_equal_to_themselves() -> None:
+    tensor = torch.full((4, 4), float("nan"))
+    assert taken(tensor).is_like(taken(tensor))
+    assert not taken(tensor).is_like(taken(torch.zeros(4, 4)))
+
+
+def test_of_what_has_no_digest_no_spot_is_taken() -> None:
+    tensors = [torch.tensor(1.0), torch.empty(0, 3), torch.zeros(9, dtype=torch.uint8), torch.eye(3).to_sparse()]
+    assert [spots.spot_of(t) for t in (*tensors, nn.Parameter(torch.ones(3)))] == [None] * 5
+    assert Checks(torch.device("cpu"), always=False)._spots.take(torch.empty(3, device="meta")) is None
+
+
+# Which tensors
+
+
+class Saving(nn.Module):
+    """A stage of which it is known what is compared."""
+
+    def __init__(self, forward: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.run = forward
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.run(self, x)
+
+
+class Scaled(torch.autograd.Function):
+    """Its backward alone reads what it saves, beside its result."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        result = x.clone()
+        ctx.save_for_backward(scale, result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        scale, _ = ctx.saved_tensors
+        return gradient * scale, None
+
+
+STAGES: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], int]] = {
+    "chain": (lambda m, x: m.c(torch.relu(m.b(torch.tanh(m.a(x))))), 1),
+    "result": (lambda m, x: torch.relu(m.b(torch.tanh(m.a(x)))), 1),
+    "branches": (lambda m, x: torch.tanh(m.a(x)) + torch.sigmoid(m.b(x)), 2),
+    "joined": (lambda m, x: torch.relu(torch.tanh(m.a(x)) + torch.sigmoid(m.b(x))), 1),
+    "product": (lambda m, x: torch.tanh(m.a(x)) * torch.sigmoid(m.b(x)), 2),
+    "beside": (lambda m, x: (torch.tanh(m.b(x)), m.a(torch.sin(x)))[1], 2),
+    "scalar": (lambda m, x: torch.tanh(m.a(x)) * torch.tanh(m.a(x).mean()), 2),
+    "Python's": (lambda m, x: torch.tanh(Scaled.apply(m.a(x), torch.full_like(x, 2.0))), 3),  # type: ignore[no-untyped-call]
+}
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_of_a_stage_the_last_tensors_are_compared(name: str) -> None:
+    run, count = STAGES[name]
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Saving(run), nn.Linear(8, 8)), torch.randn(4, 8)
+    with apply(model, plan_for(model, x, "recompute")) as handle:
+        model(x).sum().backward()
+        assert len(handle._applied.controller._planned[0].sinks.numbers) == count
+
+
+def test_paths_of_a_stage_are_learned() -> None:
+    """Each is compared from its second time on; until then what it shares with the others is."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Saving(STAGES["chain"][0]), nn.Linear(8, 8)), torch.randn(4, 8)
+    with apply(model, plan_for(model, x, "recompute"), check="always") as handle:
+        sinks = handle._applied.controller._planned[0].sinks
+        model(x).sum().backward()
+        known = set(sinks.numbers)
+        model[0].run = lambda m, x: torch.sin(m.a(x))
+        for _ in range(2):
+            model(x).sum().backward()
+        assert known < sinks.numbers
+        assert not sinks._learns
+
+
+class Perturbing(TorchDispatchMode):
+    """Changes all elements of the result of one operation, by its number."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.left = number
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.is_view or func._schema.is_mutable:
+            return result
+        self.left -= 1
+        if self.left == -1:
+            for t in result if isinstance(result, (tuple, list)) else (result,):
+                if isinstance(t, torch.Tensor) and t.is_floating_point():
+                    t.mul_(1.37).add_(0.11)
+        return result
+
+
+@pytest.mark.parametrize("what", PLANS)
+@pytest.mark.parametrize("name", ["mlp", "conv_norm", "attention", "nested"])
+def test_spots_find_what_digests_find(name: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever in a stage its recompute begins to differ, in whatever way the results depend on it."""
+    model, inputs = (Transformer(depth=2), torch.randint(0, 50, (2, 8))) if name == "attention" else build(name)
+    plan = plan_for(model, inputs, what, op=2)
+    run, number = Surroundings.run, -1
+    ran: list[Perturbing] = []
+
+    def perturbed(surroundings: Surroundings, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def perturbing(*args: Any, **kwargs: Any) -> Any:
+            ran.append(Perturbing(number))
+            with ran[-1]:
+                return forward(*args, **kwargs)
+
+        return run(surroundings, perturbing, *args, **kwargs)
+
+    monkeypatch.setattr(Surroundings, "run", perturbed)
+
+    def finds(handle: Any) -> bool:
+        ran.clear()
+        try:
+            step(model, inputs)
+        except CheckError:
+            return True
+        return False
+
+    found = 0
+    with apply(model, plan) as handle:
+        checks = handle._applied.controller.checks
+        while number == -1 or any(mode.left < 0 for mode in ran):
+            checks._seen = 0  # digests
+            by_digests = finds(handle)
+            checks._seen = FIRST
+            assert finds(handle) == by_digests or not by_digests
+            found += by_digests
+            number = number + 1 if number >= 0 else 0
+    assert found > 1
+
+
+# Writes that begin late
+
+
+class Stage(nn.Module):
+    """One of three stages, which begins to do something odd in step `LATE`."""
+
+    steps = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("scale", torch.ones(WIDTH))
+        self.is_late = False
+
+    def odd(self, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.sigmoid(self.linear(x))
+        return x + torch.tanh(self.out(y * (self.odd(y.detach()) if self.is_late else self.scale.clone())))
+
+
+class ThroughData(Stage):
+    def odd(self, x: torch.Tensor) -> torch.Tensor:
+        self.scale.data.lerp_(x.mean(0), 0.3)
+        return self.scale.clone()
+
+
+class ThroughNumpy(Stage):
+    def odd(self, x: torch.Tensor) -> torch.Tensor:
+        self.scale.numpy()[:] += x.mean(0).numpy()
+        return self.scale.clone()
+
+
+class AtTheEnd(Stage):
+    """Nothing that is saved depends on what it writes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.is_late:
+            self.scale.data.add_(x.detach().mean(0))
+        return x + torch.tanh(self.out(torch.sigmoid(self.linear(x))))
+
+
+@pytest.mark.parametrize("what", PLANS)
+@pytest.mark.parametrize("kind", [ThroughData, ThroughNumpy, AtTheEnd])
+def test_buffers_that_are_written_late_are_followed(kind: type[Stage], what: str) -> None:
+    """On the host every call sees them, so that the training goes on as without a plan."""
+    wanted, found = trained(kind, None), trained(kind, what)
+    assert len(found) == len(wanted) == STEPS
+    assert all(all(map(torch.equal, *each)) for each in zip(found, wanted, strict=True))
+
+
+FACTORS = {"x": 1.0}
+
+
+class Counting(Stage):
+    """Changes what no stage was seen to change before."""
+
+    def odd(self, x: torch.Tensor) -> torch.Tensor:
+        FACTORS["x"] *= 0.9
+        return self.scale * FACTORS["x"]
+
+
+class Attribute(Stage):
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = [torch.ones(WIDTH)]
+
+    def odd(self, x: torch.Tensor) -> torch.Tensor:
+        self.held[0].data.add_(x.mean(0))
+        return self.held[0].clone()
+
+
+class Kernel(Attribute):
+    """Writes to memory by its address, as kernels of other libraries do."""
+
+    def odd(self, x: torch.Tensor) -> torch.Tensor:
+        memory = (ctypes.c_float * WIDTH).from_address(self.held[0].data_ptr())
+        memory[:] = [value * 1.5 for value in memory]
+        return self.held[0].clone()
+
+
+@pytest.mark.parametrize("what", PLANS)
+@pytest.mark.parametrize("kind", [Counting, Attribute, Kernel])
+def test_other_state_that_changes_late_is_an_error_in_that_step(kind: type[Stage], what: str) -> None:
+    with pytest.raises(CheckError, match=r"stage '.': tensor number .* the gradients of this step .*through \.data"):
+        trained(kind, what)
+    assert Stage.steps == LATE
+
+
+@pytest.mark.parametrize("what", PLANS)
+def test_without_checks_nothing_is_compared(what: str) -> None:
+    found = trained(Counting, what, check="off")
+    assert len(found) == STEPS
+
+
+def test_a_buffer_that_is_written_late_is_compared_where_the_host_would_have_to_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """There a stage's buffers are compared around its recompute, also if nothing that it saves depends on them."""
+    monkeypatch.setattr(recompute._State, "_was_seen_written", lambda *_: False)
+    monkeypatch.setattr(StageSpots, "unchanged", StageSpots._unchanged)
+    with pytest.raises(CheckError, match="its buffer 'scale' isn't what it was"):
+        trained(AtTheEnd, "segment")
+
+
+def trained(kind: type[Stage], what: str | None, check: Any = "sampled") -> list[list[torch.Tensor]]:
+    """Gradients and buffers of each step."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(kind(), kind(), kind()), torch.randn(64, WIDTH)
+    optimizer, found = torch.optim.SGD(model.parameters(), 0.1), []
+    FACTORS["x"] = 1.0
+    with contextlib.nullcontext() if what is None else apply(model, plan_for(model, x, what), check=check):
+        for Stage.steps in range(STEPS):  # type: ignore[misc]
+            for stage in model:
+                stage.is_late = Stage.steps >= LATE
+            step(model, x)
+            optimizer.step()
+            found.append([t.clone() for t in (*(p.grad for p in model.parameters()), *model.buffers())])  # type: ignore[union-attr]
+    return found
+
+
+def test_a_copy_that_comes_back_damaged_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = build("mlp")
+    real, spoils = disk._read, False
+
+    def spoilt(fd: int, view: memoryview, offset: int) -> None:
+        real(fd, view, offset)
+        if spoils:
+            view[:] = bytes(len(view))
+
+    monkeypatch.setattr(disk, "_read", spoilt)
+    with apply(model, plan_for(model, inputs, "swap")):
+        for _ in range(LATE):
+            step(model, inputs)
+        spoils = True
+        with pytest.raises(CheckError, match="that it had swapped out"):
+            step(model, inputs)
+
+
+# Nothing differs
+
+
+class Mixed(nn.Module):
+    """Dropout, batch statistics, activations in place, noise that a kernel fills later, a not-a-number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH, momentum=0.3)
+        self.drop = nn.Dropout(0.3)
+        self.register_buffer("nothing", torch.full((WIDTH,), float("nan")))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.rrelu(self.drop(F.relu(self.norm(self.linear(x)), inplace=True)), training=True)
+        return x + torch.nan_to_num(y * self.nothing) + F.silu(y, inplace=False)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("what", [*PLANS, "swap"])
+def test_ordinary_trainings_raise_no_alarm(what: str, dtype: torch.dtype | None) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Mixed(), Mixed(), Mixed()), torch.randn(64, WIDTH)
+    twin = copy.deepcopy(model)
+    found = []
+    for each in (twin, model):
+        torch.manual_seed(1)
+        optimizer = torch.optim.Adam(each.parameters(), 1e-3)
+        autocast = torch.autocast("cpu", dtype) if dtype is not None else contextlib.nullcontext()
+        with autocast:
+            plan = plan_for(each, x, what)
+        with apply(each, plan) if each is model else contextlib.nullcontext():
+            torch.manual_seed(2)
+            for _ in range(10):
+                each.zero_grad()
+                with autocast:
+                    loss = each(x).square().mean()
+                loss.backward()
+                optimizer.step()
+        found.append([*each.parameters(), *each.buffers()])
+    assert all(taken_equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_what_a_kernel_fills_later_raises_no_alarm() -> None:
+    """The noise of a randomized ReLU at a stage's end is saved before the kernel runs, and no other tensor shows it."""
+    torch.manual_seed(0)
+    ends = [Saving(lambda m, x: F.rrelu(m.a(x), 0.1, 0.9, training=True)) for _ in range(4)]
+    model, x = nn.Sequential(*ends, nn.Linear(8, 8)), torch.randn(64, 8)
+    with apply(model, plan_for(model, x, "recompute")):
+        for _ in range(STEPS):
+            step(model, x)
+
+
+def taken_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.detach().nan_to_num(), b.detach().nan_to_num())
+
+
+@pytest.mark.parametrize("what", ["recompute", "swap", "segment"])
+def test_a_step_with_spots_takes_no_more_memory(what: str) -> None:
+    model, inputs = build("transformer")
+    peaks = {}
+    for when in ("off", "sampled"):
+        with apply(model, plan_for(model, inputs, what), check=when) as handle:  # type: ignore[arg-type]
+            for _ in range(FIRST):
+                step(model, inputs)
+            model.zero_grad()
+            peaks[when] = peak_above_start(lambda: step(model, inputs))
+            assert handle.stats().checked_forwards == (FIRST if when == "sampled" else 0)
+    assert peaks["sampled"] <= peaks["off"]
+
+
+def test_graphs_that_are_used_again_are_compared_again() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Attribute(), Attribute(), Attribute()), torch.randn(8, WIDTH)
+    with apply(model, plan_for(model, x, "recompute")):
+        for _ in range(FIRST):
+            step(model, x)
+        loss = model(x).mean()
+        model.zero_grad()
+        loss.backward(retain_graph=True)
+        gradients = [p.grad.clone() for p in model.parameters()]  # type: ignore[union-attr]
+        model.zero_grad()
+        loss.backward(retain_graph=True)
+        assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True))  # type: ignore[arg-type]
+        model[1].scale.data.mul_(2)
+        with pytest.raises(CheckError):
+            loss.backward()
+
+
+def step(model: nn.Module, inputs: Any) -> None:
+    model.zero_grad()
+    default_loss(model(**inputs) if isinstance(inputs, dict) else model(inputs)).backward()
+
+
+# On the emulated device
+
+
+def test_on_a_device_values_are_read_without_waiting() -> None:
+    gpu = Device(0)
+    with gpu.installed():
+        sheet, tensor = spots.Sheet(DEVICE), gpu.put(torch.arange(4096.0).view(64, 64))
+        found = spots.spot_of(tensor)
+        assert found is not None
+        with check.undisturbed():
+            first, again = sheet.take(*found), sheet.take(*found)
+            tensor.add_(1)
+            other, small = sheet.take(*found), sheet.take((1,), tensor[0, :3])
+            sheet.send()
+            sheet.send()  # nothing more
+            gpu._eager = 0.0
+            sheet.arrived()
+            gpu.synchronize()
+            sheet.arrived()
+            assert first.is_like(again)
+            assert not first.is_like(other)
+            assert len(small.values or ()) == 3
+            last = [sheet.take(*found) for _ in range(spots._ROWS + 1)]
+            assert last[0].values is not None
+            sheet.read_all()
+            assert all(spot.is_like(other) for spot in last)
+
+
+@pytest.fixture
+def spots_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "FIRST", 0)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_on_a_device_ordinary_trainings_raise_no_alarm(seed: int, spots_alone: None) -> None:
+    plan = stream_programs.random_plan(seed, random.Random(seed))
+    wanted = stream_programs.train(Device.prompt(seed), seed, None, steps=4)
+    assert stream_programs.differing(stream_programs.train(Device(seed), seed, plan, steps=4), wanted) == 0
+
+
+@pytest.mark.parametrize("wait", ["out", "in"])
+def test_on_a_device_copies_that_were_overtaken_are_found(
+    wait: str, spots_alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the only step when the plan is removed."""
+    if wait == "out":
+        monkeypatch.setattr(record._Group, "finish", lambda self, counters: None)
+    else:
+        monkeypatch.setattr(record._Batch, "wait", lambda self, stream, counters: None)
+    found = 0
+    for seed in range(12):
+        plan = stream_programs.random_plan(0, random.Random(seed))
+        try:
+            stream_programs.train(Device(seed), 0, plan, steps=1)
+        except CheckError as error:
+            found += "swapped out" in str(error) and "an earlier step" in str(error)
+    assert found > 0
