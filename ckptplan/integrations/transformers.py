@@ -211,18 +211,17 @@ class _Run:
         def step() -> torch.Tensor:
             return batch.loss(code, of)
 
-        with _no_layer_left_out(model):
-            forwards = self._forwards(model, step, code)
-            if len(forwards) == 1:
-                own = _loss_of_model if self._is_the_models() else loss_fn
-                try:
-                    self.handle = self.planning.begin(model, inputs=forwards[0], loss_fn=own, **more)
-                    return
-                except CkptPlanError as error:  # one that runs with a graph alone
-                    if _SecondForward.__name__ not in str(error):  # of this rank or another
-                        raise
-            self.handle = self.planning.begin(model, step=step, **more)
-            self._planned_batch = PlannedBatch(dict(batch.inputs), model)
+        forwards = self._forwards(model, step, code)
+        if len(forwards) == 1:
+            own = _loss_of_model if self._is_the_models() else loss_fn
+            try:
+                self.handle = self.planning.begin(model, inputs=forwards[0], loss_fn=own, **more)
+                return
+            except CkptPlanError as error:  # one that runs with a graph alone
+                if _SecondForward.__name__ not in str(error):  # of this rank or another
+                    raise
+        self.handle = self.planning.begin(model, step=step, **more)
+        self._planned_batch = PlannedBatch(dict(batch.inputs), model)
 
     def _is_the_models(self) -> bool:
         """Return whether the Trainer's loss is the one in the model's output."""
@@ -314,20 +313,3 @@ def _checkpointing_off(model: nn.Module) -> Iterator[None]:
     finally:
         for module in found:
             setattr(module, "gradient_checkpointing", True)  # noqa: B010
-
-
-@contextlib.contextmanager
-def _no_layer_left_out(model: nn.Module) -> Iterator[None]:
-    """Set the chances of leaving layers out to 0 inside: a plan for all layers holds for steps with fewer."""
-    holders: list[Any] = [*model.modules()]
-    holders += {id(c): c for m in holders if (c := getattr(m, "config", None)) is not None}.values()
-    found = [
-        (h, name, value) for h in holders for name, value in vars(h).items() if name.endswith("layerdrop") and value
-    ]
-    for holder, name, _ in found:
-        setattr(holder, name, 0.0)
-    try:
-        yield
-    finally:
-        for holder, name, value in found:
-            setattr(holder, name, value)

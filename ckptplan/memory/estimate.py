@@ -48,7 +48,7 @@ from ckptplan.runtime.sharded import as_asked, keeping_whole, reduced
 from ckptplan.runtime.state.compiled import refuse_compiled
 from ckptplan.runtime.state.process import in_own_context
 from ckptplan.runtime.state.restore import restored
-from ckptplan.runtime.step import TrainingStep, caching, check_supported, inputs_text, training_config
+from ckptplan.runtime.step import TrainingStep, caching, check_supported, every_layer, inputs_text, planned_config
 from ckptplan.runtime.swap.own import local_part
 
 _UNKNOWN_ON_CUDA = (
@@ -319,8 +319,8 @@ def _made_state_bytes(updates: Recording, target: Target, update: int = 1) -> in
 
 
 def _config(model: nn.Module, plan: Plan | None) -> contextlib.AbstractContextManager[None]:
-    """The configuration that training runs in: a plan turns generation caches off."""
-    return contextlib.nullcontext() if plan is None else training_config(model)
+    """The configuration that training runs in, with every layer: a plan turns generation caches off."""
+    return every_layer(model) if plan is None else planned_config(model)
 
 
 def _in_float16(step: TrainingStep) -> bool:

@@ -60,7 +60,7 @@ from ckptplan.runtime.step import (
     check_supported,
     fingerprint,
     make_step,
-    training_config,
+    planned_config,
 )
 from ckptplan.runtime.swap.own import storages_of
 
@@ -170,7 +170,7 @@ def _found(
     @contextlib.contextmanager
     def undone() -> Iterator[Callable[[], None]]:
         runs = target.spec is None
-        with training_config(training.model), restored(training.model, training.reached(), runs=runs) as rewind:
+        with planned_config(training.model), restored(training.model, training.reached(), runs=runs) as rewind:
             rewind()
             with as_ours(training, "tracing"):
                 yield rewind
@@ -249,7 +249,7 @@ def replayed_bytes(step: TrainingStep, plan: Plan, target: Target) -> int:
 
     Temporaries inside operations aren't counted, so it is at most the real peak; the chain's peak includes them.
     """
-    with training_config(step.model), restored(step.model, step.reached(), runs=False) as rewind:
+    with planned_config(step.model), restored(step.model, step.reached(), runs=False) as rewind:
         rewind()
 
         def peak_bytes() -> int:
@@ -268,7 +268,7 @@ def replayed_bytes(step: TrainingStep, plan: Plan, target: Target) -> int:
 def stage_inputs(step: TrainingStep, profile: Profile, target: Target) -> dict[str, tuple[InputTensor, ...]]:
     """The tensors with which a step calls the stages of a profile, by a replay that keeps everything."""
     stages = tuple(stage.name for stage in profile.stages if not stage.is_glue)
-    with training_config(step.model), restored(step.model, step.reached(), runs=False) as rewind:
+    with planned_config(step.model), restored(step.model, step.reached(), runs=False) as rewind:
         rewind()
 
         def arguments() -> dict[int, tuple[InputTensor, ...]]:
@@ -353,7 +353,7 @@ def planned_profiles(
     target : Target
         One of the devices; they all have its `byte_class`.
     """
-    with training_config(step.model), restored(step.model, step.reached(), runs=False) as rewind:
+    with planned_config(step.model), restored(step.model, step.reached(), runs=False) as rewind:
         rewind()
         with as_ours(step, "tracing"):
             traced, times, _ = _traced(
@@ -372,7 +372,7 @@ def traced_bytes(step: TrainingStep, optimizer: OptimizerLike | None, target: Ta
     Nothing is timed: in place of measured times, each stage takes one second in each direction and one to run again,
     and the link carries 1e9 bytes a second.
     """
-    with training_config(step.model), restored(step.model, step.reached(), runs=False) as rewind:
+    with planned_config(step.model), restored(step.model, step.reached(), runs=False) as rewind:
         rewind()
         with as_ours(step, "tracing"):
             traced, *_ = _traced(step, optimizer, target, menus=False, devices=(), rewind=rewind)

@@ -395,6 +395,42 @@ def training_config(model: nn.Module) -> Iterator[None]:
             config.use_cache = True
 
 
+@contextlib.contextmanager
+def every_layer(model: nn.Module) -> Iterator[None]:
+    """No layer is left out at random inside: what is said of all holds for steps with fewer.
+
+    That is where the chance of it is an attribute of a module or of its configuration with `layerdrop` or `layer_drop`
+    in its name, as in transformers and torchaudio.
+    """
+    holders: dict[int, Any] = {}
+    for module in model.modules():
+        for holder in (module, getattr(module, "config", None)):
+            if hasattr(holder, "__dict__"):
+                holders[id(holder)] = holder
+    found = [
+        (holder, name, value)
+        for holder in holders.values()
+        for name, value in vars(holder).items()
+        if "layerdrop" in name.replace("_", "") and isinstance(value, float)
+    ]
+    try:
+        with contextlib.suppress(AttributeError):  # of a configuration that can't be written to
+            for holder, name, _ in found:
+                setattr(holder, name, 0.0)
+        yield
+    finally:
+        with contextlib.suppress(AttributeError):
+            for holder, name, value in found:
+                setattr(holder, name, value)
+
+
+@contextlib.contextmanager
+def planned_config(model: nn.Module) -> Iterator[None]:
+    """What plans are made for: `training_config`, and `every_layer`."""
+    with training_config(model), every_layer(model):
+        yield
+
+
 def _class_name(model: nn.Module) -> str:
     """Return the qualified name of the model's class, without the subclass that `fully_shard` makes of it."""
     kind = next(c for c in type(model).__mro__ if not c.__module__.startswith("torch.distributed.fsdp"))
