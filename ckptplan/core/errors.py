@@ -39,6 +39,10 @@ class SwapError(CkptPlanError):
     """A copy to or from the swap tier failed; the gradients of this step must not be used."""
 
 
+class SwapFullError(SwapError):
+    """The swap tier has no room for further bytes, of which none has left the device."""
+
+
 class InfeasibleBudgetError(CkptPlanError):
     """No plan fits the budget.
 

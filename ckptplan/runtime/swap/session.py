@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 
+from ckptplan.core.errors import SwapFullError
 from ckptplan.core.link import Tier
 from ckptplan.core.plan import Transfer
+from ckptplan.core.units import format_bytes
 from ckptplan.runtime.accelerator import current_stream
 from ckptplan.runtime.guard.check import Checks, Spots
 from ckptplan.runtime.observe.counters import Counters
@@ -161,8 +163,12 @@ class SwapSession:
                 self._checks.leaves(record, index)
         for number, group in groups.items():
             leaving = [records[p] for p in group if p in records]
-            if leaving:
+            try:
                 start_leaving(leaving, self._stores[tier], (index, number))
+            except SwapFullError as error:
+                stay = sum(record.nbytes for record in leaving if record.group is None)
+                text = f"{format_bytes(stay)} of a stage stay on the device, since the swap space is full: {error}"
+                self._counters.differences.note("full", text, error)
         for events, parts in ((self._leaving, groups), (self._returning, back)):
             for number, group in parts.items():
                 refs = [weakref.ref(records[p]) for p in group if p in records]

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ckptplan.core.errors import SwapError
+from ckptplan.core.errors import SwapFullError
 from ckptplan.core.units import format_bytes
 from ckptplan.runtime.accelerator import is_accelerator, lock_pages, synchronize, unlock_pages
 from ckptplan.runtime.observe.meter import Way
@@ -55,7 +55,7 @@ class HostArea:
 
     Raises
     ------
-    SwapError
+    SwapFullError
         If the memory can't be allocated.
     """
 
@@ -95,7 +95,8 @@ def _pages(nbytes: int) -> torch.Tensor:
     try:
         pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
-        raise SwapError(f"no host memory for {format_bytes(nbytes)} of swap space: {error}; lower host_gb=") from error
+        wanted = f"{format_bytes(nbytes)} of swap space"
+        raise SwapFullError(f"no host memory for {wanted}: {error}; lower host_gb=") from error
     threads = min(os.cpu_count() or 1, _THREADS, nbytes // _SLICE_BYTES)
     if threads and _HUGE is not None:
         with contextlib.suppress(OSError):  # a kernel without large pages

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ckptplan.core.errors import InvalidInputError, SwapError
+from ckptplan.core.errors import InvalidInputError, SwapFullError
 from ckptplan.core.link import STAGING_BYTES
 from ckptplan.core.units import format_bytes
 from ckptplan.runtime.accelerator import is_accelerator, own_module, recorded_event
@@ -173,7 +173,7 @@ class DiskStore(OfOneProcess):
                 self._open().areas.append(area)
                 out, back = area.memory.chunk(2)
                 self._stages = Staging(self._device, out), Staging(self._device, back)
-        except SwapError as error:
+        except SwapFullError as error:
             self._file.close()
             raise InvalidInputError(str(error)) from error
         self._out = Worker("ckptplan-swap-out")
@@ -188,7 +188,7 @@ class DiskStore(OfOneProcess):
         if nbytes <= self.reserved_bytes:
             return
         if self._limit is not None and nbytes > self._limit:
-            raise SwapError(
+            raise SwapFullError(
                 f"the swap file in {self._where} needs {format_bytes(nbytes)}, the limit is "
                 f"{format_bytes(self._limit)}; raise disk_gb=, or solve for less"
             )
@@ -197,7 +197,7 @@ class DiskStore(OfOneProcess):
         except OSError as error:
             with contextlib.suppress(OSError):  # give a partial reservation back
                 os.ftruncate(self._file.fileno(), self.reserved_bytes)
-            raise SwapError(
+            raise SwapFullError(
                 f"swap directory {self._where} has no room for {format_bytes(nbytes)}: {error}; "
                 "free some, pass another swap_dir=, or solve with less to swap to (host_gb=, disk_gb=)"
             ) from error

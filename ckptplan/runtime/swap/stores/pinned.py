@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ckptplan.core.errors import InvalidInputError, SwapError
+from ckptplan.core.errors import InvalidInputError, SwapFullError
 from ckptplan.core.units import format_bytes
 from ckptplan.runtime.accelerator import own_module, timing_event
 from ckptplan.runtime.observe.meter import Way
@@ -55,7 +55,7 @@ class PinnedStore(OfOneProcess):
         try:
             while (held := self.reserved_bytes) < needed:
                 self._grow(needed - held, exactly=True)
-        except SwapError as error:
+        except SwapFullError as error:
             raise InvalidInputError(str(error)) from error
 
     @property
@@ -86,7 +86,7 @@ class PinnedStore(OfOneProcess):
         held = self.reserved_bytes
         room = None if self._limit is None else self._limit - held
         if room is not None and nbytes > room:
-            raise SwapError(
+            raise SwapFullError(
                 f"swapping needs {format_bytes(held + nbytes)} of pinned host memory, the limit is "
                 f"{format_bytes(self._limit or 0)}; raise host_gb="
             )
