@@ -50,7 +50,7 @@ from ckptplan.runtime.observe.measure import tensors_in
 from ckptplan.runtime.observe.meter import BACKWARD, KINDS
 from ckptplan.runtime.observer import Observer, listeners
 from ckptplan.runtime.patching import PatchedForward
-from ckptplan.runtime.recompute.call import Call, PlannedStage
+from ckptplan.runtime.recompute.call import Call, NotRepeatableError, PlannedStage
 from ckptplan.runtime.recompute.frames import run_recomputed
 from ckptplan.runtime.recompute.segments import OpenSegment
 from ckptplan.runtime.swap.own import OwnNames, OwnStorages
@@ -465,6 +465,28 @@ class Controller:
     ) -> Any:
         choice, index = stage.choice, stage.index
         current.own.enter(stage.module)
+        if choice.action == "recompute" or index in self._segments:
+            try:
+                return self._run_recomputed(current, stage, original, args, kwargs, again=again)
+            except NotRepeatableError as error:  # before the stage has run
+                self.counters.differences.note("repeat", f"stage {stage.name!r} is kept: {error}", error)
+        self.counters.runs[index] += 1
+        if choice.action == "swap":
+            with current.session.stage(index, choice.transfers, choice.tier):
+                return original(*args, **kwargs)
+        return original(*args, **kwargs)
+
+    def _run_recomputed(
+        self,
+        current: _Pass,
+        stage: PlannedStage,
+        original: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        again: bool,
+    ) -> Any:
+        index = stage.index
         if index in self._segments and not again:
             segment, inside = self._segments[index]
             if current.open is None or current.open.segment is not segment:
@@ -478,15 +500,9 @@ class Controller:
             if current.open.ended:
                 current.open = None
             return output
-        if choice.action == "recompute" or index in self._segments:
-            return run_recomputed(
-                stage, original, args, kwargs, session=current.session if self._moves else None, checks=current.checks
-            )
-        self.counters.runs[index] += 1
-        if choice.action == "swap":
-            with current.session.stage(index, choice.transfers, choice.tier):
-                return original(*args, **kwargs)
-        return original(*args, **kwargs)
+        return run_recomputed(
+            stage, original, args, kwargs, session=current.session if self._moves else None, checks=current.checks
+        )
 
     def _release_until(self, current: _Pass, index: int) -> None:
         """Make the releases of stages before `index` that this forward leaves out."""

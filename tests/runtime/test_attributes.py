@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -265,11 +265,43 @@ def test_stages_that_can_not_run_again_have_no_such_option(kind: type[nn.Module]
     plan = small_models.plan_with(profile, tuple(Decision("keep") for _ in profile.stages))
     forced = small_models.plan_of(ckptplan.profile(*made(_Counts)), ["recompute"] * len(profile.stages))
     plan = ckptplan.Plan(**{f: getattr(plan if f != "choices" else forced, f) for f in Plan.__dataclass_fields__})
-    with (
-        ckptplan.apply(model, plan),
-        pytest.raises(UnsupportedModelError, match=r"to run again (gets a \w+iterator|writes to its tensor attribute)"),
-    ):
+    errs = r"to run again (gets a \w+iterator|writes to its tensor attribute)"
+    with ckptplan.apply(model, plan, strict=True), pytest.raises(UnsupportedModelError, match=errs):
         model(x)
+
+
+class _Takes(_Stage):
+    def forward(self, x: torch.Tensor, numbers: Iterable[float]) -> torch.Tensor:
+        return torch.tanh(self.linear(x)) * next(iter(numbers))
+
+
+class _Gives(_Chain):
+    give: Callable[[list[float]], Iterable[float]] = list
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for k, layer in enumerate(self.layers):
+            x = layer(x, type(self).give([k + 2.0]))
+        return x
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_stage_that_can_not_run_again_in_this_step_is_kept(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = made(_Takes, _Gives)
+    wanted = step(model, x)
+    with ckptplan.apply(model, planned(model, x, how)) as handle:
+        assert same(step(model, x), wanted)
+        again = handle.stats().recomputed_stages
+        assert again > 0
+        assert not handle.stats().differences
+        monkeypatch.setattr(_Gives, "give", iter)
+        with pytest.warns(RuntimeWarning, match="is kept: .* gets a list_iterator, which its first run uses up"):
+            assert same(step(model, x), wanted)
+        assert same(step(model, x), wanted)  # said once
+        assert handle.stats().differences == {"repeat": 2 * len(model.layers)}  # type: ignore[arg-type]
+        assert handle.stats().recomputed_stages == again
+        monkeypatch.setattr(_Gives, "give", list)
+        assert same(step(model, x), wanted)
+        assert handle.stats().recomputed_stages == 2 * again
 
 
 class _KeepsOutputs(_Stage):

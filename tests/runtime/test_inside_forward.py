@@ -182,7 +182,23 @@ def cached_model() -> nn.Module:
 def test_cached_weights_of_an_earlier_call() -> None:
     model, x = cached_model(), batch()
     profile = profiled(model)
-    with ckptplan.apply(model, plan_of(profile, ["recompute"] * len(profile.stages))), parametrize.cached():
+
+    def step() -> list[Any]:
+        model.zero_grad()
+        with parametrize.cached():
+            loss = loss_of(model(x)) + loss_of(model(0.5 * x))
+        loss.backward()
+        return [p.grad for p in model.parameters()]
+
+    wanted = step()
+    plan = plan_of(profile, ["recompute"] * len(profile.stages))
+    with ckptplan.apply(model, plan) as handle:
+        with pytest.warns(RuntimeWarning) as said:
+            assert all(map(torch.equal, step(), wanted))
+        assert sum("is kept: a Layer that is to run again takes parametrized" in str(w.message) for w in said) == 1
+        assert handle.stats().differences["repeat"] == 3
+        assert handle.stats().recomputed_stages == 3
+    with ckptplan.apply(model, plan, strict=True), parametrize.cached():
         model(x)
         with pytest.raises(UnsupportedModelError, match=r"parametrize.cached\(\) has kept from an earlier call"):
             model(x)

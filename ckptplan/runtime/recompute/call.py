@@ -68,6 +68,10 @@ class PlannedStage:
     sinks: Sinks = field(default_factory=Sinks)
 
 
+class NotRepeatableError(UnsupportedModelError):
+    """A call that can't run again, found before its first run."""
+
+
 class Call:
     """A call of a stage that can be repeated: its arguments without the tensors, and the state that it ran with.
 
@@ -116,7 +120,7 @@ class Call:
 
         Raises
         ------
-        UnsupportedModelError
+        NotRepeatableError
             If an argument is an iterator, which the first run uses up.
         """
         leaves: list[Any] = [*args, *kwargs.values()]
@@ -128,7 +132,7 @@ class Call:
             self._containers = set(_containers((*args, *kwargs.values())))
             used_up = next((leaf for leaf in leaves if isinstance(leaf, Iterator)), None)
             if used_up is not None:
-                raise UnsupportedModelError(
+                raise NotRepeatableError(
                     f"a {type(self._module).__name__} that is to run again gets a {type(used_up).__name__}, which its "
                     "first run uses up; pass it a list, or keep this stage"
                 )
@@ -155,8 +159,10 @@ class Call:
 
         Raises
         ------
+        NotRepeatableError
+            If the first run would use state that can't be restored.
         UnsupportedModelError
-            If the first run uses state that can't be restored.
+            If it has written to a tensor attribute.
         """
         if self._first is not None:
             # The first run gets the caller's own lists and dictionaries, since the stage may add to them.
@@ -167,7 +173,7 @@ class Call:
             del tensors
             self._caches = parametrize._cache_enabled
             if self._caches and cached_weights(self._module):
-                raise UnsupportedModelError(
+                raise NotRepeatableError(
                     f"a {type(self._module).__name__} that is to run again takes parametrized weights that "
                     "parametrize.cached() has kept from an earlier call, and would compute them again; enter cached() "
                     "for each forward separately, or keep or swap this stage"
@@ -209,13 +215,13 @@ class Call:
         return args, kwargs
 
     def _run_first(self, modules: list[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._counters.runs[self._index] += 1
         state = _State(modules, self.others)
         if not self._containers.isdisjoint(state.cells):
-            raise UnsupportedModelError(
+            raise NotRepeatableError(
                 f"a {type(self._module).__name__} that is to run again gets a container which is also one of its "
                 "attributes, and whose contents can't be restored for that run; pass it a copy, or keep this stage"
             )
+        self._counters.runs[self._index] += 1
         result = self._original(*args, **kwargs)
         state.forward_done()
         assert self._surroundings is not None

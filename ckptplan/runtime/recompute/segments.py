@@ -44,7 +44,7 @@ from torch.utils import _pytree as pytree
 from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.core.segment import Segment
 from ckptplan.runtime.guard.check import StageCheck, StageSpots
-from ckptplan.runtime.recompute.call import Call, PlannedStage
+from ckptplan.runtime.recompute.call import Call, NotRepeatableError, PlannedStage
 from ckptplan.runtime.recompute.frames import Frame, Handed, Slot, at_end_of_task, hold, taken
 from ckptplan.runtime.state.objects import tensors_in_objects
 from ckptplan.runtime.swap.packing import Held, Packing
@@ -313,11 +313,13 @@ class OpenSegment:
 
         Raises
         ------
+        NotRepeatableError
+            If the stage runs on another stream than the segment's first one.
         UnsupportedModelError
-            If the stage runs on another stream than the segment's first one, or writes to its inputs.
+            If it has written to its inputs.
         """
         if self._session.stream() != self._stream:
-            raise UnsupportedModelError(
+            raise NotRepeatableError(
                 f"stage {stage.name!r} runs on another stream than the first stage of its segment, whose stages are "
                 "run again together, on one; give it another option"
             )
