@@ -31,6 +31,7 @@ from ckptplan.planning.model_job import Together, encloses, job_of_step
 from ckptplan.profiling.profiler import as_ours, training_step
 from ckptplan.profiling.target import Target, find_target
 from ckptplan.profiling.workload.enlarge import enlarged_calls, require_in_range
+from ckptplan.profiling.workload.optimizers import OptimizerLike
 from ckptplan.runtime.group import Vote, group_call
 from ckptplan.runtime.guard.shapes import ByName, Larger, input_tensors
 from ckptplan.runtime.guard.shapes import Limits as InputLimits
@@ -54,7 +55,8 @@ _OF_STATE = frozenset(("gradients", "mode", "thawed"))
 class _Known:
     """A plan, the inputs that it is valid for, and the profile that it was made from (None: not given).
 
-    `training` and `trained` are the model's mode, and the names of the parameters that got gradients, when it was made.
+    `training` and `trained` are the model's mode, and the names of the parameters that got gradients, when it was made;
+    `stateful` names those of which an optimizer had state then.
     """
 
     inputs: tuple[InputTensor, ...]
@@ -62,17 +64,24 @@ class _Known:
     job: Job | None
     training: bool
     trained: frozenset[str]
+    stateful: frozenset[str]
 
     @property
     def limits(self) -> InputLimits:
         return InputLimits(self.inputs)
 
     def holds(
-        self, call: tuple[tuple[Any, ...], dict[str, Any]], model: nn.Module, now: Plan, differences: Set[str]
+        self,
+        call: tuple[tuple[Any, ...], dict[str, Any]],
+        model: nn.Module,
+        now: Plan,
+        differences: Set[str],
+        stateful: Set[str],
     ) -> bool:
         """Return whether this plan is valid for a call of a model whose steps differed so from its present plan.
 
-        Gradients from before, and several forwards at once, for which a plan was made, come again with other inputs.
+        Gradients from before, and several forwards at once, for which a plan was made, come again with other inputs;
+        state of parameters that were frozen since they were trained stays.
         """
         accumulates = now.fingerprint.accumulates or "gradients" in differences
         return (
@@ -81,11 +90,18 @@ class _Known:
             and self.limits.first_beyond(*call) is None
             and self.training == model.training
             and _trained(model) <= self.trained
+            and stateful <= self.trained | self.stateful
         )
 
 
 def _trained(model: nn.Module) -> frozenset[str]:
     return frozenset(name for name, p in model.named_parameters() if p.requires_grad)
+
+
+def _stateful(model: nn.Module, optimizer: OptimizerLike | None) -> frozenset[str]:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return frozenset()
+    return frozenset(name for name, p in model.named_parameters() if optimizer.state.get(p))
 
 
 @contextlib.contextmanager
@@ -138,8 +154,9 @@ class Enlarger:
             None if adviser is None else adviser.job,
             plan.fingerprint.training,
             _trained(model),
+            _stateful(model, training.optimizer),
         )
-        self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None  # what plans count that were given none
+        self._counts_state = training.optimizer is not None
         self._tries: Counter[str] = Counter()
         self._within = self._now.limits
         self._known = [self._now]
@@ -162,9 +179,12 @@ class Enlarger:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         differences: Set[str],
-        optimizer: weakref.ref[torch.optim.Optimizer] | None = None,
+        updates: weakref.ref[torch.optim.Optimizer] | None = None,
     ) -> tuple[Plan, Larger | None]:
         """Return a plan that is valid for these inputs, of a model whose steps showed these differences.
+
+        `updates` is the optimizer that has updated the model. Plans that were made with none count it from the
+        difference "state" on.
 
         Raises
         ------
@@ -182,7 +202,9 @@ class Enlarger:
             kinds = self._plannable(differences)
             # Whether an earlier plan includes a difference is known only for those of the model's state.
             known = self._known if not kinds or _OF_STATE.issuperset(kinds) else ()
-            holds = [each.holds(named, self._model, plan, differences) for each in known]
+            optimizer = self._counted(kinds, updates)
+            stateful = _stateful(self._model, optimizer)
+            holds = [each.holds(named, self._model, plan, differences, stateful) for each in known]
             refused = [not kinds and _holds(given, shapes) for shapes, _ in self._refused]
             if group is not None:  # what is so on one rank is so on all
                 found = group.exchange((beyond, holds, refused, kinds))
@@ -205,19 +227,18 @@ class Enlarger:
             for (_, failed), again in zip(self._refused, refused, strict=True):
                 if again:
                     raise failed()
-            counts = optimizer if "state" in kinds else self._optimizer
-            new = self._plan_for((args, kwargs), named, kinds, None if counts is None else counts())
+            new = self._plan_for((args, kwargs), named, kinds, optimizer)
         except RankError:
             raise
         except CkptPlanError:  # one for fewer forwards at once, or without gradients from before, may do
-            fewer = [k for k in known if k.holds(named, self._model, k.plan, differences)]
+            fewer = [k for k in known if k.holds(named, self._model, k.plan, differences, stateful)]
             if group is not None or not fewer:
                 raise
             return self._turn_to(fewer[-1]), None
         tensor, planned = beyond or (None, None)
         larger = Larger(tensor, planned, new.inputs, time.perf_counter() - begin, kinds)
         if "state" in kinds:  # which earlier plans don't count
-            self._optimizer, self._known, self._refused = optimizer, [], []
+            self._counts_state, self._known, self._refused = True, [], []
         self._known = [*self._known[-_REMEMBERED + 1 :], new]
         return self._turn_to(new), larger
 
@@ -227,21 +248,28 @@ class Enlarger:
             self._adviser.job = known.job
         return known.plan
 
+    def _counted(
+        self, kinds: Sequence[str], updates: weakref.ref[torch.optim.Optimizer] | None
+    ) -> OptimizerLike | None:
+        """Return the optimizer that a plan counts: the real one, where it has updated the model already."""
+        given = self._training.optimizer
+        real = None if updates is None or isinstance(given, torch.optim.Optimizer) else updates()
+        return real if real is not None and (self._counts_state or "state" in kinds) else given
+
     @in_own_context
     def _plan_for(
         self,
         call: tuple[tuple[Any, ...], dict[str, Any]],
         named: Any,
         kinds: Sequence[str],
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: OptimizerLike | None,
     ) -> _Known:
         target = find_target(self._model)
-        in_flight = self._limits.in_flight + ("forwards" in kinds)
+        in_flight = max(self._limits.in_flight, self._now.plan.in_flight + ("forwards" in kinds))
         # Where gradients exist now, they do in later steps.
         accumulate = self._now.plan.fingerprint.accumulates or "gradients" in kinds or in_flight > 1 or None
         limits = replace(self._limits, in_flight=in_flight)
-        asked = replace(self._training, step=None, accumulate=accumulate)
-        asked = asked if asked.optimizer is not None else replace(asked, optimizer=optimizer)
+        asked = replace(self._training, step=None, accumulate=accumulate, optimizer=optimizer)
         calls = enlarged_calls(call, named, self._now.inputs, [known.inputs for known in self._known])
         with inside_forward(self._model, self._training.amp) as amp:
             for args, kwargs in calls:
@@ -257,7 +285,8 @@ class Enlarger:
                 job = replace(job, replayed=None, on_cuda=False)
                 self._limits = limits
                 inputs = input_tensors(*self._by_name(args, kwargs))
-                return _Known(inputs, plan, job, self._model.training, _trained(self._model))
+                stateful = _stateful(self._model, optimizer)
+                return _Known(inputs, plan, job, self._model.training, _trained(self._model), stateful)
         if "state" not in kinds:
             self._refused = [*self._refused[-_REMEMBERED + 1 :], (input_tensors(*named), failed)]
         for kind in kinds:

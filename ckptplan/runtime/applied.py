@@ -61,8 +61,8 @@ class Applied:
         Peaks of the device's memory, since the present plan was applied and before.
     before_forward : callable or None
         Returns the controller that runs a forward with the given inputs (`Controller.before_forward`).
-    uncounted : weakref to an optimizer, or None
-        The model's only optimizer, where it has state that the plan doesn't count.
+    optimizer : weakref to an optimizer, or None
+        The one that has updated the model; None if none or several have.
     guards : ExitStack
         Contexts in which the model is while the plan is applied. What they register in the process refers to this
         object weakly.
@@ -73,7 +73,7 @@ class Applied:
         self.replans: tuple[Replan, ...] = ()
         self.returns = 0
         self.before_forward: Callable[[tuple[Any, ...], dict[str, Any]], Controller] | None = None
-        self.uncounted: weakref.ref[torch.optim.Optimizer] | None = None
+        self.optimizer: weakref.ref[torch.optim.Optimizer] | None = None
         self.guards = contextlib.ExitStack()
         self._place = place
         self.controller, self.stores = place(plan, None)

@@ -413,3 +413,46 @@ def test_a_plan_has_its_budget() -> None:
     plan = ckptplan.solve(model, 1.0, inputs=X, loss_fn=loss_of, menus=False)
     with pytest.raises(InvalidInputError, match="a plan has its budget"):
         ckptplan.apply(model, plan, budget_gb=1.0)
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_state_of_parameters_that_are_frozen_again_is_counted(given: bool) -> None:
+    """Layers are trained by turns. The plan for the first turn lacks the state that the second has made."""
+    model = blocks()
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def turn(number: int) -> None:
+        for index, layer in enumerate(model.children()):
+            layer.requires_grad_(index in ((0, 3), (1, 3))[number])
+
+    turn(0)
+    plan = ckptplan.solve(
+        model, budget="60%", inputs=X, loss_fn=loss_of, time_limit_s=0.3,
+        optimizer=optimizer if given else torch.optim.AdamW,
+    )  # fmt: skip
+    made = []
+    with warnings.catch_warnings(), ckptplan.apply(model, plan) as handle:
+        warnings.simplefilter("ignore")
+        for number in (0, 1, 1, 0, 0, 1, 1, 0, 0):
+            turn(number)
+            loss_of(model(X)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            made.append((len(handle.replans), handle.returns))
+    # The first step of each turn shows that layers are thawed, and the second begins with a plan.
+    assert made == [(0, 0), (0, 0), (1, 0), (1, 0), (2, 0), (2, 0), (2, 1), (2, 1), (2, 2)]
+
+
+def test_a_plan_for_two_forwards_at_once_is_made_for_two_again() -> None:
+    def step(model: nn.Module, number: int) -> None:
+        model[0].requires_grad_(number != 3)  # type: ignore[index]
+        losses = [loss_of(model(X)) for _ in range(1 + (number in (1, 2, 4, 5)))]
+        torch.stack(losses).sum().backward()
+
+    wanted = trained(blocks(), step, 6)
+    model = blocks()
+    plan = ckptplan.solve(model, budget="100%", inputs=X, loss_fn=loss_of, time_limit_s=0.3)
+    with warnings.catch_warnings(), ckptplan.apply(model, plan) as handle:
+        warnings.simplefilter("ignore")
+        assert_same(trained(model, step, 6), wanted)
+        assert {each.after.in_flight for each in handle.replans} == {2}

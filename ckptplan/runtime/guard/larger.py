@@ -35,7 +35,7 @@ def replace_for_larger(applied: Applied, planner: OnLarger) -> None:
             return former
         former.remove()
         try:
-            plan, larger = planner.enlarged(before, args, kwargs, differences.unplanned, applied.uncounted)
+            plan, larger = planner.enlarged(before, args, kwargs, differences.unplanned, applied.optimizer)
         except BaseException as error:
             former.install()
             if not isinstance(error, CkptPlanError) or isinstance(error, RankError):  # which ends the other ranks, too

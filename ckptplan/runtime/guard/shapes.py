@@ -270,11 +270,11 @@ class OnLarger(Protocol):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         differences: Set[str],
-        optimizer: weakref.ref[torch.optim.Optimizer] | None = None,
+        updates: weakref.ref[torch.optim.Optimizer] | None = None,
     ) -> tuple[Plan, Larger | None]:
         """Return a plan that holds for these inputs, and the reason; None as reason if the plan was made before.
 
-        For the difference "state" it counts the state of `optimizer`, and so do later ones.
+        For the difference "state" it counts the state of `updates`, which has updated the model, and so do later ones.
 
         No plan is applied to the model during the call.
         """

@@ -61,6 +61,9 @@ def noticing_updates(applied: Applied) -> Iterator[None]:
             seen = every[optimizer] = _Seen(ours, len(groups))
             if first and applied.controller.counters.forwards == 0:
                 _warn_idle()
+            if ours:
+                alone = not any(other.ours for each, other in every.items() if each is not optimizer)
+                applied.optimizer = weakref.ref(optimizer) if alone else None
             if not ours and _is_of_copy(updated, applied.model):
                 _note_copy(applied)
         seen.steps += 1
@@ -116,7 +119,6 @@ def _note_state(applied: Applied, optimizers: list[torch.optim.Optimizer], noted
     needs = max(plan.needed_bytes, plan.needed_reserved_bytes or 0)
     if state_bytes <= noted_bytes or needs + state_bytes <= plan.budget_bytes:
         return noted_bytes
-    applied.uncounted = weakref.ref(optimizers[0]) if alone else None
     names = " and ".join(sorted({type(o).__name__ for o in optimizers}))
     remedy = "solve with optimizer=" if alone else "give one as optimizer=, and a budget that is smaller by the others'"
     applied.controller.counters.differences.note(
