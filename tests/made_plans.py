@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 
 from ckptplan.core.option import Action, Option
-from ckptplan.core.plan import Decision, Plan, Transfer, saved_bytes
+from ckptplan.core.plan import Decision, Plan, Transfer, kept_bytes, saved_bytes
 from ckptplan.core.profile import Profile
 from ckptplan.core.schedule import StepNeed, evaluate, residency, tightest_peak
 from ckptplan.core.segment import Segment
@@ -85,6 +85,7 @@ def plan_with(
         inputs=tuple(stage.inputs for stage in measured.stages),
         segments=segments,
         saved_bytes=saved_bytes(measured, choices),
+        kept_bytes=kept_bytes(measured),
     )
 
 

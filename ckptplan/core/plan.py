@@ -133,6 +133,8 @@ class Decisions:
         Per stage, the largest tensors that the choices are valid for; None: any.
     saved_bytes : tuple of (tuple of int)
         Per stage, the bytes of each storage that it is planned to save, in order; empty: not known.
+    kept_bytes : tuple of int
+        Per stage, the bytes that it saves if it is kept; empty: not known.
     """
 
     stages: tuple[str, ...]
@@ -140,6 +142,7 @@ class Decisions:
     segments: tuple[Segment, ...] = ()
     inputs: tuple[tuple[InputTensor, ...] | None, ...] | None = None
     saved_bytes: tuple[tuple[int, ...], ...] = ()
+    kept_bytes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, repr=False, weakref_slot=True)
@@ -177,6 +180,8 @@ class Plan(Saved):
     saved_bytes : tuple of (tuple of int)
         Per stage, the bytes of each storage that its option saves, in the order of saving; empty: not known. The
         runtime compares them with a forward that takes another path for other inputs.
+    kept_bytes : tuple of int
+        Per stage, the bytes that it saves if it is kept, for the same purpose; empty: not known.
     launch_s, baseline_launch_s : float
         Time in which the host launches the step, and that with everything kept; 0 if the host isn't modelled. Where
         `launch_s` is `step_s`, the device waits for the host.
@@ -223,6 +228,7 @@ class Plan(Saved):
     reserved_bytes: int | None = None
     disk_bytes: int = 0
     saved_bytes: tuple[tuple[int, ...], ...] = ()
+    kept_bytes: tuple[int, ...] = ()
     launch_s: float = 0.0
     baseline_launch_s: float = 0.0
     forward_peak_bytes: int | None = None
@@ -250,7 +256,7 @@ class Plan(Saved):
     @property
     def decided(self) -> Decisions:
         """The decisions, without predictions."""
-        return Decisions(self.stages, self.choices, self.segments, self.inputs, self.saved_bytes)
+        return Decisions(self.stages, self.choices, self.segments, self.inputs, self.saved_bytes, self.kept_bytes)
 
     @property
     def needed_bytes(self) -> int:
@@ -364,6 +370,8 @@ class Plan(Saved):
             )
         if self.saved_bytes and len(self.saved_bytes) != len(self.stages):
             raise InvalidInputError(f"{len(self.saved_bytes)} lists of saved bytes for {len(self.stages)} stages")
+        if self.kept_bytes and len(self.kept_bytes) != len(self.stages):
+            raise InvalidInputError(f"{len(self.kept_bytes)} numbers of kept bytes for {len(self.stages)} stages")
         if len(set(self.stages)) != len(self.stages):
             twice = next(name for name in self.stages if self.stages.count(name) > 1)
             raise InvalidInputError(f"stage name {twice!r} is used twice")
@@ -471,6 +479,7 @@ def plan_of(
         fingerprint=profile.fingerprint,
         inputs=tuple(stage.inputs for stage in profile.stages),
         saved_bytes=saved_bytes(profile, choices),
+        kept_bytes=kept_bytes(profile),
         launch_s=launch_s(profile, choices, segments),
         baseline_launch_s=profile.baseline_launch_s,
         outside=profile.outside,
@@ -478,6 +487,11 @@ def plan_of(
         notes=profile.notes,
         **fields,
     )
+
+
+def kept_bytes(profile: Profile) -> tuple[int, ...]:
+    """Return `Plan.kept_bytes` for any decisions."""
+    return tuple(sum(profile.storages[s].nbytes for s in stage.keep.saved) for stage in profile.stages)
 
 
 def saved_bytes(profile: Profile, choices: Sequence[Decision]) -> tuple[tuple[int, ...], ...]:

@@ -181,6 +181,7 @@ class _Search:
             choices=found.choices[:n],
             inputs=found.inputs[:n],
             saved_bytes=found.saved_bytes[:n],
+            kept_bytes=found.kept_bytes[:n],
         )
         timeline = simulate(self._profile, plan)
         plan = replace(plan, peak_bytes=timeline.peak_bytes, in_flight=self._others + 1)

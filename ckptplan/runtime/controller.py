@@ -44,6 +44,7 @@ from ckptplan.core.segment import Segment
 from ckptplan.core.stage import Phase
 from ckptplan.runtime.guard.check import Checks, Spots
 from ckptplan.runtime.guard.engine import OldGraph
+from ckptplan.runtime.guard.paths import Paths, made_nodes
 from ckptplan.runtime.guard.shapes import Limits
 from ckptplan.runtime.observe.counters import Counters
 from ckptplan.runtime.observe.measure import tensors_in
@@ -174,6 +175,9 @@ class Controller:
         self._device = device
         self._limits = [Limits(planned) for planned in decisions.inputs or [None] * len(self._stages)]
         self._saved = decisions.saved_bytes
+        counters = counters or Counters()
+        kept_bytes = decisions.kept_bytes
+        self._paths = Paths(model, kept_bytes, counters.differences) if kept_bytes else None
         self._pass_begins = listeners(observers, "pass_begins")
         self._inputs = listeners(observers, "inputs")
         self._stages_begin = listeners(observers, "stages_begin")
@@ -185,7 +189,7 @@ class Controller:
         self._training = model.training
         self._pass: _Pass | None = None
         self._session: SwapSession | None = None
-        self.counters = counters or Counters()
+        self.counters = counters
         self.checks = checks
         # Made once, not at every call: inside forward, after forward, in backward.
         self._places = tuple(
@@ -219,6 +223,7 @@ class Controller:
                 index=index,
                 name=name,
                 planned_bytes=self._saved[index] if self._saved else None,
+                paths=self._paths,
             )
         real = sorted(i for indices in self._indices.values() for i in indices)
         if not real:
@@ -426,6 +431,8 @@ class Controller:
                     stages_begin()
             if (beyond := self._limits[index].beyond(self._stages[index], args, kwargs)) is not None:
                 self.counters.differences.note("stage", beyond)
+            if self._paths is not None:
+                (self._paths.larger.discard if beyond is None else self._paths.larger.add)(index)
             self._release_until(current, index)
             for place in self._release_before.get(index, ()):
                 current.session.release(*place)
@@ -474,7 +481,12 @@ class Controller:
         if choice.action == "swap":
             with current.session.stage(index, choice.transfers, choice.tier):
                 return original(*args, **kwargs)
-        return original(*args, **kwargs)
+        if self._paths is None:
+            return original(*args, **kwargs)
+        first = made_nodes()
+        output = original(*args, **kwargs)
+        self._paths.kept(index, stage.module, stage.name, first, output)
+        return output
 
     def _run_recomputed(
         self,

@@ -416,7 +416,7 @@ def test_unknown_and_missing_fields_are_named(what: str, tmp_path: Path) -> None
     optional = {
         "fingerprint", "notes", "resident_bytes", "to_end", "stays", "recompute_s", "recomputes", "moves", "ops",
         "linked", "inputs", "latency_s", "transfers", "option", "segments", "peak_bound_bytes",
-        "reserved_bytes", "disk", "disk_bytes", "tier", "saved_bytes", "launch_s", "forward_launch_s",
+        "reserved_bytes", "disk", "disk_bytes", "tier", "saved_bytes", "kept_bytes", "launch_s", "forward_launch_s",
         "backward_launch_s", "baseline_launch_s", "copy_s", "allocated_bytes", "accumulates", "forward_peak_bytes",
         "between_bytes", "outside", "uncalled", "graph_until", "inner", "overhead_s", "step_error",
         "rerun_overhead_s", "rerun_overhead_launch_s", "optimizer", "parallel", "least_peak_bytes", "most_peak_bytes",

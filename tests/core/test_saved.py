@@ -37,6 +37,7 @@ ADDED = {
         "uncalled": [],
         "allocated_bytes": None,
         "saved_bytes": [],
+        "kept_bytes": [],
         "launch_s": 0.0,
         "baseline_launch_s": 0.0,
         "forward_peak_bytes": None,

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.core.plan import Decision
+from ckptplan.runtime.guard.paths import Paths
 from ckptplan.runtime.guard.spots import Sinks
 from ckptplan.runtime.observe.counters import Counters
 from ckptplan.runtime.observe.meter import KINDS, RECOMPUTE
@@ -54,6 +55,8 @@ class PlannedStage:
         Its name, for messages.
     planned_bytes : sequence of int, optional
         Planned bytes of each storage that it saves, in order; None: not known.
+    paths : Paths, optional
+        Notes what it saves on other paths than the profiled one.
     sinks : Sinks, optional
         Which of the tensors that it saves are compared in each pass.
     """
@@ -65,6 +68,7 @@ class PlannedStage:
     index: int = 0
     name: str = ""
     planned_bytes: Sequence[int] | None = None
+    paths: Paths | None = None
     sinks: Sinks = field(default_factory=Sinks)
 
 
@@ -97,6 +101,7 @@ class Call:
         original: Callable[..., Any],
         whole: Callable[[], contextlib.AbstractContextManager[None]] | None = None,
     ) -> None:
+        self.stage = stage
         self._module, self._original = stage.module, original
         self._counters, self._device, self._index = stage.counters, stage.device, stage.index
         self._whole = whole

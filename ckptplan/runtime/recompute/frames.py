@@ -190,9 +190,14 @@ class Frame:
         try:
             leaves = self._again(inputs, save)
         except Enough:
-            return []
+            leaves = []
         if count != last:
             raise self._another_path(f"saves {count} tensors")
+        if (paths := (stage := self._call.stage).paths) is not None:
+            paths.look(
+                stage.index, stage.module, stage.name, last,
+                lambda: [held.value for held in table.values() if held.value is not None],
+            )  # fmt: skip
         return leaves
 
     def _again(self, inputs: list[torch.Tensor], save: Callable[[torch.Tensor], Any]) -> list[Any]:

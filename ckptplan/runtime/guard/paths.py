@@ -1,0 +1,123 @@
+"""Whether a stage saves more than planned on a path that it didn't take when it was profiled.
+
+NOTE [Other paths]
+The same sizes of arguments may lead a stage to other operations: it makes a mask where a batch has padding, or a kernel
+is chosen by values (an LSTM saves twice as much where all of its packed sequences have one length). Swapped stages
+look at what they save in each call (swap/session.py). For kept and recomputed ones that would take too long, so numbers
+stand for paths: of a kept stage, how many nodes autograd makes in its forward; of a recomputed one, how many tensors
+it saves. Where a number is new for a stage, the bytes are counted once: of a kept stage in the graph behind its output,
+of a recomputed one when it has run again. More than it saved when it was profiled is the difference "saved".
+
+Not seen are paths of one number, what is saved inside of other saved-tensor hooks, such as a checkpoint's in the stage,
+and paths beyond a stage's first `_MOST`.
+
+Example: a kept stage makes 12 nodes in the first steps, whose 3 MiB are those planned. With padding it makes 14, which
+is counted once: 4 MiB, and the step warns. With 12 nodes again nothing is counted.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ckptplan.core.units import format_bytes
+from ckptplan.runtime.guard.differences import Differences
+from ckptplan.runtime.swap.own import OwnNames, OwnStorages
+from ckptplan.runtime.swap.views import plain
+
+_MOST = 16
+_LEAST_BYTES = 512
+"""Smaller surpluses are none: kernels of attention save numbers (a seed) that a forward without memory doesn't show."""
+
+
+def made_nodes() -> int:
+    """Return the number of the next node that autograd makes in this thread."""
+    return int(torch._C._autograd._get_sequence_nr())  # type: ignore[attr-defined]
+
+
+class Paths:
+    """The paths that the stages of a model have taken under a plan (NOTE [Other paths]).
+
+    Parameters
+    ----------
+    kept_bytes : sequence of int
+        Per stage, what it saved when it was profiled.
+
+    Attributes
+    ----------
+    larger : set of int
+        Stages whose arguments were larger than planned in their last call, which is a difference of its own.
+    """
+
+    def __init__(self, model: nn.Module, kept_bytes: Sequence[int], differences: Differences) -> None:
+        self._model, self._kept_bytes, self._differences = model, kept_bytes, differences
+        self._known: dict[int, dict[int, int]] = collections.defaultdict(dict)
+        self.larger: set[int] = set()
+
+    def kept(self, index: int, stage: nn.Module, name: str, first: int, output: Any) -> None:
+        """Look at the path of a kept stage, the first of whose nodes had the number `first`."""
+        self.look(index, stage, name, made_nodes() - first, lambda: _saved_behind(output, first))
+
+    def look(
+        self, index: int, stage: nn.Module, name: str, path: int, saved: Callable[[], Iterable[torch.Tensor]]
+    ) -> None:
+        """Note a path on which a stage saves more than planned.
+
+        Parameters
+        ----------
+        path : int
+            The number that stands for it.
+        saved : callable
+            Returns the tensors that the stage saves; called if the path is new.
+        """
+        if index in self.larger:
+            return
+        known = self._known[index]
+        nbytes = known.get(path)
+        if nbytes is None:
+            if len(known) >= _MOST:
+                return
+            nbytes = known[path] = self._bytes(stage, saved())
+        if nbytes >= self._kept_bytes[index] + _LEAST_BYTES:
+            planned = format_bytes(self._kept_bytes[index])
+            self._differences.note(
+                "saved",
+                f"stage {name!r} saves {format_bytes(nbytes)}, the plan expects {planned}: its forward took another "
+                "path than the one profiled; solve again with such inputs",
+            )
+
+    def _bytes(self, stage: nn.Module, tensors: Iterable[torch.Tensor]) -> int:
+        own = OwnStorages(OwnNames(self._model))
+        own.enter(stage)
+        wholes: dict[int, int] = {}
+        parts: collections.Counter[int] = collections.Counter()
+        for tensor in tensors:
+            if plain(tensor) and not own(storage := tensor.untyped_storage()):
+                wholes[storage._cdata] = storage.nbytes()
+                parts[storage._cdata] += tensor.nbytes  # of a batch's storage, a part
+        return sum(min(nbytes, parts[key]) for key, nbytes in wholes.items())
+
+
+def _saved_behind(output: Any, first: int) -> Iterator[torch.Tensor]:
+    """Yield the tensors that the nodes behind an output hold without hooks, back to the node number `first`."""
+    leaves = [output] if isinstance(output, torch.Tensor) else pytree.tree_leaves(output)
+    found = {t.grad_fn for t in leaves if isinstance(t, torch.Tensor)} - {None}
+    left = [*found]
+    while left:
+        node: Any = left.pop()
+        if node._sequence_nr() < first:
+            continue
+        for name in dir(node):
+            if name.startswith("_raw_saved_"):
+                slots = getattr(node, name)
+                for slot in slots if isinstance(slots, tuple) else (slots,):
+                    if slot.unpack_hook is None and isinstance(value := slot.data, torch.Tensor):
+                        yield value
+        new = {after for after, _ in node.next_functions if after is not None} - found
+        found |= new
+        left += new
