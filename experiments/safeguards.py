@@ -1281,8 +1281,8 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         20,
         "a stage that is to be recomputed is",
         "Controller._run_choice",
-        '        if choice.action == "recompute" or index in self._segments:\n            return run_recomputed(',
-        '        if choice.action == "nothing":\n            return run_recomputed(',
+        '        if choice.action == "recompute" or index in self._segments:\n            try:',
+        '        if choice.action == "nothing":\n            try:',
         (
             "tests/runtime/test_runtime.py::test_peak_is_as_predicted",
             "tests/runtime/test_segments.py::test_applied_plans_count_their_runs",
