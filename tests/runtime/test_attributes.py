@@ -125,6 +125,7 @@ def same(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
     return len(found) == len(wanted) and all(map(torch.equal, found, wanted))
 
 
+@pytest.mark.filterwarnings("ignore:.*another path than the one profiled")  # with what it remembers
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("kind", STATEFUL)
 def test_gradients_are_those_of_plain_steps(kind: type[nn.Module], how: str) -> None:
@@ -189,6 +190,7 @@ def test_profiling_leaves_attributes_as_they_were(kind: type[nn.Module]) -> None
     assert torch.equal(layer.generator.get_state(), generator)
 
 
+@pytest.mark.filterwarnings("ignore:.*another path than the one profiled")  # with what it remembers
 @pytest.mark.parametrize("how", HOW)
 def test_attributes_and_parameters_changed_before_backward(how: str) -> None:
     def grads(model: nn.Module) -> list[torch.Tensor]:

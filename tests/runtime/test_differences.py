@@ -484,8 +484,8 @@ def test_layers_that_are_thawed_and_frozen_again(what: str) -> None:
         frozen,
         plan,
         step,
-        {"thawed", "saved"},
-        "was frozen when the plan|another path",
+        {"thawed", *(["saved"] if what == "swap" else [])},
+        "was frozen when the plan",
         counts={"thawed": 2},
     )
 
@@ -508,7 +508,7 @@ def test_training_mode_after_a_plan_made_in_evaluation_mode(what: str) -> None:
         run(model.train(k > 1), x)
 
     plan = planned(evaluating, what)
-    differs(evaluating, plan, step, {"mode", "saved"}, "made for evaluation mode")
+    differs(evaluating, plan, step, {"mode", *(["saved"] if what == "swap" else [])}, "made for evaluation mode")
 
 
 @pytest.mark.filterwarnings("ignore:Using backward")

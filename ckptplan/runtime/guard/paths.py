@@ -8,6 +8,8 @@ stand for paths: of a kept stage, how many nodes autograd makes in its forward; 
 it saves. Where a number is new for a stage, the bytes are counted once: of a kept stage in the graph behind its output,
 of a recomputed one when it has run again. More than it saved when it was profiled is the difference "saved".
 
+A thawed parameter and another mode are differences of their own: a stage with one of them isn't counted.
+
 Not seen are paths of one number, what is saved inside of other saved-tensor hooks, such as a checkpoint's in the stage,
 and paths beyond a stage's first `_MOST`.
 
@@ -56,6 +58,8 @@ class Paths:
 
     def __init__(self, model: nn.Module, kept_bytes: Sequence[int], differences: Differences) -> None:
         self._model, self._kept_bytes, self._differences = model, kept_bytes, differences
+        self._training = model.training
+        self._frozen = [p for p in model.parameters() if not p.requires_grad]
         self._known: dict[int, dict[int, int]] = collections.defaultdict(dict)
         self.larger: set[int] = set()
 
@@ -81,6 +85,8 @@ class Paths:
         nbytes = known.get(path)
         if nbytes is None:
             if len(known) >= _MOST:
+                return
+            if self._model.training != self._training or any(p.requires_grad for p in self._frozen):
                 return
             nbytes = known[path] = self._bytes(stage, saved())
         if nbytes >= self._kept_bytes[index] + _LEAST_BYTES:
