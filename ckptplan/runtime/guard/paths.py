@@ -8,7 +8,8 @@ stand for paths: of a kept stage, how many nodes autograd makes in its forward; 
 it saves. Where a number is new for a stage, the bytes are counted once: of a kept stage in the graph behind its output,
 of a recomputed one when it has run again. More than it saved when it was profiled is the difference "saved".
 
-A thawed parameter and another mode are differences of their own: a stage with one of them isn't counted.
+A thawed parameter and another mode are differences of their own, and a stage with one of them is not counted. Nor is
+one that saved nothing, whose graph the program drops behind it (NOTE [Dropped graphs] in runtime/controller.py).
 
 Not seen are paths of one number, what is saved inside of other saved-tensor hooks, such as a checkpoint's in the stage,
 and paths beyond a stage's first `_MOST`.
@@ -79,7 +80,7 @@ class Paths:
         saved : callable
             Returns the tensors that the stage saves; called if the path is new.
         """
-        if index in self.larger:
+        if index in self.larger or not self._kept_bytes[index]:
             return
         known = self._known[index]
         nbytes = known.get(path)
