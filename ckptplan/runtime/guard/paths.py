@@ -6,7 +6,8 @@ is chosen by values (an LSTM saves twice as much where all of its packed sequenc
 look at what they save in each call (swap/session.py). For kept and recomputed ones that would take too long, so numbers
 stand for paths: of a kept stage, how many nodes autograd makes in its forward; of a recomputed one, how many tensors
 it saves. Where a number is new for a stage, the bytes are counted once: of a kept stage in the graph behind its output,
-of a recomputed one when it has run again. More than it saved when it was profiled is the difference "saved".
+of a recomputed one when it has run again. More than it saved when it was profiled, and than on its first path under the
+plan, is the difference "saved": on the first path, profiles count some memory elsewhere (what only real runs save).
 
 A thawed parameter and another mode are differences of their own, and a stage with one of them is not counted. Nor is
 one that saved nothing, whose graph the program drops behind it (NOTE [Dropped graphs] in runtime/controller.py).
@@ -58,7 +59,7 @@ class Paths:
     """
 
     def __init__(self, model: nn.Module, kept_bytes: Sequence[int], differences: Differences) -> None:
-        self._model, self._kept_bytes, self._differences = model, kept_bytes, differences
+        self._model, self._kept_bytes, self._differences = model, [*kept_bytes], differences
         self._training = model.training
         self._frozen = [p for p in model.parameters() if not p.requires_grad]
         self._known: dict[int, dict[int, int]] = collections.defaultdict(dict)
@@ -89,7 +90,10 @@ class Paths:
                 return
             if self._model.training != self._training or any(p.requires_grad for p in self._frozen):
                 return
-            nbytes = known[path] = self._bytes(stage, saved())
+            nbytes = self._bytes(stage, saved())
+            if not known:
+                self._kept_bytes[index] = max(self._kept_bytes[index], nbytes)
+            known[path] = nbytes
         if nbytes >= self._kept_bytes[index] + _LEAST_BYTES:
             planned = format_bytes(self._kept_bytes[index])
             self._differences.note(
