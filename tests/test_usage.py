@@ -644,6 +644,7 @@ def test_stages_that_checkpoint_inside(what: str) -> None:
         choices=tuple(choice),
         inputs=(None,) * 4,
         saved_bytes=(),
+        kept_bytes=(),
         segments=(Segment(0, 3, (Segment(1, 2),)),) if what == "segment" else (),
         host_bytes=1 << 16 if what == "swap" else 0,
     )
