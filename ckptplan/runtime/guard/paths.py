@@ -22,6 +22,7 @@ is counted once: 4 MiB, and the step warns. With 12 nodes again nothing is count
 from __future__ import annotations
 
 import collections
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -125,7 +126,9 @@ def _saved_behind(output: Any, first: int) -> Iterator[torch.Tensor]:
             continue
         for name in dir(node):
             if name.startswith("_raw_saved_"):
-                slots = getattr(node, name)
+                slots: Any = ()
+                with contextlib.suppress(RuntimeError):  # freed by a backward inside of the stage
+                    slots = getattr(node, name)
                 for slot in slots if isinstance(slots, tuple) else (slots,):
                     if slot.unpack_hook is None and isinstance(value := slot.data, torch.Tensor):
                         yield value
