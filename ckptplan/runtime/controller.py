@@ -485,7 +485,7 @@ class Controller:
             return original(*args, **kwargs)
         first = made_nodes()
         output = original(*args, **kwargs)
-        self._paths.kept(index, stage.module, stage.name, first, output)
+        self._paths.kept(stage, first, output)
         return output
 
     def _run_recomputed(

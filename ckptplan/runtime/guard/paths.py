@@ -24,16 +24,19 @@ from __future__ import annotations
 import collections
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from ckptplan.core.units import format_bytes
 from ckptplan.runtime.guard.differences import Differences
+from ckptplan.runtime.observe.measure import tensors_in
 from ckptplan.runtime.swap.own import OwnNames, OwnStorages
 from ckptplan.runtime.swap.views import plain
+
+if TYPE_CHECKING:
+    from ckptplan.runtime.recompute.call import PlannedStage
 
 _MOST = 16
 _LEAST_BYTES = 512
@@ -66,13 +69,11 @@ class Paths:
         self._known: dict[int, dict[int, int]] = collections.defaultdict(dict)
         self.larger: set[int] = set()
 
-    def kept(self, index: int, stage: nn.Module, name: str, first: int, output: Any) -> None:
+    def kept(self, stage: PlannedStage, first: int, output: Any) -> None:
         """Look at the path of a kept stage, the first of whose nodes had the number `first`."""
-        self.look(index, stage, name, made_nodes() - first, lambda: _saved_behind(output, first))
+        self.look(stage, made_nodes() - first, lambda: _saved_behind(output, first))
 
-    def look(
-        self, index: int, stage: nn.Module, name: str, path: int, saved: Callable[[], Iterable[torch.Tensor]]
-    ) -> None:
+    def look(self, stage: PlannedStage, path: int, saved: Callable[[], Iterable[torch.Tensor]]) -> None:
         """Note a path on which a stage saves more than planned.
 
         Parameters
@@ -82,6 +83,7 @@ class Paths:
         saved : callable
             Returns the tensors that the stage saves; called if the path is new.
         """
+        index = stage.index
         if index in self.larger or not self._kept_bytes[index]:
             return
         known = self._known[index]
@@ -91,7 +93,7 @@ class Paths:
                 return
             if self._model.training != self._training or any(p.requires_grad for p in self._frozen):
                 return
-            nbytes = self._bytes(stage, saved())
+            nbytes = self._bytes(stage.module, saved())
             if not known:
                 self._kept_bytes[index] = max(self._kept_bytes[index], nbytes)
             known[path] = nbytes
@@ -99,8 +101,8 @@ class Paths:
             planned = format_bytes(self._kept_bytes[index])
             self._differences.note(
                 "saved",
-                f"stage {name!r} saves {format_bytes(nbytes)}, the plan expects {planned}: its forward took another "
-                "path than the one profiled; solve again with such inputs",
+                f"stage {stage.name!r} saves {format_bytes(nbytes)}, the plan expects {planned}: its forward took "
+                "another path than the one profiled; solve again with such inputs",
             )
 
     def _bytes(self, stage: nn.Module, tensors: Iterable[torch.Tensor]) -> int:
@@ -117,8 +119,7 @@ class Paths:
 
 def _saved_behind(output: Any, first: int) -> Iterator[torch.Tensor]:
     """Yield the tensors that the nodes behind an output hold without hooks, back to the node number `first`."""
-    leaves = [output] if isinstance(output, torch.Tensor) else pytree.tree_leaves(output)
-    found = {t.grad_fn for t in leaves if isinstance(t, torch.Tensor)} - {None}
+    found = {t.grad_fn for t in tensors_in(output)} - {None}
     left = [*found]
     while left:
         node: Any = left.pop()
@@ -130,8 +131,9 @@ def _saved_behind(output: Any, first: int) -> Iterator[torch.Tensor]:
                 with contextlib.suppress(RuntimeError):  # freed by a backward inside of the stage
                     slots = getattr(node, name)
                 for slot in slots if isinstance(slots, tuple) else (slots,):
-                    if slot.unpack_hook is None and isinstance(value := slot.data, torch.Tensor):
-                        yield value
+                    # Older versions of PyTorch don't tell of hooks: nothing is counted there.
+                    if getattr(slot, "unpack_hook", slot) is None and isinstance(slot.data, torch.Tensor):
+                        yield slot.data
         new = {after for after, _ in node.next_functions if after is not None} - found
         found |= new
         left += new

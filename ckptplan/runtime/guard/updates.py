@@ -57,12 +57,12 @@ def noticing_updates(applied: Applied) -> Iterator[None]:
         if seen is None or seen.groups != len(groups):
             updated = {id(p) for group in groups for p in group["params"]}
             ours = not updated.isdisjoint(map(id, applied.model.parameters()))
-            first = ours and not any(other.ours for other in every.values())
+            alone = ours and not any(of.ours for other, of in every.items() if other is not optimizer)
+            first = alone and not (seen is not None and seen.ours)
             seen = every[optimizer] = _Seen(ours, len(groups))
             if first and applied.controller.counters.forwards == 0:
                 _warn_idle()
             if ours:
-                alone = not any(other.ours for each, other in every.items() if each is not optimizer)
                 applied.optimizer = weakref.ref(optimizer) if alone else None
             if not ours and _is_of_copy(updated, applied.model):
                 _note_copy(applied)

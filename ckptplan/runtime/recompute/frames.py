@@ -193,11 +193,9 @@ class Frame:
             leaves = []
         if count != last:
             raise self._another_path(f"saves {count} tensors")
-        if (paths := (stage := self._call.stage).paths) is not None:
-            paths.look(
-                stage.index, stage.module, stage.name, last,
-                lambda: [held.value for held in table.values() if held.value is not None],
-            )  # fmt: skip
+        stage = self._call.stage
+        if stage.paths is not None:
+            stage.paths.look(stage, last, lambda: [h.value for h in table.values() if h.value is not None])
         return leaves
 
     def _again(self, inputs: list[torch.Tensor], save: Callable[[torch.Tensor], Any]) -> list[Any]:
