@@ -18,6 +18,7 @@ from made_plans import one_transfer
 
 from ckptplan.core.errors import InvalidInputError, SwapError
 from ckptplan.runtime.observe.counters import Counters
+from ckptplan.runtime.observe.measure import recorded_blocks
 from ckptplan.runtime.swap.record import Record, State, finish_leaving, start_leaving, start_returning
 from ckptplan.runtime.swap.session import SwapSession
 from ckptplan.runtime.swap.stores import DISK_BLOCK_BYTES, DiskStore, Ticket, disk
@@ -392,6 +393,30 @@ def saved_exp(run: SwapSession, moves: tuple[int, ...]) -> tuple[torch.Tensor, t
     with run.stage(0, one_transfer(moves)):
         y = x.exp()  # saves its result
     return x, y
+
+
+def test_who_drops_a_record_frees_its_bytes_though_they_are_being_copied(
+    store: DiskStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recordings see the calling thread alone, so a release in the worker's would count as memory that is held."""
+    copying, dropped = threading.Event(), threading.Event()
+
+    def late(fd: int, view: memoryview, offset: int) -> None:
+        copying.set()
+        assert dropped.wait(30)
+
+    def step() -> None:
+        records = [Record(torch.randn(1 << 14), Counters(), None)]
+        start_leaving(records, store)
+        assert copying.wait(30)
+        threading.Timer(0.05, dropped.set).start()
+        records.clear()
+
+    monkeypatch.setattr(disk, "_write", late)
+    torch.randn(8)  # what the first draw makes
+    events, _ = recorded_blocks(step)
+    assert sum(nbytes for _, nbytes, _ in events) == 0
+    assert max(nbytes for _, nbytes, _ in events) == 4 << 14
 
 
 @pytest.mark.parametrize("moves", [(), (0,)])

@@ -40,6 +40,8 @@ class Ticket:
         Size of each block, and its offset within the piece, in bytes.
     out_done, in_done
         Completion of the copy out, and of the last copy in: an event or a `Done`, depending on the store.
+    sources : sequence of torch.Tensor
+        What a worker thread copies out, so that it isn't this thread that frees them.
     """
 
     def __init__(self, sizes: Sequence[int], offsets: Sequence[int], extent: Extent, space: Space) -> None:
@@ -51,10 +53,12 @@ class Ticket:
         self.space: Space | None = space
         self.out_done: Any = None
         self.in_done: Any = None
+        self.sources: Sequence[torch.Tensor] = ()
 
     def let_go(self) -> None:
         """Free the piece for other groups, as soon as no copy holds it either."""
         self.extent = self.space = None
+        self.sources = ()
 
 
 class Store:

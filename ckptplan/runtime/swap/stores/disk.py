@@ -211,6 +211,7 @@ class DiskStore(OfOneProcess):
         assert extent is not None, "a file has no end"
         self._reserve(extent.offset + extent.size)
         ticket = Ticket(sizes, offsets, extent, space)
+        ticket.sources = sources
         ticket.out_done = self._submit("out", ticket, sources, range(len(sizes)))
         return self._issued(ticket)
 
@@ -235,6 +236,7 @@ class DiskStore(OfOneProcess):
     def finish_out(self, ticket: Ticket) -> None:
         self._require_owner()
         ticket.out_done.wait(f"writing {format_bytes(ticket.nbytes)} to {self._where}")
+        ticket.sources = ()
 
     def start_in(self, ticket: Ticket, *targets: torch.Tensor, parts: Sequence[int] | None = None) -> Any:
         self._require_owner()
