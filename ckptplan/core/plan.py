@@ -135,6 +135,8 @@ class Decisions:
         Per stage, the bytes of each storage that it is planned to save, in order; empty: not known.
     kept_bytes : tuple of int
         Per stage, the bytes that it saves if it is kept; empty: not known.
+    differentiated : tuple of str
+        Stages through which forward itself runs a backward.
     """
 
     stages: tuple[str, ...]
@@ -143,6 +145,7 @@ class Decisions:
     inputs: tuple[tuple[InputTensor, ...] | None, ...] | None = None
     saved_bytes: tuple[tuple[int, ...], ...] = ()
     kept_bytes: tuple[int, ...] = ()
+    differentiated: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, repr=False, weakref_slot=True)
@@ -192,6 +195,8 @@ class Plan(Saved):
         Modules that the profiled step called outside all stages; None: not known.
     uncalled : tuple of str
         Modules inside of stages that it didn't call, the topmost of each path.
+    differentiated : tuple of str
+        Stages through which forward itself runs a backward (`Profile.differentiated`).
     least_peak_bytes, most_peak_bytes : int or None
         The smallest peak that was found for the profile, and the one with everything kept: budgets between them make a
         difference. Both with the other forwards in flight. None: not known.
@@ -235,6 +240,7 @@ class Plan(Saved):
     between_bytes: int | None = None
     outside: tuple[str, ...] | None = None
     uncalled: tuple[str, ...] = ()
+    differentiated: tuple[str, ...] = ()
     least_peak_bytes: int | None = None
     most_peak_bytes: int | None = None
     budget_share: float | None = None
@@ -256,7 +262,15 @@ class Plan(Saved):
     @property
     def decided(self) -> Decisions:
         """The decisions, without predictions."""
-        return Decisions(self.stages, self.choices, self.segments, self.inputs, self.saved_bytes, self.kept_bytes)
+        return Decisions(
+            self.stages,
+            self.choices,
+            self.segments,
+            self.inputs,
+            self.saved_bytes,
+            self.kept_bytes,
+            self.differentiated,
+        )
 
     @property
     def needed_bytes(self) -> int:
@@ -484,6 +498,7 @@ def plan_of(
         baseline_launch_s=profile.baseline_launch_s,
         outside=profile.outside,
         uncalled=profile.uncalled,
+        differentiated=profile.differentiated,
         notes=profile.notes,
         **fields,
     )

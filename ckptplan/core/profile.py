@@ -116,6 +116,9 @@ class Profile(Saved):
         Modules that the step calls and that lie in no stage's; None: not known.
     uncalled : tuple of str
         Modules that lie in a stage's and that the step doesn't call, the topmost of each path.
+    differentiated : tuple of str
+        Stages through which forward itself runs a backward (`torch.autograd.grad` for a penalty, forces, an inner
+        loop); they are kept.
     step_error : float
         Standard error of `baseline_step_s`, as a share of it; 0 if the times are given, not measured.
     input_bytes : int
@@ -136,6 +139,7 @@ class Profile(Saved):
     disk: Link | None = None
     outside: tuple[str, ...] | None = None
     uncalled: tuple[str, ...] = ()
+    differentiated: tuple[str, ...] = ()
     step_error: float = 0.0
     input_bytes: int = 0
 

@@ -459,7 +459,16 @@ def _timed(
     with parameters.restored(), folding.shortened():
         real = RealStorages(step.model, target.device, target.round_to)
         times, launches, unlike = time_stages(
-            step, few, Counter(kinds), again, target.device, rewind, real, traced.rerun_shares, report
+            step,
+            few,
+            Counter(kinds),
+            again,
+            target.device,
+            rewind,
+            real,
+            traced.rerun_shares,
+            traced.differentiated,
+            report,
         )
     places = {
         2 * k + inside: real.found[2 * s + inside]
@@ -583,6 +592,7 @@ def _with_times(
         disk=disk,
         outside=traced.outside,
         uncalled=traced.uncalled,
+        differentiated=traced.differentiated,
         step_error=_step_error(stages, times),
         input_bytes=traced.input_bytes,
     )

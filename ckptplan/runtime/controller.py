@@ -202,6 +202,8 @@ class Controller:
         self.before_forward: Callable[[tuple[Any, ...], dict[str, Any]], Controller] | None = None
         self.holds: object = None
         """What has to live as long as the model is patched, whether or not the caller keeps the handle."""
+        self.is_inner: Callable[[int], bool] | None = None
+        """Whether a backward that begins in a stage is one that forward runs itself; None: none is."""
         self._task = -1
         self._met: set[int] = set()  # stages that a backward under this plan has met, NOTE [Dropped graphs]
         self._dropped: set[int] = set()  # those of them without a graph
@@ -229,6 +231,8 @@ class Controller:
         if not real:
             raise PlanMismatchError("the plan has no stage that is a module of the model")
         self._first, self._last = real[0], real[-1]
+        self._differentiated = frozenset(i for i in real if self._stages[i] in decisions.differentiated)
+        hooked = [i for i in real if i not in self._differentiated]  # in backward
         self._segments: dict[int, tuple[Segment, tuple[int, ...]]] = {}
         for segment in segments:
             inside = tuple(i for i in real if segment.first <= i <= segment.last)
@@ -247,7 +251,8 @@ class Controller:
                     self._release_after.setdefault(max(i for i in real if i <= release), []).append(place)
                 else:
                     self._release_before.setdefault(later[0], []).append(place)
-                self._prefetch_at.setdefault(max(i for i in real if i <= transfer.prefetch), []).insert(0, place)
+                at = max((i for i in hooked if i <= transfer.prefetch), default=index)
+                self._prefetch_at.setdefault(at, []).insert(0, place)
         self._patches = [PatchedForward(module, functools.partial(self._run_stage, module)) for module in self._indices]
         self._compiled = [patch for patch in self._patches if patch.is_compiled]
         self._sees_model = one_forward and model not in self._indices
@@ -256,7 +261,7 @@ class Controller:
         for observer in observers:
             self._patches += observer.patches(self._active)
         discarded = (i for i, choice in enumerate(self._choices) if choice.option == DISCARD)
-        self._always_watched = frozenset((*self._prefetch_at, self._last, *discarded))
+        self._always_watched = frozenset((*self._prefetch_at, *hooked[-1:], *discarded))
         self._watches = bool(self._segments) or bool(self._enter or self._exit or self._backward)
 
     def _check_ends(self, segment: Segment, inside: tuple[int, ...]) -> None:
@@ -451,6 +456,8 @@ class Controller:
             current.open = self._pass = None
             raise
         self.place = behind
+        if index in self._differentiated:  # its backwards are forward's, and begin nothing
+            return output
         current.graphs[index] = _marked(output)
         if current.watched or not current.first_watched or index in self._always_watched:
             current.first_watched |= self._watch_backward(current, index, output)
@@ -536,6 +543,8 @@ class Controller:
         """Hook the beginning of a stage's backward; return False if its output has no graph."""
 
         def begin(_: Any) -> None:
+            if self.is_inner is not None and self.is_inner(index):
+                return
             if not current.backward_begun:
                 current.backward_begun = True
                 self._release_until(current, len(self._stages))
@@ -590,7 +599,8 @@ class Controller:
                 self.counters.differences.note(
                     "graph",
                     "a backward makes a graph of its own (create_graph=True), so what the stages saved, and what their "
-                    "recomputes bring back, stays until that graph has run backward, too; the plan frees it before",
+                    "recomputes bring back, stays until that graph has run backward, too; the plan frees it before; "
+                    "solve with step= for a step that has both backwards",
                 )
             if self.on_backward is not None:
                 self.on_backward()

@@ -21,7 +21,7 @@ SAVED = Path(__file__).parents[1] / "saved"
 NAMES = ("conv", "transformer", "chain")
 LOAD: dict[str, Any] = {"profile": Profile.load, "plan": Plan.load}
 ADDED = {
-    "profile": {"outside": None, "uncalled": [], "step_error": 0.0, "input_bytes": 0},
+    "profile": {"outside": None, "uncalled": [], "differentiated": [], "step_error": 0.0, "input_bytes": 0},
     "storage": {"graph_until": None, "origin": ""},
     "stage": {
         "forward_launch_s": 0.0,
@@ -35,6 +35,7 @@ ADDED = {
     "plan": {
         "outside": None,
         "uncalled": [],
+        "differentiated": [],
         "allocated_bytes": None,
         "saved_bytes": [],
         "kept_bytes": [],

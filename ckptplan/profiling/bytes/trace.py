@@ -109,7 +109,9 @@ class Replay:
         Segment -> the tensors passed in.
     modifies : dict
         Segments that can't run a second time -> why: they write to what they read, or what they read is written to
-        before backward, or they run backward inside their own forward.
+        before backward, or forward itself runs a backward through them.
+    differentiated : set of int
+        Segments through which forward runs a backward after it has left them.
     written : list of str
         Qualified names of the parameters that forward writes to.
     sizes : dict
@@ -159,6 +161,7 @@ class Replay:
     generator_bytes: dict[int, int] = field(default_factory=dict)
     arguments: dict[int, tuple[InputTensor, ...]] = field(default_factory=dict)
     modifies: dict[int, str] = field(default_factory=dict)
+    differentiated: set[int] = field(default_factory=set)
     written: list[str] = field(default_factory=list)
     sizes: dict[Sid, int] = field(default_factory=dict)
     ends: dict[int, dict[Sid, Sid]] = field(default_factory=dict)
@@ -300,6 +303,10 @@ class _Watcher(Observer):
         self._saves = saves
         self._forward = True
         self._whole = Watched(model, ())
+        self._gradients = lambda: [
+            None if p.grad is None else (id(p.grad), p.grad._version) for p in model.parameters()
+        ]
+        self._starts_with = self._gradients()
         self._read: list[tuple[int, Watched]] = []
         self.draws = SystemDraws()
         self._position = 0
@@ -371,8 +378,13 @@ class _Watcher(Observer):
         self._move_on()
 
     def backward(self, stage: int) -> None:
-        self._check_begun(self._segments[stage])
         self._tracker.enter_backward(self._segments[stage])
+
+    def is_inner(self, stage: int) -> bool:
+        """Whether the backward that begins in `stage` is one of forward's own, and note it."""
+        if self._forward:
+            self._differentiates(self._segments[stage])
+        return self._forward
 
     @property
     def segment(self) -> int:
@@ -387,30 +399,33 @@ class _Watcher(Observer):
         return _Saved(self._position, lambda: self._tracker.uncounted(shape, stride, dtype, device))
 
     def give_back(self, saved: _Saved) -> torch.Tensor:
-        """Return a saved tensor to the backward that runs now.
+        """Return a saved tensor to the backward that runs now."""
+        if self._forward:
+            self._differentiates(saved.segment)
+        return saved.tensor()
+
+    def _differentiates(self, segment: int) -> None:
+        """Note that forward runs a backward through a segment."""
+        self._once("runs backward inside its own forward")
+        if segment != self._position:
+            self._once("forward itself runs backward through it", segment)
+            self._replay.differentiated.add(segment)
+
+    def forward_ended(self) -> None:
+        """Note which stages can't run again, since something wrote to what they read; backward follows.
 
         Raises
         ------
         UnsupportedModelError
-            If forward still runs, and has left the segment that saved it.
+            If a backward in forward has left gradients: it was the step's own.
         """
-        self._check_begun(saved.segment)
-        if self._forward:
-            self._once("runs backward inside its own forward")
-        return saved.tensor()
-
-    def _check_begun(self, segment: int) -> None:
-        if self._forward and segment != self._position:
+        if self._replay.differentiated and self._gradients() != self._starts_with:
             raise UnsupportedModelError(
-                f"forward isn't over and backward runs already, in {segment_name(self._stages, segment)!r}; a plan "
-                "covers one forward and the backward behind it. Let step= return the loss without its backward, for a "
-                "loop that accumulates gradients that of one micro-batch, with accumulate=True; a gradient that "
-                "forward needs itself (autograd.grad for a penalty or forces) has to be one of a single stage's "
-                "operations: take it inside that stage, or out of the planned model"
+                "step= has run backward already, which has left gradients on the model; a plan covers one forward and "
+                "the backward behind it. Let step= return the loss without its backward, for a loop that accumulates "
+                "gradients that of one micro-batch, with accumulate=True; a gradient that the loss needs (a penalty, "
+                "forces) comes from torch.autograd.grad"
             )
-
-    def forward_ended(self) -> None:
-        """Note which stages can't run again, since something wrote to what they read; backward follows."""
         self._forward = False
         written: set[int] = set()  # by this segment and all behind it
         later: set[Sid] = set()  # written to by those behind it
@@ -479,7 +494,7 @@ def replay(
     Raises
     ------
     UnsupportedModelError
-        If backward runs before forward is over, other than inside one stage.
+        If forward runs the step's own backward.
     """
     out = Replay()
     owners_of_a_lone_gradient()  # cached now: it can't be measured inside a replay
@@ -523,6 +538,7 @@ def replay(
 
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, watcher.give_back)
         controller.counters.runs = _Runs(tracker.stage_next)
+        controller.is_inner = watcher.is_inner
         controller.install()
         try:
             # Before the tracker is entered, which would count the base that the twin of a view is made from.
@@ -910,10 +926,10 @@ class _Tracing:
     def _note_modifying(self) -> None:
         """Add a note for each reason for which stages can't run a second time."""
         for why in dict.fromkeys(self.kept.modifies.values()):
-            stages = ", ".join(
-                segment_name(self.names, g) for g, its in sorted(self.kept.modifies.items()) if its == why
-            )
-            self.notes.append(f"kept or swapped alone: {stages}: {why}")
+            those = [g for g, its in sorted(self.kept.modifies.items()) if its == why]
+            stages = ", ".join(segment_name(self.names, g) for g in those)
+            so = "kept" if self.kept.differentiated.issuperset(those) else "kept or swapped alone"
+            self.notes.append(f"{so}: {stages}: {why}")
 
     def _choose(self) -> dict[str, list[Choice]]:
         """Kind of stage -> the choices of operations to save that its menu offers."""
@@ -1071,7 +1087,7 @@ class _Tracing:
             can_run_again = is_stage and g not in self.kept.modifies and g not in self.once
             return {"keep": _Held((), own)} | ({DISCARD: _Held((), given, recomputes=True)} if can_run_again else {})
         menu = {"keep": keep}
-        if is_stage and keep.all:
+        if is_stage and keep.all and g not in self.kept.differentiated:
             menu |= self._all_moved(keep, "swap")
             if self._kind(g) in self.choices:
                 menu |= self._half_moved(keep, "swap-1")
@@ -1192,6 +1208,7 @@ class _Tracing:
             notes=tuple(self.notes),
             outside=self.found.outside,
             uncalled=self.found.uncalled,
+            differentiated=tuple(segment_name(self.names, g) for g in sorted(self.kept.differentiated) if g % 2),
             written=tuple(self.kept.written),
             places=self._places(),
             rerun_shares=self.rerun_shares,

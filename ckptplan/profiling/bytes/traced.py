@@ -70,6 +70,7 @@ class Traced:
     notes: tuple[str, ...]
     outside: tuple[str, ...]
     uncalled: tuple[str, ...]
+    differentiated: tuple[str, ...]
     written: tuple[str, ...]
     places: dict[int, Places]
     rerun_shares: dict[tuple[str, tuple[int, ...]], float]

@@ -161,7 +161,7 @@ class Folding:
         return tuple(found[source] for source in range(len(self.stages)))
 
     def _written_out(self, seen: Replay) -> Replay:
-        if len(seen.forward) != 2 * len(self.stages) + 1:
+        if len(seen.forward) != 2 * len(self.stages) + 1 or seen.differentiated:
             raise UnlikeLayersError
         short = self.stages
         for run in reversed(self._runs):

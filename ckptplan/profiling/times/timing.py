@@ -4,6 +4,9 @@ The model's forward runs once per round on real inputs, with the graph cut behin
 autograd, but the first one of each kind is also timed on the spot: forward, backward and recompute on the same inputs.
 Between the cuts the glue keeps its graph, so that its backward (most of all the loss) can be timed too.
 
+Stages that forward itself differentiates aren't cut: their backward counts once, as the stages', and what the loss's
+takes more, the differentiation of forward's own backward included, as the last glue's.
+
 Each round times every way of each kind once, so a machine that gets slower or faster meanwhile changes all alike, and
 their ratios stay. Rounds go on until the step's standard error is small, or have taken long enough.
 """
@@ -193,8 +196,10 @@ class _Timing:
         device: torch.device,
         rewind: Callable[[], None],
         rerun_shares: Mapping[tuple[str, tuple[int, ...]], float],
+        differentiated: frozenset[str],
         report: Report,
     ) -> None:
+        self.differentiated = differentiated
         self.rerun_shares, self.report, self.number = rerun_shares, report, 0
         self.step, self.kinds, self.counts, self.again, self.device = step, kinds, counts, again, device
         self.watch = Stopwatch(device)
@@ -358,7 +363,7 @@ class _Timing:
             if t.grad_fn is not None and type(t.grad_fn).__name__ != "_JoinBackward"
         ]
         took = Took(0.0, 0.0)
-        if fresh:
+        if fresh and self.differentiated.isdisjoint(self.names[:index]):
             span = self.watch.begin(("backward", index))
             self._backward(fresh)
             took = self.watch.end(span)
@@ -380,12 +385,16 @@ class _Timing:
                 if kind in self.wanted:
                     self.wanted.remove(kind)
                     self._time(kind, call)
-        if self.watched is None:
+        if self.watched is None and self.names[index] in self.differentiated:
+            output = call.run()
+        elif self.watched is None:
             output = self._without_graph(kind, call)
         else:
             self.watched.begin(2 * index + 1, call.arguments)
             output = call.run()
             self.watched.end(output)
+        if self.names[index] in self.differentiated:
+            return output
         given = {t.untyped_storage()._cdata for t in tensors_in(call.arguments)}
 
         def cut(tensor: torch.Tensor) -> torch.Tensor:
@@ -519,6 +528,7 @@ def time_stages(
     rewind: Callable[[], None],
     real: RealStorages | None = None,
     rerun_shares: Mapping[tuple[str, tuple[int, ...]], float] = MappingProxyType({}),
+    differentiated: Collection[str] = (),
     report: Report = ignore_progress,
 ) -> tuple[Times, Times, dict[str, str]]:
     """Measure `step` stage by stage, and check of each stage that it can run again.
@@ -536,7 +546,7 @@ def time_stages(
         Restores buffers and random states between rounds.
     real : RealStorages, optional
         Watches one round's forward.
-    rerun_shares : mapping
+    rerun_shares, differentiated
         As in `Traced`.
     report : callable
         Called with the number of each stage, between what is measured.
@@ -553,7 +563,7 @@ def time_stages(
     UnsupportedModelError
         If a stage didn't run.
     """
-    timing = _Timing(step, kinds, counts, again, device, rewind, rerun_shares, report)
+    timing = _Timing(step, kinds, counts, again, device, rewind, rerun_shares, frozenset(differentiated), report)
     timing.round(tries=True)  # a warm-up as well
     timing.round(watched=real)
     timing.rounds()
@@ -588,4 +598,7 @@ def _medians(timing: _Timing, lane: int) -> Times:
     for (direction, index), values in timing.glue.items():
         table = out.glue_forward_s if direction == "forward" else out.glue_backward_s
         table[index] = statistics.median(t[lane] for t in values[1:] or values)
+    twice_s = sum(out.backward_s[timing.kinds[name]] for name in timing.differentiated)
+    last = len(timing.names)
+    out.glue_backward_s[last] = max(out.glue_backward_s[last] - twice_s, 0.0)
     return out
