@@ -7,9 +7,9 @@ recomputed, with all that other stages add to it, and the recompute would add to
 
 1. Of a context variable that has a container, the call records a copy of the container and of those inside of it, as
    they were at the call. Each recompute gets new ones, so that what it adds is dropped.
-2. A list, set or deque that is longer after a stage than before is a place where stages collect; so is a tuple in place
-   of a shorter one. Tensors there are recorded by weak references, at this call and at all later ones. A recompute that
-   uses one of them that was freed raises an error.
+2. A list, set or deque that is longer after a stage than before, or at a stage's call than at the last one, is a place
+   where the model collects; so is a tuple in place of a shorter one. Tensors there are recorded by weak references, at
+   all calls. A recompute that uses one of them that was freed raises an error.
 3. All other tensors are given to the stages, and held. So are those that stages add to a dictionary, which may be a
    cache that later stages read.
 
@@ -24,7 +24,8 @@ import collections
 import contextvars
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -40,8 +41,10 @@ _MOST_ENTRIES = 1 << 10
 Path = tuple[Any, ...]
 """Where a value lies: the variable, the type of its container, then keys, positions and names of fields."""
 _collected: set[Path] = set()
-"""Places where stages collect (NOTE [Collectors], rule 2)."""
+"""Places where the model collects (NOTE [Collectors], rule 2)."""
 _MOST_PLACES = 1 << 12
+_last: dict[contextvars.ContextVar[Any], tuple[int, dict[Path, int]]] = {}
+"""Variable -> the identity of its container at the last call, and the lengths of lists, tuples, sets and deques in it."""
 
 
 class Freed:
@@ -70,18 +73,31 @@ class Variables:
         self._copies: dict[contextvars.ContextVar[Any], Any] = {}
         for variable, value in list(self._context.items()):
             if _is_container(value):
+                self._grew_since(variable, value)
                 self._copies[variable] = _copied((variable, type(value)), value, record=True)
                 self._context.run(variable.set, None)
+        if self._copies:
+            _alive.add(self)
+
+    @staticmethod
+    def _grew_since(variable: contextvars.ContextVar[Any], value: Any) -> None:
+        """Find where the model has collected since the last call, between stages."""
+        lengths = dict(_lengths((variable, type(value)), value))
+        present = 0 if isinstance(value, tuple) else id(value)  # a longer tuple is another one
+        identity, before = _last.get(variable, (present, lengths))
+        _last[variable] = present, lengths
+        if identity == present:
+            _add(path for path, length in lengths.items() if length > before.get(path, length))
 
     def forward_done(self) -> None:
-        """Find where the stage has collected (NOTE [Collectors], rule 2), and drop tensors that were there before."""
+        """Find where the stage has collected (NOTE [Collectors], rule 2)."""
         for variable, before in self._copies.items():
-            grown = list(_grown((variable, type(before)), before, variable.get(None)))
-            if not _collected.issuperset(grown):
-                if len(_collected) > _MOST_PLACES:
-                    _collected.clear()
-                _collected.update(grown)
-                self._copies[variable] = _copied((variable, type(before)), before, record=True)
+            _add(_grown((variable, type(before)), before, variable.get(None)))
+
+    def drop(self) -> None:
+        """Hold tensors in the places that are known now by weak references."""
+        for variable, value in self._copies.items():
+            self._copies[variable] = _copied((variable, type(value)), value, record=True)
 
     def run(self, function: Callable[..., T], *args: object, **kwargs: object) -> T:
         """Call `function` with the recorded context variables."""
@@ -89,6 +105,32 @@ class Variables:
         for variable, value in self._copies.items():
             context.run(variable.set, _copied((variable, type(value)), value))
         return context.run(function, *args, **kwargs)
+
+
+_alive: weakref.WeakSet[Variables] = weakref.WeakSet()
+"""Records of calls whose stages may run again."""
+
+
+def _add(places: Iterable[Path]) -> None:
+    """Note places where the model collects, and drop the tensors in them that calls before have recorded."""
+    new = set(places) - _collected
+    if new:
+        if len(_collected) > _MOST_PLACES:
+            _collected.clear()
+        _collected.update(new)
+        for recorded in list(_alive):
+            recorded.drop()
+
+
+def _lengths(path: Path, value: Any) -> Iterator[tuple[Path, int]]:
+    """Yield the places of lists, tuples, sets and deques, with their lengths."""
+    if not _is_container(value):
+        return
+    if isinstance(value, list | tuple | set | collections.deque):
+        yield path, len(value)
+        return
+    for key, item in _inside(value).items():
+        yield from _lengths((*path, key), item)
 
 
 def _is_container(value: Any) -> bool:
