@@ -16,7 +16,7 @@ from ckptplan.core.link import Tier
 from ckptplan.core.option import ACTIONS, Action
 from ckptplan.core.profile import Fingerprint, Profile
 from ckptplan.core.segment import Segment
-from ckptplan.core.stage import InputTensor
+from ckptplan.core.stage import Differentiated, InputTensor
 from ckptplan.core.units import format_bytes, format_seconds, format_table
 
 if TYPE_CHECKING:  # of higher layers
@@ -135,7 +135,7 @@ class Decisions:
         Per stage, the bytes of each storage that it is planned to save, in order; empty: not known.
     kept_bytes : tuple of int
         Per stage, the bytes that it saves if it is kept; empty: not known.
-    differentiated : tuple of str
+    differentiated : tuple of Differentiated
         Stages through which forward itself runs a backward.
     """
 
@@ -145,7 +145,7 @@ class Decisions:
     inputs: tuple[tuple[InputTensor, ...] | None, ...] | None = None
     saved_bytes: tuple[tuple[int, ...], ...] = ()
     kept_bytes: tuple[int, ...] = ()
-    differentiated: tuple[str, ...] = ()
+    differentiated: tuple[Differentiated, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, repr=False, weakref_slot=True)
@@ -195,7 +195,7 @@ class Plan(Saved):
         Modules that the profiled step called outside all stages; None: not known.
     uncalled : tuple of str
         Modules inside of stages that it didn't call, the topmost of each path.
-    differentiated : tuple of str
+    differentiated : tuple of Differentiated
         Stages through which forward itself runs a backward (`Profile.differentiated`).
     least_peak_bytes, most_peak_bytes : int or None
         The smallest peak that was found for the profile, and the one with everything kept: budgets between them make a
@@ -240,7 +240,7 @@ class Plan(Saved):
     between_bytes: int | None = None
     outside: tuple[str, ...] | None = None
     uncalled: tuple[str, ...] = ()
-    differentiated: tuple[str, ...] = ()
+    differentiated: tuple[Differentiated, ...] = ()
     least_peak_bytes: int | None = None
     most_peak_bytes: int | None = None
     budget_share: float | None = None

@@ -13,7 +13,7 @@ from ckptplan.core.files import Saved
 from ckptplan.core.late import late
 from ckptplan.core.link import Link
 from ckptplan.core.option import Option
-from ckptplan.core.stage import Stage
+from ckptplan.core.stage import Differentiated, Stage
 from ckptplan.core.storage import Storage
 from ckptplan.core.units import format_bytes, format_seconds
 
@@ -116,7 +116,7 @@ class Profile(Saved):
         Modules that the step calls and that lie in no stage's; None: not known.
     uncalled : tuple of str
         Modules that lie in a stage's and that the step doesn't call, the topmost of each path.
-    differentiated : tuple of str
+    differentiated : tuple of Differentiated
         Stages through which forward itself runs a backward (`torch.autograd.grad` for a penalty, forces, an inner
         loop); they are kept.
     step_error : float
@@ -139,7 +139,7 @@ class Profile(Saved):
     disk: Link | None = None
     outside: tuple[str, ...] | None = None
     uncalled: tuple[str, ...] = ()
-    differentiated: tuple[str, ...] = ()
+    differentiated: tuple[Differentiated, ...] = ()
     step_error: float = 0.0
     input_bytes: int = 0
 

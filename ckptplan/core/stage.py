@@ -17,6 +17,25 @@ Phase = Literal["forward", "backward", "update"]
 
 
 @dataclass(frozen=True, slots=True)
+class Differentiated:
+    """A stage through which forward itself runs a backward: for a penalty, forces, a Hessian product, an inner loop.
+
+    Parameters
+    ----------
+    stage : str
+    plain, creating : int
+        Backwards that begin in it: those that make no graph, and those that do (`create_graph=True`).
+    """
+
+    stage: str
+    plain: int = 0
+    creating: int = 0
+
+    def __post_init__(self) -> None:
+        check_fields("differentiated", self)
+
+
+@dataclass(frozen=True, slots=True)
 class InputTensor:
     """A tensor among the arguments of a stage; a plan is valid for tensors that aren't larger in any dimension.
 

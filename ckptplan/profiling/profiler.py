@@ -467,7 +467,7 @@ def _timed(
             rewind,
             real,
             traced.rerun_shares,
-            traced.differentiated,
+            [each.stage for each in traced.differentiated],
             report,
         )
     places = {

@@ -112,10 +112,13 @@ class _Pass:
         self.first_watched = False
         self.calls: dict[nn.Module, int] = {}
         self.backward_begun = False
+        self.begun: set[int] = set()  # hooked stages whose backward has begun
+        self.start: tuple[int, weakref.ref[_Mark] | None] = -1, None  # the first hooked stage, and its graph
         self.open: OpenSegment | None = None
         self.in_model = False  # the model's own forward is running
         self.last = -1  # largest index of a stage that has begun
         self.graphs: dict[int, weakref.ref[_Mark] | None] = {}  # NOTE [Dropped graphs]
+        self.inner: dict[int, tuple[set[int], set[int]]] = {}  # stage -> graph tasks begun in it, plain and creating
 
     @property
     def alive(self) -> set[int]:
@@ -203,7 +206,7 @@ class Controller:
         self.holds: object = None
         """What has to live as long as the model is patched, whether or not the caller keeps the handle."""
         self.is_inner: Callable[[int], bool] | None = None
-        """Whether a backward that begins in a stage is one that forward runs itself; None: none is."""
+        """Whether a backward that begins in a stage is one of forward's own, where forward's end is known."""
         self._task = -1
         self._met: set[int] = set()  # stages that a backward under this plan has met, NOTE [Dropped graphs]
         self._dropped: set[int] = set()  # those of them without a graph
@@ -231,8 +234,8 @@ class Controller:
         if not real:
             raise PlanMismatchError("the plan has no stage that is a module of the model")
         self._first, self._last = real[0], real[-1]
-        self._differentiated = frozenset(i for i in real if self._stages[i] in decisions.differentiated)
-        hooked = [i for i in real if i not in self._differentiated]  # in backward
+        inner = {each.stage: each for each in decisions.differentiated}
+        self._differentiated = {i: inner[self._stages[i]] for i in real if self._stages[i] in inner}
         self._segments: dict[int, tuple[Segment, tuple[int, ...]]] = {}
         for segment in segments:
             inside = tuple(i for i in real if segment.first <= i <= segment.last)
@@ -251,8 +254,7 @@ class Controller:
                     self._release_after.setdefault(max(i for i in real if i <= release), []).append(place)
                 else:
                     self._release_before.setdefault(later[0], []).append(place)
-                at = max((i for i in hooked if i <= transfer.prefetch), default=index)
-                self._prefetch_at.setdefault(at, []).insert(0, place)
+                self._prefetch_at.setdefault(max(i for i in real if i <= transfer.prefetch), []).insert(0, place)
         self._patches = [PatchedForward(module, functools.partial(self._run_stage, module)) for module in self._indices]
         self._compiled = [patch for patch in self._patches if patch.is_compiled]
         self._sees_model = one_forward and model not in self._indices
@@ -261,7 +263,7 @@ class Controller:
         for observer in observers:
             self._patches += observer.patches(self._active)
         discarded = (i for i, choice in enumerate(self._choices) if choice.option == DISCARD)
-        self._always_watched = frozenset((*self._prefetch_at, *hooked[-1:], *discarded))
+        self._always_watched = frozenset((*self._prefetch_at, self._last, *discarded))
         self._watches = bool(self._segments) or bool(self._enter or self._exit or self._backward)
 
     def _check_ends(self, segment: Segment, inside: tuple[int, ...]) -> None:
@@ -414,7 +416,8 @@ class Controller:
         current = self._pass
         index = None if current is None else self._next_call(current, module)
         again = index is None  # called more often than planned: by the decision of its last planned call
-        if current is None or (again and not current.in_model and self._begins_a_pass(current, module)):
+        if current is None or (not current.in_model and self._begins_a_pass(current, module, again=again)):
+            self._note_unfinished(current, module)
             current = None  # the graph of the pass before holds it alone
             self._mark_mode()
             current = self._begin(by_call=True)
@@ -456,11 +459,12 @@ class Controller:
             current.open = self._pass = None
             raise
         self.place = behind
-        if index in self._differentiated:  # its backwards are forward's, and begin nothing
-            return output
         current.graphs[index] = _marked(output)
         if current.watched or not current.first_watched or index in self._always_watched:
-            current.first_watched |= self._watch_backward(current, index, output)
+            watched = self._watch_backward(current, index, output)
+            if watched and not current.first_watched:
+                current.start = index, current.graphs[index]
+            current.first_watched |= watched
         self.counters.meter.mark(min(index + 1, len(self._stages) - 1) * KINDS)
         if index == self._last and not self._sees_model:
             for ended in self._output:
@@ -530,9 +534,26 @@ class Controller:
                 current.session.release(*place)
         current.last = max(current.last, index)
 
-    def _begins_a_pass(self, current: _Pass, module: nn.Module) -> bool:
-        """Return whether a call of a stage beyond those planned, outside of the model's call, is of the next step."""
-        return current.backward_begun or self._indices[module][0] == self._first
+    def _begins_a_pass(self, current: _Pass, module: nn.Module, *, again: bool) -> bool:
+        """Return whether a call of a stage outside of the model's call is of the next step.
+
+        `again`: it is beyond those planned.
+        """
+        first = self._indices[module][0] == self._first
+        return (again and (current.backward_begun or first)) or (first and current.backward_begun)
+
+    def _note_unfinished(self, former: _Pass | None, module: nn.Module) -> None:
+        """Note that forward goes on after a backward of its own, which leaves the graph of the first stage."""
+        if former is None or not former.backward_begun or self._indices[module][0] == self._first:
+            return
+        first, mark = former.start
+        if first not in former.begun and mark is not None and mark() is not None:
+            self.counters.differences.note(
+                "calls",
+                f"module {self._stages[self._indices[module][0]]!r} is called after a backward that hasn't come to "
+                f"{self._stages[first]!r}: forward runs a backward of its own, which the plan doesn't count; solve "
+                "with step= for a step that has both",
+            )
 
     def _next_call(self, current: _Pass, module: nn.Module) -> int | None:
         indices = self._indices[module]
@@ -543,7 +564,7 @@ class Controller:
         """Hook the beginning of a stage's backward; return False if its output has no graph."""
 
         def begin(_: Any) -> None:
-            if self.is_inner is not None and self.is_inner(index):
+            if self._is_inner(current, index):
                 return
             if not current.backward_begun:
                 current.backward_begun = True
@@ -554,6 +575,7 @@ class Controller:
                 if current.checks is not None:
                     current.checks.backward_begins()
             current.open = None
+            current.begun.add(index)
             if self._choices[index].option == DISCARD:
                 self.counters.differences.note(
                     "attached",
@@ -574,13 +596,37 @@ class Controller:
             node.register_prehook(begin)  # type: ignore[union-attr]
         return bool(nodes)
 
+    def _is_inner(self, current: _Pass, index: int) -> bool:
+        """Return whether the backward that begins in a stage is one of forward's own, as far as was planned."""
+        if self.is_inner is not None:
+            return self.is_inner(index)
+        planned = self._differentiated.get(index)
+        if planned is None:
+            return False
+        creates = torch.is_grad_enabled()
+        tasks = current.inner.setdefault(index, (set(), set()))
+        tasks[creates].add(torch._C._current_graph_task_id())
+        if creates and len(tasks[1]) > planned.creating:
+            self._note_created()
+            return len(tasks[0]) + len(tasks[1]) <= planned.plain + planned.creating
+        return len(tasks[creates]) <= (planned.creating if creates else planned.plain)
+
+    def _note_created(self) -> None:
+        self.counters.differences.note(
+            "graph",
+            "a backward makes a graph of its own (create_graph=True), so what the stages saved, and what their "
+            "recomputes bring back, stays until that graph has run backward, too; the plan frees it before; "
+            "solve with step= for a step that has both backwards",
+        )
+
     def _note_graphs(self, current: _Pass) -> None:
         """Note a stage whose graph is alive although the planned step dropped it (NOTE [Dropped graphs])."""
         alive = current.alive
         new = current.graphs.keys() - self._met
         self._met |= new
         self._dropped |= new - alive
-        if (back := alive & self._dropped) and "thawed" not in self.counters.differences.unplanned:
+        told = {"thawed", "graph"} & self.counters.differences.unplanned
+        if (back := alive & self._dropped) and not told:
             self.counters.differences.note(
                 "attached",
                 f"the graph of stage {self._stages[min(back)]!r} is there when backward begins, and in the first step "
@@ -596,12 +642,7 @@ class Controller:
             self._task = task
             Variable._execution_engine.queue_callback(self._leave_backward)
             if torch.is_grad_enabled():
-                self.counters.differences.note(
-                    "graph",
-                    "a backward makes a graph of its own (create_graph=True), so what the stages saved, and what their "
-                    "recomputes bring back, stays until that graph has run backward, too; the plan frees it before; "
-                    "solve with step= for a step that has both backwards",
-                )
+                self._note_created()
             if self.on_backward is not None:
                 self.on_backward()
 

@@ -13,6 +13,7 @@ from torch.func import functional_call
 
 import ckptplan
 from ckptplan.core.errors import UnsupportedModelError
+from ckptplan.core.stage import Differentiated
 from ckptplan.runtime.observe.measure import held_tensors, peak_above_start, unique_bytes
 
 WIDTH = 64
@@ -130,7 +131,7 @@ def test_a_step_that_differentiates_in_forward_is_planned(name: str, share: str,
     plan = ckptplan.Plan.load(tmp_path / "plan.json")
     assert plan.differentiated
     assert plan.differentiated == profile.differentiated
-    assert all(c.action == "keep" for n, c in plan.decisions.items() if n in plan.differentiated)
+    assert all(plan.decisions[each.stage].action == "keep" for each in plan.differentiated)
     step().backward()
     want = {n: p.grad for n, p in model.named_parameters()}
     model.zero_grad()
@@ -151,10 +152,10 @@ def test_a_step_that_differentiates_in_forward_is_planned(name: str, share: str,
 def test_what_is_not_differentiated_has_all_options() -> None:
     model, step = critic()
     profile = ckptplan.profile(model, step=step)
-    assert profile.differentiated == tuple(f"critic.{i}" for i in range(6))
+    assert profile.differentiated == tuple(Differentiated(f"critic.{i}", 0, 1) for i in range(6))
     options = {stage.name: len(stage.options) for stage in profile.stages if not stage.is_glue}
-    assert all(options[name] == 1 for name in profile.differentiated)
-    assert all(options[f"{name}#2"] > 3 for name in profile.differentiated[1:])
+    assert all(options[each.stage] == 1 for each in profile.differentiated)
+    assert all(options[f"{each.stage}#2"] > 3 for each in profile.differentiated[1:])
     assert all(options[f"generator.{i}"] > 2 for i in range(5))
     assert any("kept: critic.0" in note and "forward itself runs backward" in note for note in profile.notes)
 
@@ -177,3 +178,127 @@ def test_an_estimate_counts_the_graph_of_the_gradient() -> None:
     single = ckptplan.estimate(plain, step=lambda: plain(X).square().mean())
     double = ckptplan.estimate(model, step=step)
     assert double.peak_bytes > 1.3 * single.peak_bytes
+
+
+def step_peak(model: nn.Module, step: Callable[[], object]) -> int:
+    model.zero_grad()
+    before = unique_bytes([*held_tensors(model), X])
+    return before + peak_above_start(step)
+
+
+@pytest.mark.parametrize("kind", ["critic", "forces"])
+@pytest.mark.parametrize("what", ["two forwards", "graph kept", "graph made"])
+def test_backwards_beyond_those_planned_are_noticed(kind: str, what: str) -> None:
+    """Also where all stages are differentiated."""
+    model, step = MADE[kind]()
+    plan = ckptplan.solve(model, step=step, budget="50%", time_limit_s=1)
+
+    def one() -> None:
+        if what == "two forwards":
+            (step() + step()).backward()
+        elif what == "graph kept":
+            step().backward(retain_graph=True)
+        else:
+            torch.autograd.grad(step(), list(model.parameters()), create_graph=True)
+
+    with ckptplan.apply(model, plan) as handle:
+        step().backward()
+        assert not handle.stats().differences
+        with pytest.warns(RuntimeWarning, match="the peak may exceed the budget"):
+            peak = step_peak(model, one)
+        assert set(handle.stats().differences) & {"forwards", "graph", "calls"}
+    assert peak > plan.budget_bytes
+
+
+def test_a_graph_that_only_later_steps_make_is_noticed() -> None:
+    """An inner loop of first order becomes one of second order, as MAML++ does."""
+    torch.manual_seed(0)
+    model = layers()
+    orders = {"second": False}
+
+    def step() -> Tensor:
+        loss = model(X[:24]).square().mean()
+        found = torch.autograd.grad(loss, list(model.parameters()), create_graph=orders["second"])
+        weights = dict(zip(dict(model.named_parameters()), found, strict=True))
+        fast = {name: p - 0.1 * weights[name] for name, p in model.named_parameters()}
+        result: Tensor = functional_call(model, fast, (X[24:],)).square().mean()
+        return result
+
+    plan = ckptplan.solve(model, step=step, budget="50%", time_limit_s=1)
+    assert {(each.plain, each.creating) for each in plan.differentiated} == {(1, 0)}
+    with ckptplan.apply(model, plan) as handle:
+        assert step_peak(model, lambda: step().backward()) <= plan.budget_bytes
+        assert not handle.stats().differences
+        orders["second"] = True
+        with pytest.warns(RuntimeWarning, match="makes a graph of its own"):
+            step_peak(model, lambda: step().backward())
+
+
+@pytest.mark.parametrize("order", ["first", "mid"])
+def test_a_backward_in_forward_that_was_not_planned_is_noticed_and_ends_with_its_step(order: str) -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"generator": layers(), "critic": nn.Sequential(nn.Linear(4, WIDTH), *layers())})
+    penalized = {"now": False}
+
+    def slope() -> Tensor:
+        mixed = X[:, :4].clone().requires_grad_()
+        (found,) = torch.autograd.grad(model["critic"](mixed).sum(), mixed)
+        return found
+
+    def step() -> Tensor:
+        extra = slope().mean() if penalized["now"] and order == "first" else 0.0
+        made = model["generator"](X)
+        score: Tensor = model["critic"](made).mean()
+        extra += slope().mean() if penalized["now"] and order == "mid" else 0.0
+        return score - model["critic"](X[:, :4]).mean() + extra
+
+    plan = ckptplan.solve(model, step=step, budget="0%", time_limit_s=1)
+    with ckptplan.apply(model, plan) as handle:
+        step().backward()
+        penalized["now"] = True
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*is called after a backward that hasn't come to")
+            peak = step_peak(model, lambda: step().backward())
+        assert handle.stats().differences if order == "mid" else peak <= plan.budget_bytes
+        penalized["now"] = False
+        seen = dict(handle.stats().differences)
+        assert step_peak(model, lambda: step().backward()) <= plan.budget_bytes
+        assert handle.stats().differences == seen
+
+
+def test_frozen_layers_may_be_differentiated() -> None:
+    """Those of a critic that guides, and whose graph has nothing but weights."""
+    model = nn.ModuleDict({"generator": layers(), "critic": nn.Sequential(nn.Linear(4, WIDTH), *layers())})
+    model["critic"].requires_grad_(False)
+
+    def step() -> Tensor:
+        made = model["generator"](X)
+        at = made.detach().requires_grad_()
+        (guide,) = torch.autograd.grad(model["critic"](at).square().mean(), at)
+        return (made - (at + guide).detach()).square().mean()
+
+    plan = ckptplan.solve(model, step=step, budget="0%", time_limit_s=1)
+    with ckptplan.apply(model, plan) as handle:
+        peaks = {step_peak(model, lambda: step().backward()) for _ in range(2)}
+        assert not handle.stats().differences
+    assert max(peaks) <= plan.budget_bytes
+
+
+@pytest.mark.parametrize("made", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_step_that_updates_is_refused_and_changes_nothing(made: type[torch.optim.Optimizer]) -> None:
+    model = layers()
+    optimizer = made(model.parameters())  # type: ignore[call-arg]
+
+    def step() -> Tensor:
+        loss: Tensor = model(X).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    step()
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(UnsupportedModelError, match="step= has run backward already"):
+        ckptplan.profile(model, step=step)
+    assert all(map(torch.equal, before, model.parameters()))
+    assert all(type(v) is Tensor and not v.is_meta for state in optimizer.state.values() for v in state.values())

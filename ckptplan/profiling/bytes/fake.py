@@ -62,6 +62,11 @@ _MISREPORTED = {
 }
 """Operations whose fake kernel returns a workspace of another size than the one that the real kernel saves."""
 
+_LIKE_GRADIENT = {torch.ops.aten.softplus_backward.default}
+_CONTIGUOUS = {torch.ops.aten.native_layer_norm_backward.default}
+"""Operations whose fake kernels lay out the gradient that they return otherwise than the real ones do: as the gradient
+that they are given, and contiguous. A convolution copies a gradient that isn't contiguous."""
+
 _NORMS = {
     torch.ops.aten.native_layer_norm.default,
     torch.ops.aten.native_group_norm.default,
@@ -339,6 +344,10 @@ class FakeWorld(TorchDispatchMode):
             return self._as_real(func, args, kwargs, result)
         if func in _NORMS:
             return self._with_statistics(args, result)
+        if func in _LIKE_GRADIENT and result.stride() != args[0].stride():
+            return torch.empty_like(args[0])
+        if func in _CONTIGUOUS and result[0] is not None and not result[0].is_contiguous():
+            return (torch.empty_like(result[0], memory_format=torch.contiguous_format), *result[1:])
         if not tensors and all_readable(result):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)

@@ -45,7 +45,7 @@ from ckptplan.core.request import Report, ignore_progress
 from ckptplan.core.rules import moved_by, there_until
 from ckptplan.core.schedule import resident_changes
 from ckptplan.core.segment import Segment
-from ckptplan.core.stage import InputTensor
+from ckptplan.core.stage import Differentiated, InputTensor
 from ckptplan.core.storage import Storage
 from ckptplan.profiling.bytes.fake import FakeWorld, fake_parameters
 from ckptplan.profiling.bytes.menus import Choice, choose, front, list_ops, numbered
@@ -110,8 +110,9 @@ class Replay:
     modifies : dict
         Segments that can't run a second time -> why: they write to what they read, or what they read is written to
         before backward, or forward itself runs a backward through them.
-    differentiated : set of int
-        Segments through which forward runs a backward after it has left them.
+    differentiated : dict
+        Segments through which forward runs a backward after it has left them -> the graph tasks that begin in it, each
+        with whether it makes a graph.
     written : list of str
         Qualified names of the parameters that forward writes to.
     sizes : dict
@@ -161,7 +162,7 @@ class Replay:
     generator_bytes: dict[int, int] = field(default_factory=dict)
     arguments: dict[int, tuple[InputTensor, ...]] = field(default_factory=dict)
     modifies: dict[int, str] = field(default_factory=dict)
-    differentiated: set[int] = field(default_factory=set)
+    differentiated: dict[int, set[tuple[int, bool]]] = field(default_factory=dict, compare=False)
     written: list[str] = field(default_factory=list)
     sizes: dict[Sid, int] = field(default_factory=dict)
     ends: dict[int, dict[Sid, Sid]] = field(default_factory=dict)
@@ -383,7 +384,8 @@ class _Watcher(Observer):
     def is_inner(self, stage: int) -> bool:
         """Whether the backward that begins in `stage` is one of forward's own, and note it."""
         if self._forward:
-            self._differentiates(self._segments[stage])
+            task = torch._C._current_graph_task_id(), torch.is_grad_enabled()
+            self._differentiates(self._segments[stage]).add(task)
         return self._forward
 
     @property
@@ -404,12 +406,13 @@ class _Watcher(Observer):
             self._differentiates(saved.segment)
         return saved.tensor()
 
-    def _differentiates(self, segment: int) -> None:
-        """Note that forward runs a backward through a segment."""
+    def _differentiates(self, segment: int) -> set[tuple[int, bool]]:
+        """Note that forward runs a backward through a segment, and return its entry in `Replay.differentiated`."""
         self._once("runs backward inside its own forward")
-        if segment != self._position:
-            self._once("forward itself runs backward through it", segment)
-            self._replay.differentiated.add(segment)
+        if segment == self._position:
+            return set()
+        self._once("forward itself runs backward through it", segment)
+        return self._replay.differentiated.setdefault(segment, set())
 
     def forward_ended(self) -> None:
         """Note which stages can't run again, since something wrote to what they read; backward follows.
@@ -928,7 +931,7 @@ class _Tracing:
         for why in dict.fromkeys(self.kept.modifies.values()):
             those = [g for g, its in sorted(self.kept.modifies.items()) if its == why]
             stages = ", ".join(segment_name(self.names, g) for g in those)
-            so = "kept" if self.kept.differentiated.issuperset(those) else "kept or swapped alone"
+            so = "kept" if self.kept.differentiated.keys() >= set(those) else "kept or swapped alone"
             self.notes.append(f"{so}: {stages}: {why}")
 
     def _choose(self) -> dict[str, list[Choice]]:
@@ -1080,11 +1083,12 @@ class _Tracing:
         is_stage = g % 2 == 1
         keep = self._held((s, can and is_stage) for s, can in self.kept.saved.get(g, {}).items())
         if g in self.ended:  # what others hold too counts in any case
-            until = {self.index[sid]: self._at(end[1]) for sid, end in self.kept.ends[g].items() if sid in self.index}
+            ends = self.kept.ends.get(g, {})  # none, if it saves nothing but parameters: keep holds least then
+            until = {self.index[sid]: self._at(end[1]) for sid, end in ends.items() if sid in self.index}
             own = tuple(s for s in keep.all if self.storages[s].graph_until == until[s])
             given = self._held(self.kept.inputs.get(g, {}).items()).all
             given = tuple(s for s in given if not rules.awaits_backward(self.storages[s]))
-            can_run_again = is_stage and g not in self.kept.modifies and g not in self.once
+            can_run_again = is_stage and bool(ends) and g not in self.kept.modifies and g not in self.once
             return {"keep": _Held((), own)} | ({DISCARD: _Held((), given, recomputes=True)} if can_run_again else {})
         menu = {"keep": keep}
         if is_stage and keep.all and g not in self.kept.differentiated:
@@ -1208,7 +1212,11 @@ class _Tracing:
             notes=tuple(self.notes),
             outside=self.found.outside,
             uncalled=self.found.uncalled,
-            differentiated=tuple(segment_name(self.names, g) for g in sorted(self.kept.differentiated) if g % 2),
+            differentiated=tuple(
+                Differentiated(segment_name(self.names, g), sum(not c for _, c in tasks), sum(c for _, c in tasks))
+                for g, tasks in sorted(self.kept.differentiated.items())
+                if g % 2
+            ),
             written=tuple(self.kept.written),
             places=self._places(),
             rerun_shares=self.rerun_shares,
@@ -1454,7 +1462,8 @@ class _Tracing:
     def _graph_until(self, k: int) -> int | None:
         """The last step at whose start the graph of stage `k` is there, if forward drops it."""
         g = self.segments[k]
-        return self._at(max(end[1] for end in self.kept.ends[g].values())) if g in self.ended else None
+        ends = self.kept.ends.get(g, {}).values()
+        return self._at(max(end[1] for end in ends)) if g in self.ended and ends else None
 
     def _state(self, k: int) -> int:
         """Bytes of the random states that stage `k` keeps for another run, its own generators' included."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptplan.core.option import Option
-from ckptplan.core.stage import InputTensor
+from ckptplan.core.stage import Differentiated, InputTensor
 from ckptplan.core.storage import Storage
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class Traced:
     notes: tuple[str, ...]
     outside: tuple[str, ...]
     uncalled: tuple[str, ...]
-    differentiated: tuple[str, ...]
+    differentiated: tuple[Differentiated, ...]
     written: tuple[str, ...]
     places: dict[int, Places]
     rerun_shares: dict[tuple[str, tuple[int, ...]], float]

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from ckptplan.runtime.accelerator import keep_generators
 from ckptplan.runtime.replicated import without_reduction
@@ -182,7 +182,8 @@ def _stepped() -> Iterator[Callable[[], None]]:
         if id(optimizer) not in found and not traced:
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             held = [v for table in _tables(optimizer) for v in table.values() if isinstance(v, torch.Tensor)]
-            found[id(optimizer)] = optimizer, optimizer_tables(optimizer), tensor_state([*parameters, *held])
+            with _disable_current_modes():  # an optimizer made before has real parameters, also while a step is traced
+                found[id(optimizer)] = optimizer, optimizer_tables(optimizer), tensor_state([*parameters, *held])
 
     def put() -> None:
         for _, tables, values in found.values():

@@ -44,7 +44,7 @@ _collected: set[Path] = set()
 """Places where the model collects (NOTE [Collectors], rule 2)."""
 _MOST_PLACES = 1 << 12
 _last: dict[contextvars.ContextVar[Any], tuple[int, dict[Path, int]]] = {}
-"""Variable -> the identity of its container at the last call, and the lengths of lists, tuples, sets and deques in it."""
+"""Variable -> the identity of its container at the last call, and the lengths of the lists and the like in it."""
 
 
 class Freed:
