@@ -1915,9 +1915,9 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         18,
         "a stage that runs backward inside its own forward isn't recomputed",
-        "_Watcher.give_back",
-        '            self._once("runs backward inside its own forward")\n',
-        "            pass\n",
+        "_Watcher._differentiates",
+        '        self._once("runs backward inside its own forward")\n',
+        "        pass\n",
         ("tests/runtime/test_inside_forward.py::test_such_a_stage_is_kept_or_swapped_and_no_other",),
     ),
     Safeguard(
@@ -1958,11 +1958,19 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     ),
     Safeguard(
         29,
-        "backward that begins before forward has ended is refused",
-        "_Watcher._check_begun",
-        "        if self._forward and segment != self._position:\n",
+        "a step that runs its own backward is refused",
+        "_Watcher.forward_ended",
+        "        if self._replay.differentiated and self._gradients() != self._starts_with:\n",
         "        if False:\n",
         ("tests/runtime/test_inside_forward.py::test_a_step_that_runs_backward_itself",),
+    ),
+    Safeguard(
+        18,
+        "a stage that forward itself runs backward through is kept",
+        "_Tracing._menu",
+        "        if is_stage and keep.all and g not in self.kept.differentiated:\n",
+        "        if is_stage and keep.all:\n",
+        ("tests/profiling/test_differentiated.py::test_what_is_not_differentiated_has_all_options",),
     ),
     Safeguard(
         27,
