@@ -48,10 +48,6 @@ BUDGET = "30%"
 Steps = Iterator[Any]
 Training = Callable[[Record], Steps]
 
-BEYOND = frozenset(("momentum_contrast_with_a_plan_of_the_model",))
-"""Those in which another model holds memory between forward and backward, which a plan of the model alone doesn't see
-(docs/limits.md); one that is given the whole `step=` does."""
-
 TABLE: dict[str, Training] = {}
 
 
@@ -2234,15 +2230,13 @@ def checks(results: list[Result]) -> list[tuple[bool, str]]:
     """The promises, and whether each is kept."""
     bad = {kind: [r.name for r in results if r.row.kind in kinds] for kind, kinds in {
         "silently different": ("DIFFERENT",), "ended": ("ended", "refused", "infeasible")}.items()}  # fmt: skip
-    silent = [r.name for r in results if r.row.over.get("silent") and r.name not in BEYOND]
-    beyond = [r.name for r in results if r.row.over.get("silent") and r.name in BEYOND]
-    besides = f"; besides, by what another model holds: {', '.join(beyond)}" if beyond else ""
+    silent = [r.name for r in results if r.row.over.get("silent")]
     failed = [r.name for r in results if r.failed]
     n = len(results)
     return [
         (not failed, f"{n} trainings; not trained without a plan: {', '.join(failed) or 'none'}"),
         *((not names, f"{len(names)} of {n} {kind}: {', '.join(names) or 'none'}") for kind, names in bad.items()),
-        (not silent, f"{len(silent)} of {n} over without a word: {', '.join(silent) or 'none'}{besides}"),
+        (not silent, f"{len(silent)} of {n} over without a word: {', '.join(silent) or 'none'}"),
     ]
 
 

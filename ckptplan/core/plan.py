@@ -197,6 +197,9 @@ class Plan(Saved):
         Modules inside of stages that it didn't call, the topmost of each path.
     differentiated : tuple of Differentiated
         Stages through which forward itself runs a backward (`Profile.differentiated`).
+    foreign : tuple of str or None
+        Classes of the modules with parameters that aren't the model's and that the profiled step called, as in its
+        loss; None: not known.
     least_peak_bytes, most_peak_bytes : int or None
         The smallest peak that was found for the profile, and the one with everything kept: budgets between them make a
         difference. Both with the other forwards in flight. None: not known.
@@ -241,6 +244,7 @@ class Plan(Saved):
     outside: tuple[str, ...] | None = None
     uncalled: tuple[str, ...] = ()
     differentiated: tuple[Differentiated, ...] = ()
+    foreign: tuple[str, ...] | None = None
     least_peak_bytes: int | None = None
     most_peak_bytes: int | None = None
     budget_share: float | None = None
@@ -499,6 +503,7 @@ def plan_of(
         outside=profile.outside,
         uncalled=profile.uncalled,
         differentiated=profile.differentiated,
+        foreign=profile.foreign,
         notes=profile.notes,
         **fields,
     )

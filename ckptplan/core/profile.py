@@ -119,6 +119,8 @@ class Profile(Saved):
     differentiated : tuple of Differentiated
         Stages through which forward itself runs a backward (`torch.autograd.grad` for a penalty, forces, an inner
         loop); they are kept.
+    foreign : tuple of str or None
+        Classes of the modules with parameters that aren't the model's and that the step calls; None: not known.
     step_error : float
         Standard error of `baseline_step_s`, as a share of it; 0 if the times are given, not measured.
     input_bytes : int
@@ -140,6 +142,7 @@ class Profile(Saved):
     outside: tuple[str, ...] | None = None
     uncalled: tuple[str, ...] = ()
     differentiated: tuple[Differentiated, ...] = ()
+    foreign: tuple[str, ...] | None = None
     step_error: float = 0.0
     input_bytes: int = 0
 

@@ -593,6 +593,7 @@ def _with_times(
         outside=traced.outside,
         uncalled=traced.uncalled,
         differentiated=traced.differentiated,
+        foreign=traced.foreign,
         step_error=_step_error(stages, times),
         input_bytes=traced.input_bytes,
     )

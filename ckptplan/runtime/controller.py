@@ -189,6 +189,7 @@ class Controller:
         self._output = listeners(observers, "output")
         self._backward_begins = listeners(observers, "backward_begins")
         self._backward = listeners(observers, "backward")
+        self._removed = listeners(observers, "removed")
         self._training = model.training
         self._pass: _Pass | None = None
         self._session: SwapSession | None = None
@@ -288,6 +289,8 @@ class Controller:
         """Restore every forward; graphs that are alive can still run backward."""
         for patch in reversed(self._patches):
             patch.remove()
+        for removed in self._removed:
+            removed()
         self._pass = None
         self._drop_leftovers()
 

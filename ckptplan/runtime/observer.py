@@ -40,6 +40,9 @@ class Observer:
     def backward(self, stage: int) -> None:
         """Called when the backward of `stage` is about to begin."""
 
+    def removed(self) -> None:
+        """Called when the plan is taken off the model."""
+
     def patches(self, active: Callable[[], bool]) -> Iterable[PatchedForward]:
         """Return further forwards to replace along with those of the stages; they act only while `active()` is true."""
         return ()

@@ -396,7 +396,7 @@ def test_values_of_another_type_are_refused(what: str, tmp_path: Path) -> None:
         value = good
         for key in path:
             value = value[key]
-        nullable = path[-1] in ("disk", "outside") or (len(path) > 1 and "inputs" in (path[-1], path[-2]))
+        nullable = path[-1] in ("disk", "outside", "foreign") or (len(path) > 1 and "inputs" in (path[-1], path[-2]))
         for other in of_same_type[type(value)]:
             if nullable and other in (None, []):
                 continue
@@ -418,7 +418,8 @@ def test_unknown_and_missing_fields_are_named(what: str, tmp_path: Path) -> None
         "linked", "inputs", "latency_s", "transfers", "option", "segments", "peak_bound_bytes",
         "reserved_bytes", "disk", "disk_bytes", "tier", "saved_bytes", "kept_bytes", "launch_s", "forward_launch_s",
         "backward_launch_s", "baseline_launch_s", "copy_s", "allocated_bytes", "accumulates", "forward_peak_bytes",
-        "between_bytes", "outside", "uncalled", "differentiated", "graph_until", "inner", "overhead_s", "step_error",
+        "between_bytes", "outside", "uncalled", "differentiated", "foreign", "graph_until", "inner", "overhead_s",
+        "step_error",
         "rerun_overhead_s", "rerun_overhead_launch_s", "optimizer", "parallel", "least_peak_bytes", "most_peak_bytes",
         "budget_share", "in_flight", "others_bytes", "input_bytes", "origin", "autocast",
     }  # fmt: skip

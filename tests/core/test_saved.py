@@ -21,7 +21,14 @@ SAVED = Path(__file__).parents[1] / "saved"
 NAMES = ("conv", "transformer", "chain")
 LOAD: dict[str, Any] = {"profile": Profile.load, "plan": Plan.load}
 ADDED = {
-    "profile": {"outside": None, "uncalled": [], "differentiated": [], "step_error": 0.0, "input_bytes": 0},
+    "profile": {
+        "outside": None,
+        "uncalled": [],
+        "differentiated": [],
+        "foreign": None,
+        "step_error": 0.0,
+        "input_bytes": 0,
+    },
     "storage": {"graph_until": None, "origin": ""},
     "stage": {
         "forward_launch_s": 0.0,
@@ -36,6 +43,7 @@ ADDED = {
         "outside": None,
         "uncalled": [],
         "differentiated": [],
+        "foreign": None,
         "allocated_bytes": None,
         "saved_bytes": [],
         "kept_bytes": [],

@@ -636,3 +636,40 @@ def test_statistics_say_what_differed() -> None:
         assert f"differences from the planned step: stage {found.differences['stage']}" in str(found)
         assert found.since(found).differences == {}
         assert found.since(before).differences == found.differences
+
+
+@pytest.mark.parametrize("what", ["another model", "a loss without parameters", "a wrapper", "before the forward"])
+def test_modules_that_the_loop_calls_behind_the_forward(what: str) -> None:
+    """A momentum encoder that runs there is in no plan of the model alone."""
+    other = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+
+    def step(model: nn.Module, x: torch.Tensor, k: int) -> None:
+        if what == "before the forward":
+            other(x)
+        loss = (nn.Sequential(model) if what == "a wrapper" else model)(x).square().mean()
+        if what == "another model" and k > 1:
+            with torch.no_grad():
+                wanted = other(x).mean()
+            loss = loss + wanted
+        if what == "a loss without parameters":
+            loss = loss + nn.MSELoss()(loss, torch.zeros(()))
+        loss.backward()
+
+    plan = dataclasses.replace(planned(plain, "recompute"), foreign=())
+    if what == "another model":
+        differs(plain, plan, step, {"beside"}, "a Sequential that isn't the model's runs", counts={"beside": 1})
+        plan = dataclasses.replace(plan, foreign=("Sequential", "Linear"))
+    model, x = built(plain)
+    with apply(model, plan, strict=True) as handle:
+        training(model, x, step, 5)
+        model(x)  # has no backward
+        assert not handle.stats().differences
+    assert not torch.nn.modules.module._global_forward_pre_hooks
+
+
+def test_classes_of_modules_that_only_the_loss_calls_are_in_a_profile() -> None:
+    model, x = plain()
+    teacher = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())
+    assert profile(model, x, cache=False).foreign == ()
+    found = profile(model, x, loss_fn=lambda y: (y.mean() - teacher(x).detach().mean()).square(), cache=False)
+    assert found.foreign == ("Sequential", "Linear")

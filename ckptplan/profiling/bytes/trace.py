@@ -1212,6 +1212,7 @@ class _Tracing:
             notes=tuple(self.notes),
             outside=self.found.outside,
             uncalled=self.found.uncalled,
+            foreign=self.found.foreign,
             differentiated=tuple(
                 Differentiated(segment_name(self.names, g), sum(not c for _, c in tasks), sum(c for _, c in tasks))
                 for g, tasks in sorted(self.kept.differentiated.items())

@@ -71,6 +71,7 @@ class Traced:
     outside: tuple[str, ...]
     uncalled: tuple[str, ...]
     differentiated: tuple[Differentiated, ...]
+    foreign: tuple[str, ...]
     written: tuple[str, ...]
     places: dict[int, Places]
     rerun_shares: dict[tuple[str, tuple[int, ...]], float]

@@ -19,9 +19,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils import _pytree as pytree
 
 from ckptplan.core.errors import UnsupportedModelError
+from ckptplan.runtime.guard.unplanned import is_foreign
 from ckptplan.runtime.patching import PatchedForward, installed, is_patchable
 from ckptplan.runtime.sharded import gathered
 from ckptplan.runtime.state.compiled import compiled_modules
@@ -86,11 +88,14 @@ class Found(NamedTuple):
         Modules that are called and lie in no stage's, the model itself left out; a stage may call them, too.
     uncalled : tuple of str
         Modules in a stage's that no stage calls, without those below them, and without experts.
+    foreign : tuple of str
+        Classes of the modules with parameters that are called and aren't the model's.
     """
 
     stages: tuple[str, ...]
     outside: tuple[str, ...]
     uncalled: tuple[str, ...] = ()
+    foreign: tuple[str, ...] = ()
 
 
 def discover_stages(step: TrainingStep, world: Callable[[], contextlib.AbstractContextManager[Any]]) -> Found:
@@ -107,7 +112,8 @@ def discover_stages(step: TrainingStep, world: Callable[[], contextlib.AbstractC
     NothingSavedError
         If no submodule saves anything for backward.
     """
-    every = _record(step, world)
+    foreign: dict[str, None] = {}
+    every = _record(step, world, foreign)
     calls = _without_experts(every)
     root = calls[0]
     if _holds_models(step.model):
@@ -125,7 +131,7 @@ def discover_stages(step: TrainingStep, world: Callable[[], contextlib.AbstractC
     blocks = {call.caller.module for call in set(every) - set(calls) if call.caller is not None}
     blocks |= compiled_modules(step.model).keys()
     uncalled = _uncalled(step.model, modules, blocks.union(called), blocks)
-    return Found(tuple(call.name for call in best), tuple(outside), tuple(uncalled))
+    return Found(tuple(call.name for call in best), tuple(outside), tuple(uncalled), tuple(foreign))
 
 
 def _uncalled(model: nn.Module, stages: set[str], called: set[str], but: set[str]) -> Iterator[str]:
@@ -204,8 +210,10 @@ def _cuts(calls: Sequence[Call], counts: Callable[[Call], bool]) -> list[list[Ca
     return cuts
 
 
-def _record(step: TrainingStep, world: Callable[[], contextlib.AbstractContextManager[Any]]) -> list[Call]:
-    """The tree of calls in their order: each after its caller, the model's own first."""
+def _record(
+    step: TrainingStep, world: Callable[[], contextlib.AbstractContextManager[Any]], foreign: dict[str, None]
+) -> list[Call]:
+    """The tree of calls in their order: each after its caller, the model's own first; adds to `foreign`."""
     model = step.model
     models = _holds_models(model)
     no_split = set(getattr(model, "_no_split_modules", None) or ())
@@ -267,6 +275,13 @@ def _record(step: TrainingStep, world: Callable[[], contextlib.AbstractContextMa
         for name, module in modules.items()
         if name and is_patchable(module)
     ]
-    with installed(patches), world() as here, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    own_modules = set(modules.values())
+
+    def note(module: nn.Module, args: Any) -> None:
+        if is_foreign(module, own_modules):
+            foreign[type(module).__qualname__] = None
+
+    saving = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with register_module_forward_pre_hook(note), installed(patches), world() as here, saving:
         step.forward()
     return calls

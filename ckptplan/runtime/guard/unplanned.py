@@ -13,6 +13,9 @@ stages don't show:
    forward begins, so that it isn't the model which turns it on, and was off.
 6. Autocast was off when the plan was applied and is on when backward begins. It keeps its casts of the weights until
    it is left.
+7. The loop calls a module with parameters (1 % of the model's at least) that isn't the model's, between a forward and its backward: a momentum
+   encoder, a reward model, a head of its own. One of a class that the profiled step called, too, is in the plan. Not
+   looked for in processes that compile (`torch.compile`).
 
 How many bytes they need isn't known, and they may fit. So each is a difference (NOTE [Differences]).
 
@@ -30,12 +33,15 @@ are freed before backward; in the second one they add to its peak::
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from ckptplan.core.plan import Plan
 from ckptplan.runtime.guard.differences import Differences
@@ -43,9 +49,17 @@ from ckptplan.runtime.guard.shapes import ByName, Limits
 from ckptplan.runtime.observer import Observer
 from ckptplan.runtime.patching import PatchedForward, is_patchable
 from ckptplan.runtime.state.cells import below
+from ckptplan.runtime.state.compiled import compiles
 from ckptplan.runtime.step import present_autocast
 
 _FIRST, _EVERY = 3, 8
+_LEAST_SHARE = 0.01
+"""Least parameters of a foreign module, as a share of the model's: a loss with a temperature of its own has fewer."""
+
+
+def is_foreign(module: nn.Module, own: Container[nn.Module]) -> bool:
+    """Whether a module has parameters, and neither is one of a model's `own` modules nor has one."""
+    return next(module.parameters(), None) is not None and not any(m in own for m in module.modules())
 
 
 class Unplanned(Observer):
@@ -71,6 +85,11 @@ class Unplanned(Observer):
         self._outside, self._uncalled = None if plan.outside is None else set(plan.outside), set(plan.uncalled)
         self._stages = {name.partition("#")[0] for name in plan.stages}
         self._modules, self._passes, self._in_forward = weakref.WeakSet(below(model)), 0, False
+        self._foreign = None if plan.foreign is None else set(plan.foreign)
+        self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules that may be called behind forward
+        self._hook: RemovableHandle | None = None
+        self._thread = 0
+        self._least = _LEAST_SHARE * sum(p.numel() for p in model.parameters())
 
     def pass_begins(self, waiting: weakref.ref[Any] | None) -> None:
         """Note, when a forward begins, that a frozen parameter was thawed, and that there are new modules."""
@@ -84,6 +103,7 @@ class Unplanned(Observer):
                 break
         self._passes += 1
         self._in_forward = True
+        self.removed()
         looks = self._passes <= _FIRST or not self._passes % _EVERY
         if looks and not all(m in self._modules for m in below(self._model)):
             new = next(name for name, m in self._model.named_modules() if m not in self._modules)
@@ -104,6 +124,33 @@ class Unplanned(Observer):
         self._in_forward = False
         if self._passes == 1:
             self._modules.update(below(self._model))
+        # A hook of all modules would be compiled into what torch.compile traces behind the forward.
+        looks = self._foreign is not None and not compiles()
+        if looks and self._hook is None and "beside" not in self._differences.unplanned:
+            self._thread = threading.get_ident()
+            self._hook = register_module_forward_pre_hook(self._called_behind)
+
+    def removed(self) -> None:
+        """Look no more at what is called behind the forward."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def _called_behind(self, module: nn.Module, args: Any) -> None:
+        if module in self._known or threading.get_ident() != self._thread:
+            return
+        assert self._foreign is not None
+        small = sum(p.numel() for p in module.parameters()) < self._least
+        if small or type(module).__qualname__ in self._foreign or not is_foreign(module, self._modules):
+            self._known.update(below(module))
+            return
+        self.removed()
+        self._differences.note(
+            "beside",
+            f"a {type(module).__qualname__} that isn't the model's runs while a forward waits for its backward, and "
+            "the plan counts nothing of it; do it before that forward or after its backward, or solve with step= or "
+            "loss_fn= for a step that has both",
+        )
 
     def stages_begin(self) -> None:
         """Warn if autocast isn't as planned; by now the model may have turned it on by itself, as accelerate's do."""
@@ -131,6 +178,7 @@ class Unplanned(Observer):
 
     def backward_begins(self) -> None:
         """Warn if autocast is on when a backward begins and was off in the profiled step."""
+        self.removed()
         kind = self._device.type
         if self._autocast != kind and torch.is_autocast_enabled(kind) and torch.is_autocast_cache_enabled():
             self._differences.note(

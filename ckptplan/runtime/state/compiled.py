@@ -20,6 +20,12 @@ compiler_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
 _REMEDY = "compile its stages one by one (`for layer in model.layers: layer.compile()`), then plan and apply"
 
 
+def compiles() -> bool:
+    """Whether `torch.compile` was called in this process."""
+    backends = getattr(sys.modules.get("torch._dynamo.eval_frame"), "cached_backends", {})  # seen in PyTorch 2.13
+    return any(backend is not None for backend in backends.values())  # None stands for running as it is
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Whether `module.compile()` was called, or `module` was returned by `torch.compile`."""
     # Compared by class name, since importing the class from torch._dynamo takes long and may not be needed otherwise.
