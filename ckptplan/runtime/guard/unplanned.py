@@ -13,9 +13,9 @@ stages don't show:
    forward begins, so that it isn't the model which turns it on, and was off.
 6. Autocast was off when the plan was applied and is on when backward begins. It keeps its casts of the weights until
    it is left.
-7. The loop calls a module with parameters (1 % of the model's at least) that isn't the model's, between a forward and its backward: a momentum
-   encoder, a reward model, a head of its own. One of a class that the profiled step called, too, is in the plan. Not
-   looked for in processes that compile (`torch.compile`).
+7. The loop calls a module that isn't the model's between a forward and its backward: a momentum encoder, a reward
+   model, a head of its own. It has 1 % of the model's parameters at least, and the profiled step called none of its
+   class. Not looked for in processes that compile (`torch.compile`).
 
 How many bytes they need isn't known, and they may fit. So each is a difference (NOTE [Differences]).
 
