@@ -112,6 +112,7 @@ class _Pass:
         self.first_watched = False
         self.calls: dict[nn.Module, int] = {}
         self.backward_begun = False
+        self.partial = False  # begun by a call of another stage than the first
         self.begun: set[int] = set()  # hooked stages whose backward has begun
         self.start: tuple[int, weakref.ref[_Mark] | None] = -1, None  # the first hooked stage, and its graph
         self.open: OpenSegment | None = None
@@ -424,6 +425,7 @@ class Controller:
             current = None  # the graph of the pass before holds it alone
             self._mark_mode()
             current = self._begin(by_call=True)
+            current.partial = self._indices[module][0] != self._first
             index, again = self._next_call(current, module), False
         if index is None:
             index = self._indices[module][-1]
@@ -540,10 +542,10 @@ class Controller:
     def _begins_a_pass(self, current: _Pass, module: nn.Module, *, again: bool) -> bool:
         """Return whether a call of a stage outside of the model's call is of the next step.
 
-        `again`: it is beyond those planned.
+        `again`: it is beyond those planned. What such calls have begun ends with the next call of the first stage.
         """
         first = self._indices[module][0] == self._first
-        return (again and (current.backward_begun or first)) or (first and current.backward_begun)
+        return (again and (current.backward_begun or first)) or (first and current.backward_begun and current.partial)
 
     def _note_unfinished(self, former: _Pass | None, module: nn.Module) -> None:
         """Note that forward goes on after a backward of its own, which leaves the graph of the first stage."""
