@@ -109,12 +109,11 @@ class _Pass:
         self.checks = checks
         self.own = own
         self.watched = watched  # NOTE [Watching backward]
-        self.first_watched = False
         self.calls: dict[nn.Module, int] = {}
         self.backward_begun = False
         self.partial = False  # begun by a call of another stage than the first
         self.begun: set[int] = set()  # hooked stages whose backward has begun
-        self.start: tuple[int, weakref.ref[_Mark] | None] = -1, None  # the first hooked stage, and its graph
+        self.start: tuple[int, weakref.ref[_Mark] | None] | None = None  # the first hooked stage, and its graph
         self.open: OpenSegment | None = None
         self.in_model = False  # the model's own forward is running
         self.last = -1  # largest index of a stage that has begun
@@ -465,11 +464,10 @@ class Controller:
             raise
         self.place = behind
         current.graphs[index] = _marked(output)
-        if current.watched or not current.first_watched or index in self._always_watched:
+        if current.watched or current.start is None or index in self._always_watched:
             watched = self._watch_backward(current, index, output)
-            if watched and not current.first_watched:
+            if watched and current.start is None:
                 current.start = index, current.graphs[index]
-            current.first_watched |= watched
         self.counters.meter.mark(min(index + 1, len(self._stages) - 1) * KINDS)
         if index == self._last and not self._sees_model:
             for ended in self._output:
@@ -549,7 +547,9 @@ class Controller:
 
     def _note_unfinished(self, former: _Pass | None, module: nn.Module) -> None:
         """Note that forward goes on after a backward of its own, which leaves the graph of the first stage."""
-        if former is None or not former.backward_begun or self._indices[module][0] == self._first:
+        if former is None or former.start is None or not former.backward_begun:
+            return
+        if self._indices[module][0] == self._first:
             return
         first, mark = former.start
         if first not in former.begun and mark is not None and mark() is not None:

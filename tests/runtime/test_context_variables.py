@@ -179,6 +179,40 @@ def test_given_tensors(plan: str) -> None:
     assert_same(gradients(model), expected)
 
 
+@pytest.mark.parametrize("plan", ["recompute", "segment"])
+def test_other_values_of_another_step_are_given_not_collected(plan: str) -> None:
+    """One tensor for each sample, of which the next batch has more; and a container that holds itself."""
+
+    class Reading(Stage):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            value = SEEN.get()
+            return super().forward(x) * (value["scale"] if isinstance(value, dict) else sum(value))
+
+    def steps() -> list[dict[str, torch.Tensor]]:
+        found = []
+        for n in range(1, 4):
+            model.zero_grad()
+            given: Any = tuple(torch.full((WIDTH,), 0.5 + i) for i in range(n))
+            if n == 3:
+                given = {"scale": torch.full((WIDTH,), 1.5)}
+                given["itself"] = given
+            out = forward(model, given)[0]
+            del given
+            out.sum().backward()
+            found.append(gradients(model))
+        return found
+
+    variables._collected.clear()
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Reading(lambda c, x: None) for _ in range(DEPTH)))
+    expected = steps()
+    controller = controller_of(model, plan)
+    controller.install()
+    for got, want in zip(steps(), expected, strict=True):
+        assert_same(got, want)
+    controller.remove()
+
+
 def test_stages_that_read_what_was_collected() -> None:
     """As long as it is there; afterwards that is an error rather than another result."""
 

@@ -304,9 +304,7 @@ class _Watcher(Observer):
         self._saves = saves
         self._forward = True
         self._whole = Watched(model, ())
-        self._gradients = lambda: [
-            None if p.grad is None else (id(p.grad), p.grad._version) for p in model.parameters()
-        ]
+        self._model = model
         self._starts_with = self._gradients()
         self._read: list[tuple[int, Watched]] = []
         self.draws = SystemDraws()
@@ -413,6 +411,9 @@ class _Watcher(Observer):
             return set()
         self._once("forward itself runs backward through it", segment)
         return self._replay.differentiated.setdefault(segment, set())
+
+    def _gradients(self) -> list[tuple[int, int] | None]:
+        return [None if p.grad is None else (id(p.grad), p.grad._version) for p in self._model.parameters()]
 
     def forward_ended(self) -> None:
         """Note which stages can't run again, since something wrote to what they read; backward follows.

@@ -25,7 +25,7 @@ import contextvars
 import copy
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -43,8 +43,8 @@ Path = tuple[Any, ...]
 _collected: set[Path] = set()
 """Places where the model collects (NOTE [Collectors], rule 2)."""
 _MOST_PLACES = 1 << 12
-_last: dict[contextvars.ContextVar[Any], tuple[int, dict[Path, int]]] = {}
-"""Variable -> the identity of its container at the last call, and the lengths of the lists and the like in it."""
+_last: dict[contextvars.ContextVar[Any], tuple[weakref.ref[Variables], tuple[int, ...]]] = {}
+"""Variable -> the record of the last call, and the identity of its container then, a tuple's those of its items."""
 
 
 class Freed:
@@ -73,26 +73,28 @@ class Variables:
         self._copies: dict[contextvars.ContextVar[Any], Any] = {}
         for variable, value in list(self._context.items()):
             if _is_container(value):
-                self._grew_since(variable, value)
+                self._grew_since_last(variable, value)
                 self._copies[variable] = _copied((variable, type(value)), value, record=True)
                 self._context.run(variable.set, None)
         if self._copies:
             _alive.add(self)
 
-    @staticmethod
-    def _grew_since(variable: contextvars.ContextVar[Any], value: Any) -> None:
-        """Find where the model has collected since the last call, between stages."""
-        lengths = dict(_lengths((variable, type(value)), value))
-        present = 0 if isinstance(value, tuple) else id(value)  # a longer tuple is another one
-        identity, before = _last.get(variable, (present, lengths))
-        _last[variable] = present, lengths
-        if identity == present:
-            _add(path for path, length in lengths.items() if length > before.get(path, length))
+    def _grew_since_last(self, variable: contextvars.ContextVar[Any], value: Any) -> None:
+        """Find where the model has collected since the last call, between stages.
+
+        The record of that call is alive in the same forward, and with it what is in a tuple: identities stay theirs.
+        """
+        present = tuple(map(id, value)) if isinstance(value, tuple) else (id(value),)  # a longer tuple is another one
+        ref, known = _last.get(variable, (None, ()))
+        _last[variable] = weakref.ref(self), present
+        last = None if ref is None else ref()
+        if last is not None and known and present[: len(known)] == known:
+            _add(_longer(_lengths(variable, last._copies[variable]), _lengths(variable, value)))
 
     def forward_done(self) -> None:
         """Find where the stage has collected (NOTE [Collectors], rule 2)."""
         for variable, before in self._copies.items():
-            _add(_grown((variable, type(before)), before, variable.get(None)))
+            _add(_longer(_lengths(variable, before), _lengths(variable, variable.get(None))))
 
     def drop(self) -> None:
         """Hold tensors in the places that are known now by weak references."""
@@ -111,9 +113,9 @@ _alive: weakref.WeakSet[Variables] = weakref.WeakSet()
 """Records of calls whose stages may run again."""
 
 
-def _add(places: Iterable[Path]) -> None:
+def _add(places: set[Path]) -> None:
     """Note places where the model collects, and drop the tensors in them that calls before have recorded."""
-    new = set(places) - _collected
+    new = places - _collected
     if new:
         if len(_collected) > _MOST_PLACES:
             _collected.clear()
@@ -122,15 +124,24 @@ def _add(places: Iterable[Path]) -> None:
             recorded.drop()
 
 
-def _lengths(path: Path, value: Any) -> Iterator[tuple[Path, int]]:
-    """Yield the places of lists, tuples, sets and deques, with their lengths."""
-    if not _is_container(value):
+def _lengths(variable: contextvars.ContextVar[Any], value: Any) -> dict[Path, int]:
+    """Return the lengths of the lists, tuples, sets and deques in a variable's value, by their places."""
+    return dict(_lengths_at((variable, type(value)), value, set()))
+
+
+def _lengths_at(path: Path, value: Any, seen: set[int]) -> Iterator[tuple[Path, int]]:
+    if not _is_container(value) or id(value) in seen:
         return
-    if isinstance(value, list | tuple | set | collections.deque):
+    seen.add(id(value))
+    if not isinstance(value, dict) and not dataclasses.is_dataclass(value):
         yield path, len(value)
-        return
     for key, item in _inside(value).items():
-        yield from _lengths((*path, key), item)
+        yield from _lengths_at((*path, key), item, seen)
+
+
+def _longer(before: dict[Path, int], now: dict[Path, int]) -> set[Path]:
+    """Return the places that are longer than before; new ones are none."""
+    return {path for path, length in now.items() if length > before.get(path, length)}
 
 
 def _is_container(value: Any) -> bool:
@@ -146,19 +157,6 @@ def _inside(value: Any) -> dict[Any, Any]:
     if dataclasses.is_dataclass(value):
         return {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)}
     return dict(enumerate(value))
-
-
-def _grown(path: Path, before: Any, now: Any) -> Iterator[Path]:
-    """Yield the places in `now` that are longer than in its copy `before`."""
-    if type(before) is not type(now) or not _is_container(now):
-        return
-    if not isinstance(now, dict) and not dataclasses.is_dataclass(now) and len(now) > len(before):
-        yield path
-        return
-    old = _inside(before)
-    for key, value in _inside(now).items():
-        if key in old:
-            yield from _grown((*path, key), old[key], value)
 
 
 def _copied(path: Path, value: Any, known: dict[int, Any] | None = None, *, record: bool = False) -> Any:
