@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from ckptplan.profiling.profiler import profile
     from ckptplan.profiling.workload.inputs import record_forward
     from ckptplan.referee import simulate, validate
+    from ckptplan.runtime.handle import remove
     from ckptplan.runtime.swap.stores.areas import keep_pinned_memory
     from ckptplan.runtime.verify import verify
 
@@ -75,6 +76,7 @@ __all__ = [
     "profile",
     "progress",
     "record_forward",
+    "remove",
     "simulate",
     "solve",
     "trace",
@@ -102,6 +104,7 @@ _NAMES = {
     "profiling.profiler": "profile",
     "profiling.workload.inputs": "record_forward",
     "referee": "simulate validate",
+    "runtime.handle": "remove",
     "runtime.swap.stores.areas": "keep_pinned_memory",
     "runtime.verify": "verify",
 }

@@ -112,6 +112,10 @@ def solve(
             budget_bytes = int(free * (1 - wanted.margin))
             less = f", less {format_bytes(free - budget_bytes)}" if wanted.margin else ""
             notes = (f"the budget is the device's free memory, {format_bytes(free)}{less}",)
+        if wanted.nbytes is not None and not isinstance(model_or_profile, Profile):
+            from ckptplan.planning.model_job import warn_of_more_than_there_is
+
+            warn_of_more_than_there_is(wanted.nbytes, model_or_profile, training.device)
         within = limits if together is None else together.shared(limits)
         if together is not None and training.inputs is not None and not isinstance(model_or_profile, Profile):
             training = together.widened_inputs(model_or_profile, training)

@@ -33,7 +33,7 @@ print()
 print(ckptplan.explain(profile, middle, time_limit_s=5))
 
 if len(sys.argv) > 1:
-    from ckptplan.report.plots import plot_frontier  # needs matplotlib: pip install "ckptplan[report]"
+    from ckptplan.report.plots import plot_frontier  # needs matplotlib
 
     plot_frontier(plans, sys.argv[1], title="12 equal stages")
     print(f"drawn in {sys.argv[1]}")

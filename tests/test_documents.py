@@ -51,6 +51,19 @@ def anchors(path: Path) -> set[str]:
     return {slug(heading) for heading in re.findall(r"^#+ (.*)$", prose(path), re.MULTILINE)}
 
 
+def test_nothing_installs_the_other_project_of_this_name() -> None:
+    """On the package index `ckptplan` is another project: what is installed is the checkout or `ckptplan-torch`."""
+    others = re.compile(r"\binstall\b[^&|]*[\s'\"]ckptplan(?![-.\w])|\bckptplan\[[a-z,]+\]['\"]")
+    assert others.search("pip install -U 'ckptplan'")
+    assert others.search('"ckptplan[test]"')
+    folders = ("ckptplan", "docs", "examples", "experiments", "tests")
+    paths = [*ROOT.glob("*.*"), *(path for name in folders for path in (ROOT / name).rglob("*.*"))]
+    texts = [path for path in paths if path.suffix in {".py", ".md", ".toml", ".txt", ".html", ".js"}]
+    assert len(texts) > 400
+    found = {path: others.findall(path.read_text()) for path in texts if path != Path(__file__)}
+    assert not {path: hits for path, hits in found.items() if hits}
+
+
 def test_the_readme_is_read_in_five_minutes() -> None:
     assert len(README.read_text().splitlines()) <= 200
 

@@ -8,11 +8,11 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from ckptplan import __version__
 from ckptplan.cli import device, inspect, plan, report
 from ckptplan.cli.output import INTERRUPTED, show_error, show_interrupt, show_users_error
 from ckptplan.cli.subject import is_torch
 from ckptplan.core.errors import CkptPlanError
-from ckptplan.core.version import installed_version
 
 
 class _Group(TyperGroup):
@@ -55,7 +55,7 @@ app = typer.Typer(
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"ckptplan {installed_version()}")
+        typer.echo(f"ckptplan {__version__}")
         raise typer.Exit
 
 

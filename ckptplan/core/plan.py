@@ -316,6 +316,18 @@ class Plan(Saved):
         """(step_s - lower_bound_s) / lower_bound_s."""
         return (self.step_s - self.lower_bound_s) / self.lower_bound_s if self.lower_bound_s else 0.0
 
+    @property
+    def verdict(self) -> str:
+        """In one line: whether the plan fits its budget, what it adds to a step, and how near to the best it is."""
+        needs, budget = format_bytes(self.counted_bytes), format_bytes(self.budget_bytes)
+        unit = budget[budget.index(" ") :]
+        if self.counted_bytes > self.budget_bytes:  # then no bound says anything: it is one of plans that fit
+            return f"doesn't fit: {needs} needed, {budget} given; step {self.overhead:+.1%}"
+        best = "no plan is faster" if self.status == "optimal" else f"within {self.gap:.2%} of the best"
+        if not self.lower_bound_s:
+            best = "how near to the best isn't known"
+        return f"fits {needs.removesuffix(unit)} of {budget}, step {self.overhead:+.1%}, {best}"
+
     def _repr_html_(self) -> str:
         return late("report.page.notebook", "plan_html")(self)  # type: ignore[no-any-return]
 
@@ -413,7 +425,7 @@ class Plan(Saved):
         )
 
     def __str__(self) -> str:
-        """Return a table: totals first, then runs of equal decisions."""
+        """Return the verdict, the totals, a table of runs of equal decisions, and what was proven over which plans."""
         rows = [("stages", "decision", "release after", "prefetch before")]
         around = {i: s for s in self.segments for i in range(s.first, s.last + 1)}
         start = 0
@@ -432,7 +444,7 @@ class Plan(Saved):
             start = i + 1
         counts = {action: sum(choice.action == action for choice in self.choices) for action in ACTIONS}
         head = [
-            f"plan by {self.planner}: {self.status}, gap {self.gap:.2%} over {self.space}",
+            self.verdict,
             f"peak    {format_bytes(self.needed_bytes)} of {format_bytes(self.budget_bytes)}; "
             f"swapped {format_bytes(self.host_bytes)}"
             + (f" to the host and {format_bytes(self.disk_bytes)} to the disk" if self.disk_bytes else "")
@@ -461,7 +473,8 @@ class Plan(Saved):
         if self.peak_bound_bytes is not None:
             head.insert(2, f"        no plan this fast has a peak below {format_bytes(self.peak_bound_bytes)}")
         head += [f"note    {note}" for note in self.notes]
-        return "\n".join([*head, "", *format_table(rows)])
+        proof = f"plan by {self.planner}: {self.status}, gap {self.gap:.2%} over {self.space}"
+        return "\n".join([*head, "", *format_table(rows), "", proof])
 
 
 def _together(segment: Segment | None) -> str:

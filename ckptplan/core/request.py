@@ -39,7 +39,8 @@ OnPlan = Callable[["Plan"], None]
 Report = Callable[[str], None]
 """Called with a description of the present work."""
 
-AMP_TYPES = ("float16", "bfloat16")
+AMP_TYPES = {"float16": "float16", "fp16": "float16", "bfloat16": "bfloat16", "bf16": "bfloat16"}
+"""Types of autocast by the names that people give them."""
 MOST_SEED = (1 << 31) - 1
 """CP-SAT's seed is a signed integer of 32 bits."""
 MOST_IN_FLIGHT = 1 << 20
@@ -159,8 +160,8 @@ class Training:
         Function that runs every forward of one step and returns the loss; replaces `inputs` and `loss_fn`. The model
         must contain every module that the step trains.
     amp : torch.dtype or str, optional
-        Forward and loss run under autocast to this type ("float16", "bfloat16"). Needed for a device that isn't in this
-        machine: without CUDA, PyTorch disables a `torch.autocast("cuda")` in the model's own code.
+        Forward and loss run under autocast to this type: "bfloat16" or "bf16", "float16" or "fp16". Needed for a device
+        that isn't in this machine: without CUDA, PyTorch disables a `torch.autocast("cuda")` in the model's own code.
     accumulate : bool, optional
         Whether steps start with gradients, which then count from the start: `zero_grad(set_to_none=False)` keeps them,
         or a step has several micro-batches. Default: whether a parameter that requires a gradient has one now.
@@ -197,10 +198,13 @@ class Training:
             raise InvalidInputError(
                 f"loss_fn={self.loss_fn!r} is not callable; pass a function from output to a scalar tensor"
             )
-        if self.amp is not None and str(self.amp).removeprefix("torch.") not in AMP_TYPES:
-            raise InvalidInputError(
-                f"amp={self.amp!r}: autocast is to torch.float16 or torch.bfloat16; give one of them"
-            )
+        if self.amp is not None:
+            name = AMP_TYPES.get(str(self.amp).removeprefix("torch."))
+            if name is None:
+                raise InvalidInputError(
+                    f"amp={self.amp!r}: autocast is to float16 (fp16) or bfloat16 (bf16); give one of them"
+                )
+            object.__setattr__(self, "amp", name)
         if self.accumulate not in (None, False, True):
             raise InvalidInputError(f"accumulate={self.accumulate!r}; it is True, False or None")
         if self.ddp is not None and not isinstance(self.ddp, (bool, DDP)):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Unpack
@@ -40,7 +41,7 @@ from ckptplan.runtime.group import GroupCall, group_call
 from ckptplan.runtime.guard.check import When
 from ckptplan.runtime.guard.gradients import rewinding, starting_gradient_bytes
 from ckptplan.runtime.guard.retry import OnOom
-from ckptplan.runtime.handle import Handle
+from ckptplan.runtime.handle import Handle, handle_of
 from ckptplan.runtime.handle import apply as apply_plan
 from ckptplan.runtime.observe.measure import run_step, unique_bytes
 from ckptplan.runtime.replicated import added_bytes, apart, ddp_under, unwrapped
@@ -67,6 +68,7 @@ def apply(
     retries: int = 3,
     on_larger: Literal["follow", "replan"] | None = None,
     inputs: Any = None,
+    replace: bool = False,
     **options: Unpack[ApplyOrSolveKeywords],
 ) -> Handle:
     """Apply `plan` to `model`: its training forwards keep, swap and recompute as planned.
@@ -122,6 +124,8 @@ def apply(
     inputs : tensor, tuple, dict, optional
         As given to `solve`; needed (or `step`) for a plan made on another machine for this device. Such a plan is
         replayed with this device's operations, and has to stay within its budget.
+    replace : bool
+        Whether to take off a plan that is applied to the model now; if this call fails, that plan stays.
     **options
         As given to `solve`: `loss_fn`, `optimizer`, `step`, `amp` for that check and for new plans; `actions`,
         `segments`, `time_limit_s`, `gap`, `seed`, `workers`, `on_progress` for new plans. `host_gb` limits the pinned
@@ -142,30 +146,44 @@ def apply(
         If the swap directory can't be written or is too small, or an argument is invalid. None of these errors changes
         the model.
     """
-    if plan is None:
-        wanted: dict[str, Any] = {"budget_gb": budget_gb, "budget": budget, "swap_dir": swap_dir, **options}
-        how: dict[str, Any] = {"swap_dir": swap_dir, "checksums": checksums, "synchronous": synchronous, "check": check}
-        how |= {"strict": strict, "on_oom": on_oom, "profile": profile, "retries": retries, "on_larger": on_larger}
-        return _later(model, inputs, wanted, how)
-    if (budget_gb, budget) != (None, None):
-        raise InvalidInputError("a plan has its budget; leave out budget_gb= and budget=, or the plan to make one")
-    handle = None
-    try:
-        with group_call("apply", model) as call:
-            require_known(apply, options, ApplyKeywords)
-            require_plan(plan)
-            if call is not None:
-                _require_one_plan(call, plan)
-            handle = _applied(
-                model, plan, profile, inputs, dict(options), 1 if call is None else call.local_count(), on_oom=on_oom,
-                retries=retries, on_larger=on_larger, swap_dir=swap_dir, checksums=checksums, synchronous=synchronous,
-                check=check, strict=strict,
-            )  # fmt: skip
-    except BaseException:
-        if handle is not None:  # here it went well
-            handle.remove()
-        raise
-    return handle
+    with _replacing(model) if replace else contextlib.nullcontext():
+        if plan is None:
+            wanted: dict[str, Any] = {"budget_gb": budget_gb, "budget": budget, "swap_dir": swap_dir, **options}
+            how: dict[str, Any] = {"swap_dir": swap_dir, "checksums": checksums, "synchronous": synchronous}
+            how |= {"check": check, "strict": strict, "on_oom": on_oom, "profile": profile, "retries": retries}
+            how["on_larger"] = on_larger
+            return _later(model, inputs, wanted, how)
+        if (budget_gb, budget) != (None, None):
+            raise InvalidInputError("a plan has its budget; leave out budget_gb= and budget=, or the plan to make one")
+        handle = None
+        try:
+            with group_call("apply", model) as call:
+                require_known(apply, options, ApplyKeywords)
+                require_plan(plan)
+                if call is not None:
+                    _require_one_plan(call, plan)
+                handle = _applied(
+                    model, plan, profile, inputs, dict(options), 1 if call is None else call.local_count(),
+                    on_oom=on_oom, retries=retries, on_larger=on_larger, swap_dir=swap_dir, checksums=checksums,
+                    synchronous=synchronous, check=check, strict=strict,
+                )  # fmt: skip
+        except BaseException:
+            if handle is not None:  # here it went well
+                handle.remove()
+            raise
+        return handle
+
+
+@contextlib.contextmanager
+def _replacing(model: nn.Module) -> Iterator[None]:
+    """Take the present plan off a model, if there is one; put it back if what is inside fails."""
+    former = handle_of(model)
+    if former is None:
+        yield
+        return
+    with former.paused():
+        yield
+        former.remove()
 
 
 def _later(model: nn.Module, inputs: Any, wanted: dict[str, Any], how: dict[str, Any]) -> Handle:

@@ -39,6 +39,7 @@ class FirstForward(Handle):
         self._model = unwrapped(model)
         self._patch = PatchedForward(self._model, self._first)
         self._patch.install()
+        self._register(self._model)
 
     def _first(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         planner = self._planner
@@ -92,6 +93,7 @@ class FirstForward(Handle):
         self._planner = None
         if self._made is None:
             self._patch.remove()
+            self._unregister(self._model)
         else:
             self._made.remove()
 
@@ -101,11 +103,12 @@ class FirstForward(Handle):
 
     @contextlib.contextmanager
     def _unplanned(self) -> Iterator[None]:
-        planner, self._planner = self._planner, None
+        self._patch.remove()
         try:
             yield
         finally:
-            self._planner = planner
+            if self._planner is not None:
+                self._patch.install()
 
     def unmetered(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which no step is measured for `stats`; see `Handle.unmetered`."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import operator
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, replace
 from pathlib import Path
 from types import FunctionType
 
+import psutil
 from torch import nn
 
 from ckptplan.core.errors import InfeasibleBudgetError, PlanMismatchError, RankError
@@ -17,6 +19,7 @@ from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Fingerprint, Profile
 from ckptplan.core.request import Limits, Training
 from ckptplan.core.stage import InputTensor
+from ckptplan.core.units import format_bytes
 from ckptplan.memory.estimate import TrainingBytes, library_blocks
 from ckptplan.planning.job import Job, staged
 from ckptplan.profiling.profiler import profile_step, replayed_bytes, stage_inputs, training_step
@@ -27,6 +30,7 @@ from ckptplan.profiling.workload.optimizers import OptimizerLike
 from ckptplan.runtime import accelerator
 from ckptplan.runtime.group import GroupCall, group_call
 from ckptplan.runtime.guard.shapes import input_tensors, read_inputs
+from ckptplan.runtime.handle import without_plan
 from ckptplan.runtime.observe.measure import held_tensors, unique_bytes
 from ckptplan.runtime.replicated import unwrapped
 from ckptplan.runtime.sharded import keep_whole_gradients, parameter_groups
@@ -123,7 +127,7 @@ def holding_for(profile: Profile, inputs: Mapping[str, tuple[InputTensor, ...]])
 
 def solved_together(model: nn.Module, coming: object, alone: Callable[[Together | None], Plan]) -> Plan:
     """Return `alone(together)`, of a replicated or sharded model the one plan of all ranks (NOTE [One plan])."""
-    with group_call("solve", model, coming) as call:
+    with group_call("solve", model, coming) as call, without_plan(model):
         return alone(None if call is None else Together(call))
 
 
@@ -259,6 +263,19 @@ def default_budget(model: nn.Module, device: DeviceLike, ranks: int = 1) -> int:
     target = find_target(model, device)
     free = free_bytes(model, target)
     return free // ranks if target.spec is None and not target.is_cuda else free
+
+
+def warn_of_more_than_there_is(budget_bytes: int, model: nn.Module, device: DeviceLike) -> None:
+    """Warn of a budget beyond all memory of `device`, by default the model's: the unit may have been mistaken."""
+    target = find_target(model, device)
+    has = target.capacity_bytes or psutil.virtual_memory().total
+    if budget_bytes > has:
+        warnings.warn(
+            f"the budget, {format_bytes(budget_bytes)}, is more than all memory of {target.description}, "
+            f"{format_bytes(has)}: a plan within it may run out of memory; budget_gb= counts units of 2**30 bytes",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def free_bytes(model: nn.Module, target: Target) -> int:

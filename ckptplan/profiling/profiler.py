@@ -48,6 +48,7 @@ from ckptplan.runtime.accelerator import empty_cache, is_accelerator
 from ckptplan.runtime.group import on_all_ranks, present_call
 from ckptplan.runtime.guard.gradients import accumulates, starting_gradient_bytes
 from ckptplan.runtime.guard.shapes import input_tensors
+from ckptplan.runtime.handle import without_plan
 from ckptplan.runtime.observe.measure import Outside, collection_off, held_tensors, unique_bytes
 from ckptplan.runtime.replicated import added_bytes
 from ckptplan.runtime.sharded import as_asked
@@ -121,17 +122,18 @@ def profile(
     request = Training.of(training, inputs)
     target = find_target(model, request.device)
     check_supported(model)
-    step, notes = training_step(model, request, target)
-    return profile_step(
-        step,
-        target,
-        optimizer=request.optimizer,
-        swap_dir=swap_dir,
-        menus=menus,
-        notes=notes,
-        on_progress=reporting(on_progress),
-        cache=cache,
-    )
+    with without_plan(model):
+        step, notes = training_step(model, request, target)
+        return profile_step(
+            step,
+            target,
+            optimizer=request.optimizer,
+            swap_dir=swap_dir,
+            menus=menus,
+            notes=notes,
+            on_progress=reporting(on_progress),
+            cache=cache,
+        )
 
 
 @in_own_context

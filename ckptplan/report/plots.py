@@ -218,9 +218,7 @@ def _figure() -> Figure:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise CkptPlanError(
-            "plots need matplotlib, which is not installed; run: pip install 'ckptplan[report]'"
-        ) from error
+        raise CkptPlanError("plots need matplotlib, which is not installed; run: pip install matplotlib") from error
     # No pyplot: it would keep figures and choose a window system for the caller's process.
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     FigureCanvasAgg(figure)

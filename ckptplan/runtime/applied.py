@@ -63,6 +63,8 @@ class Applied:
         Returns the controller that runs a forward with the given inputs (`Controller.before_forward`).
     optimizer : weakref to an optimizer, or None
         The one that has updated the model; None if none or several have.
+    handle : object
+        The user's handle, which so lives as long as the model's patches do.
     guards : ExitStack
         Contexts in which the model is while the plan is applied. What they register in the process refers to this
         object weakly.
@@ -74,6 +76,7 @@ class Applied:
         self.returns = 0
         self.before_forward: Callable[[tuple[Any, ...], dict[str, Any]], Controller] | None = None
         self.optimizer: weakref.ref[torch.optim.Optimizer] | None = None
+        self.handle: object = None
         self.guards = contextlib.ExitStack()
         self._place = place
         self.controller, self.stores = place(plan, None)

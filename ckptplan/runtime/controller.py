@@ -280,7 +280,8 @@ class Controller:
         for patch in self._patches:
             if type(patch.module.__dict__.get(patch.attribute)) is PatchedForward:
                 raise UnsupportedModelError(
-                    "a plan is applied to this model already; call remove() on its handle first"
+                    "a plan is applied to this model already, or to one with which it shares layers; take it off "
+                    "first: ckptplan.remove(model), or apply(..., replace=True) in one call"
                 )
         for patch in self._patches:
             patch.install()

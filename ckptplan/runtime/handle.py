@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -48,12 +49,52 @@ if TYPE_CHECKING:  # of a higher layer
 
 Result = TypeVar("Result")
 
+_HANDLES: weakref.WeakValueDictionary[int, Handle] = weakref.WeakValueDictionary()
+"""By a model's identity the handle of its plan, which lives as long as the model's patches do."""
+
+
+def handle_of(model: nn.Module) -> Handle | None:
+    """Return the handle of the plan that is applied to `model`; None if none is."""
+    return _HANDLES.get(id(unwrapped(model)))
+
+
+def without_plan(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """A context in which `model` runs without the plan that is applied to it, if there is one."""
+    handle = handle_of(model)
+    return contextlib.nullcontext() if handle is None else handle.paused()
+
+
+def remove(model: nn.Module) -> bool:
+    """Restore a model to which a plan is applied, as `Handle.remove` does: for a handle that wasn't kept.
+
+    Parameters
+    ----------
+    model : nn.Module
+        The model that was given to `apply`; alike if it is wrapped in `DistributedDataParallel` by now.
+
+    Returns
+    -------
+    bool
+        Whether a plan was applied.
+
+    Raises
+    ------
+    CheckError
+        As by `Handle.remove`.
+    """
+    handle = handle_of(model)
+    if handle is not None:
+        handle.remove()
+    return handle is not None
+
 
 class Handle:
     """An applied plan. Call `remove()` to restore the model, or use the handle as a context manager."""
 
     def __init__(self, applied: Applied, adviser: Adviser | None, retry: Retry | None) -> None:
         self._applied, self._adviser, self._retry = applied, adviser, retry
+        applied.handle = self
+        self._register(applied.model)
         try:
             for guard in (
                 training_config(applied.model),
@@ -65,6 +106,13 @@ class Handle:
         except BaseException:
             self.remove()
             raise
+
+    def _register(self, model: nn.Module) -> None:
+        _HANDLES[id(model)] = self
+
+    def _unregister(self, model: nn.Module) -> None:
+        if _HANDLES.get(id(model)) is self:
+            del _HANDLES[id(model)]
 
     @property
     def plan(self) -> Plan:
@@ -122,6 +170,7 @@ class Handle:
             (`apply(..., check=)`). Not while another error is handled.
         """
         if self._applied.remove():
+            self._unregister(self._applied.model)
             error = sys.exc_info()[1]
             if is_of_step(error):  # which ends the plan before it ends the process
                 tell(self._applied, error)

@@ -236,7 +236,7 @@ def verify(
         accumulate = plan.fingerprint.accumulates
     device = model_device(model)
     options = Training(inputs, loss_fn, step=step, amp=amp, accumulate=accumulate, ddp=ddp_under(model, plan))
-    training = make_step(model, options).under(amp, device.type)
+    training = make_step(model, options).under(options.amp, device.type)
     training.on_device(device)
     is_wrapped, model = training.model is not model, training.model
     ignored = () if plan.fingerprint.parallel else unlike(model, plan)  # measured as it is now

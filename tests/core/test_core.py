@@ -492,3 +492,24 @@ def test_segments_nested_too_deep_are_refused(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(json.dumps(data).replace('"HERE"', f"[{deep}]"))
     with pytest.raises(InvalidInputError):
         Plan.load(tmp_path / "plan.json")
+
+
+@pytest.mark.parametrize(
+    ("fields", "verdict"),
+    [
+        ({}, "fits 2.34 of 2.35 GiB, step +10.0%, within 4.76% of the best"),
+        ({"lower_bound_s": 1.1, "status": "optimal"}, "fits 2.34 of 2.35 GiB, step +10.0%, no plan is faster"),
+        ({"lower_bound_s": 0.0}, "fits 2.34 of 2.35 GiB, step +10.0%, how near to the best isn't known"),
+        ({"budget_bytes": 3 << 40}, "fits 2.34 GiB of 3.00 TiB, step +10.0%, within 4.76% of the best"),
+        ({"budget_bytes": 2 << 30}, "doesn't fit: 2.34 GiB needed, 2.00 GiB given; step +10.0%"),
+        ({"reserved_bytes": int(2.346 * 2**30)}, "fits 2.35 of 2.35 GiB, step +10.0%, within 4.76% of the best"),
+    ],
+)
+def test_a_plan_is_told_in_one_line(fields: dict[str, Any], verdict: str) -> None:
+    nbytes = int(2.34 * 2**30)
+    given = {"budget_bytes": int(2.35 * 2**30), "peak_bytes": nbytes, "step_s": 1.1, "lower_bound_s": 1.05, **fields}
+    plan = replace(plan_of(chain(), (KEEP,) * 4), baseline_step_s=1.0, **given)
+    assert plan.verdict == verdict
+    first, *_, last = str(plan).splitlines()
+    assert first == verdict
+    assert last.endswith(plan.space)

@@ -104,3 +104,11 @@ def test_limits_that_cannot_be_used(options: dict[str, Any], message: str) -> No
 def test_trainings_that_cannot_be(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         Training(**options)
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [("bf16", "bfloat16"), ("bfloat16", "bfloat16"), ("fp16", "float16"), ("torch.float16", "float16"), (None, None)],
+)
+def test_autocast_has_the_names_that_people_give_it(given: str | None, name: str | None) -> None:
+    assert Training(amp=given).amp == name

@@ -17,9 +17,9 @@ from typing import Any
 
 import jinja2
 
+from ckptplan import __version__
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.files import Saved
-from ckptplan.core.version import installed_version
 from ckptplan.report.plots import plot_page
 
 _ASSETS = files("ckptplan.report.page") / "assets"
@@ -114,7 +114,7 @@ class Report:
                 {"id": f"file-{k}", "name": file.name, "label": file.label, "text": _packed(file.content.to_json())}
                 for k, file in enumerate(self.attached)
             ],
-            version=installed_version(), css=_asset("page.css"), library_css=_asset("uPlot.min.css"),
+            version=__version__, css=_asset("page.css"), library_css=_asset("uPlot.min.css"),
             library_version=_LIBRARY_VERSION, **self.shown,
         )  # fmt: skip
 

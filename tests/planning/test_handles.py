@@ -1,0 +1,127 @@
+"""Plans whose handle wasn't kept are taken off by the model, and replaced; a budget beyond the device is warned of."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import nn
+
+import ckptplan
+from ckptplan.core.errors import InvalidInputError, UnsupportedModelError
+
+X = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
+
+
+def blocks() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(3)))
+
+
+def loss_of(output: torch.Tensor) -> torch.Tensor:
+    return output.square().mean()
+
+
+def is_plain(model: nn.Module) -> bool:
+    return not any("forward" in module.__dict__ for module in model.modules())
+
+
+def planned(model: nn.Module, share: str = "50%") -> ckptplan.Plan:
+    return ckptplan.solve(model, budget=share, inputs=X, loss_fn=loss_of, time_limit_s=1)
+
+
+def by_plan(model: nn.Module, **options: Any) -> None:
+    ckptplan.apply(model, planned(model), **options)
+
+
+def by_budget(model: nn.Module, **options: Any) -> None:
+    ckptplan.apply(model, budget="50%", loss_fn=loss_of, time_limit_s=1, **options)
+
+
+def by_budget_and_forward(model: nn.Module, **options: Any) -> None:
+    by_budget(model, **options)
+    loss_of(model(X)).backward()
+    model.zero_grad()
+
+
+WAYS: list[Callable[..., None]] = [by_plan, by_budget, by_budget_and_forward]
+
+
+@pytest.mark.parametrize("applied", WAYS)
+def test_a_plan_is_taken_off_without_its_handle(applied: Callable[..., None]) -> None:
+    model = blocks()
+    assert not ckptplan.remove(model)  # there is none
+    applied(model)
+    gc.collect()
+    assert not is_plain(model)
+    assert ckptplan.remove(model)
+    assert is_plain(model)
+    assert not ckptplan.remove(model)
+
+
+@pytest.mark.parametrize("after", WAYS)
+@pytest.mark.parametrize("before", WAYS)
+def test_a_plan_replaces_another(before: Callable[..., None], after: Callable[..., None]) -> None:
+    model, plain = blocks(), blocks()
+    before(model)
+    with pytest.raises(UnsupportedModelError, match=r"already.*ckptplan\.remove\(.*replace=True"):
+        by_plan(model)
+    after(model, replace=True)
+    for each in (model, plain):
+        loss_of(each(X)).backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=0)
+    assert ckptplan.remove(model)
+    assert is_plain(model)
+
+
+@pytest.mark.parametrize("before", WAYS)
+def test_a_plan_that_cant_be_applied_leaves_the_former(before: Callable[..., None]) -> None:
+    model, plan = blocks(), planned(blocks())
+    before(model)
+    for options in ({"check": "never"}, {"checksums": 2}):
+        with pytest.raises(InvalidInputError):
+            ckptplan.apply(model, plan, replace=True, **options)
+    assert not is_plain(model)
+    loss_of(model(X)).backward()
+    assert ckptplan.remove(model)
+    assert is_plain(model)
+
+
+def test_replacing_nothing_is_applying() -> None:
+    model = blocks()
+    by_plan(model, replace=True)
+    assert ckptplan.remove(model)
+
+
+def test_a_handle_that_was_removed_is_forgotten() -> None:
+    model = blocks()
+    with ckptplan.apply(model, planned(model)):
+        pass
+    assert not ckptplan.remove(model)
+
+
+@pytest.mark.parametrize("applied", WAYS)
+def test_a_model_with_a_plan_can_be_freed(applied: Callable[..., None]) -> None:
+    model = blocks()
+    applied(model)
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_budget_beyond_the_device_is_warned_of() -> None:
+    there = psutil.virtual_memory().total / 2**30
+    for budget, model, options in ((there + 1, blocks(), {}), (25, blocks().to("meta"), {"device": "rtx4090"})):
+        with pytest.warns(RuntimeWarning, match=r"the budget, .* GiB, is more than all memory of .*units of 2\*\*30"):
+            ckptplan.solve(model, budget, inputs=X.to(next(model.parameters()).device), time_limit_s=1, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ckptplan.solve(blocks(), there - 1, inputs=X, time_limit_s=1)
