@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from ckptplan.core.plan import Decision, Plan, Transfer
     from ckptplan.core.profile import Profile
     from ckptplan.core.trace import Trace
+    from ckptplan.core.version import __version__ as __version__
     from ckptplan.fitting.batch import BatchFit, max_batch_size
     from ckptplan.memory.estimate import estimate
     from ckptplan.planning.applying import apply, trace
@@ -42,8 +43,6 @@ if TYPE_CHECKING:
     from ckptplan.runtime.handle import remove
     from ckptplan.runtime.swap.stores.areas import keep_pinned_memory
     from ckptplan.runtime.verify import verify
-
-__version__ = "0.1.0"
 
 __all__ = [
     "DDP",
@@ -98,6 +97,7 @@ _NAMES = {
     "core.plan": "Decision Plan Transfer",
     "core.profile": "Profile",
     "core.trace": "Trace",
+    "core.version": "__version__",
     "fitting.batch": "BatchFit max_batch_size",
     "memory.estimate": "estimate",
     "planning.applying": "apply trace",

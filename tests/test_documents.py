@@ -65,25 +65,20 @@ def test_nothing_installs_the_other_project_of_this_name() -> None:
 
 
 def test_the_readme_is_read_in_five_minutes() -> None:
-    assert len(README.read_text().splitlines()) <= 200
+    assert len(README.read_text().splitlines()) <= 120
 
 
 @pytest.mark.usefixtures("short_search")
-@pytest.mark.parametrize("number", range(3))
-def test_blocks_of_the_readme_run(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_the_block_of_the_readme_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each as a program of its own; what it prints is what the text around it says."""
+    """As a program of its own; its budget makes a difference, and it prints what its comment says."""
     monkeypatch.chdir(tmp_path)
-    assert len(blocks(README)) == 3
-    exec(compile(blocks(README)[number], f"README.md, block {number}", "exec"), {"__name__": "__main__"})
+    (block,) = blocks(README)
+    exec(compile(block, "README.md", "exec"), {"__name__": "__main__"})
     out = capsys.readouterr().out
-    expected = (
-        ("plan by ckptplan", "over keeping everything"),
-        ("above the best", "memory    binds", "gradients bitwise equal"),
-        ("on NVIDIA A100 40GB", "fits with everything kept", "plan by ckptplan"),
-    )
-    assert [text for text in expected[number] if text not in out] == []
+    assert re.match(r"fits \d+\.\d\d of 153\.60 MiB, step \+\d+\.\d%, ", out)
+    assert "nothing to gain" not in out
 
 
 @pytest.mark.usefixtures("short_search")

@@ -8,11 +8,11 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from ckptplan import __version__
 from ckptplan.cli import device, inspect, plan, report
 from ckptplan.cli.output import INTERRUPTED, show_error, show_interrupt, show_users_error
 from ckptplan.cli.subject import is_torch
 from ckptplan.core.errors import CkptPlanError
+from ckptplan.core.version import __version__
 
 
 class _Group(TyperGroup):

@@ -10,7 +10,7 @@ import platform
 import statistics
 import sysconfig
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -418,8 +418,11 @@ def _rows(model: nn.Module, data: list[Batch], time_limit_s: float, progress: Pr
         optimizer=torch.optim.AdamW(model.parameters()),
         cache=False,
     )
-    if not is_accelerator(tokens.device):  # copies would take cores from training, which no plan reckons with
-        profile = without_swaps(profile)
+    alone = without_swaps(profile)
+    swaps = is_accelerator(tokens.device)  # elsewhere copies would go to the same memory, and take cores from training
+    if not swaps:
+        profile = alone
+        progress.console.print("nothing is swapped on a CPU, where it would go to the same memory: plans recompute")
     phase(f"solving, at most {time_limit_s:g} s")
     plain = BASELINES["keep_all"](profile, MOST_BYTES - 1)
     ours, budget_text = solve_half(profile, plain.peak_bytes, time_limit_s)
@@ -428,10 +431,18 @@ def _rows(model: nn.Module, data: list[Batch], time_limit_s: float, progress: Pr
     progress.console.print(
         "beside ckptplan's plan for it: uniform, the best equal share of stages recomputed everywhere; and greedy, "
         f"{GREEDY[tokens.device.type]} of `ckptplan compare`"
+        + ("; and recompute, its plan if nothing is swapped" if swaps else "")
     )
-    for label, name in (("uniform", "uniform"), ("greedy", GREEDY[tokens.device.type])):
+    rivals: dict[str, Callable[[], Plan]] = {
+        "uniform": lambda: BASELINES["uniform"](profile, ours.budget_bytes),
+        "greedy": lambda: BASELINES[GREEDY[tokens.device.type]](profile, ours.budget_bytes),
+    }
+    if swaps:
+        budget_gb = ours.budget_bytes / GIB
+        rivals["recompute"] = lambda: ckptplan.solve(alone, budget_gb, time_limit_s=time_limit_s, gap=0.0)
+    for label, planned in rivals.items():
         try:
-            plans[label] = BASELINES[name](profile, ours.budget_bytes)
+            plans[label] = planned()
         except InfeasibleBudgetError:
             progress.console.print(f"{label} finds no plan within the budget")
     plans[OURS] = ours

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import statistics
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,17 @@ def made_row(name: str, *step_s: float, peak_bytes: int = 90, **fields: Any) -> 
 
 PLAIN = made_row("plain", 1.0, 2.0, 1.5, peak_bytes=180)
 GREEDY = made_row("greedy", 1.3, 2.6, 1.95)
+
+
+def test_demo_has_a_row_without_swaps_where_its_plan_may_swap(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = Size(narrow=16, hidden=64, outer=2, wide=64, heads=2, inner=2, context=256, batch=4)
+    monkeypatch.setattr("ckptplan.cli.demo.is_accelerator", lambda device: True)
+    assert demonstrate("cpu", steps=3, size=size, time_limit_s=1.0, console=Console(width=160))
+    out = capsys.readouterr().out
+    assert "nothing is swapped on a CPU" not in out
+    assert re.search(r"^ *recompute .*MiB", out, re.MULTILINE)
 
 
 def test_demo_says_what_its_plan_is_ahead_of() -> None:

@@ -17,9 +17,9 @@ from typing import Any
 
 import jinja2
 
-from ckptplan import __version__
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.files import Saved
+from ckptplan.core.version import __version__
 from ckptplan.report.plots import plot_page
 
 _ASSETS = files("ckptplan.report.page") / "assets"
