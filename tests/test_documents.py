@@ -64,6 +64,14 @@ def test_nothing_installs_the_other_project_of_this_name() -> None:
     assert not {path: hits for path, hits in found.items() if hits}
 
 
+def test_the_version_is_the_last_one_of_the_changelog() -> None:
+    (version, day), *_ = re.findall(
+        r"^## \[([\d.]+)\] - (\d{4}-\d\d-\d\d)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE
+    )
+    assert version == ckptplan.__version__
+    assert day
+
+
 def test_the_readme_is_read_in_five_minutes() -> None:
     assert len(README.read_text().splitlines()) <= 120
 
