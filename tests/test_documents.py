@@ -53,7 +53,7 @@ def anchors(path: Path) -> set[str]:
 
 def test_nothing_installs_the_other_project_of_this_name() -> None:
     """On the package index `ckptplan` is another project: what is installed is the checkout or `ckptplan-torch`."""
-    others = re.compile(r"\binstall\b[^&|]*[\s'\"]ckptplan(?![-.\w])|\bckptplan\[[a-z,]+\]['\"]")
+    others = re.compile(r"\binstall\b[^&|\n]*[\s'\"]ckptplan(?![-.\w])|\bckptplan\[[a-z,]+\]['\"]")
     assert others.search("pip install -U 'ckptplan'")
     assert others.search('"ckptplan[test]"')
     folders = ("ckptplan", "docs", "examples", "experiments", "tests")
