@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import logging
-import sys
 import time
 import warnings
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Unpack
@@ -20,12 +17,12 @@ from torch.utils import _pytree as pytree
 from ckptplan.api import solve
 from ckptplan.core.budget import Budget
 from ckptplan.core.errors import CkptPlanError, RankError
-from ckptplan.core.option import Action
 from ckptplan.core.plan import Plan
 from ckptplan.core.request import ApplyKeywords, PlanKeywords, require_known
 from ckptplan.core.request import Limits as PlanLimits
-from ckptplan.core.units import format_bytes, format_seconds
+from ckptplan.core.units import format_bytes
 from ckptplan.planning.applying import apply
+from ckptplan.planning.log import in_words, say
 from ckptplan.planning.model_job import NoLargestStepError
 from ckptplan.runtime.group import Vote, alone
 from ckptplan.runtime.guard.check import When
@@ -37,8 +34,6 @@ from ckptplan.runtime.state.objects import MOST_OBJECTS, attributes_of
 
 _MOST_FAILURES = 3
 """Batches without a plan after which a training goes on with the plan that it has."""
-
-_LOG = logging.getLogger("ckptplan")
 
 
 class Planning:
@@ -268,29 +263,3 @@ def replace(undo: contextlib.ExitStack, of: Any, name: str, by: Any) -> None:
             attributes.pop(name, None)
 
     undo.callback(back)
-
-
-def in_words(plan: Plan, took_s: float) -> str:
-    """Return a plan in one sentence: what stages do, peak of the budget, slowdown, gap, seconds of planning."""
-    within = f"peak {format_bytes(plan.counted_bytes)} of {format_bytes(plan.budget_bytes)}"
-    planned = f"planned in {format_seconds(took_s)}"
-    counts = Counter(choice.action for choice in plan.choices)
-    if counts["keep"] == len(plan.choices):
-        return f"ckptplan: keeps everything, which fits: {within}, nothing to gain, {planned}"
-    done: dict[Action, str] = {
-        "recompute": f"recomputes {counts['recompute']}",
-        "swap": f"swaps {counts['swap']} ({format_bytes(plan.host_bytes + plan.disk_bytes)})",
-    }
-    what = " and ".join(text for action, text in done.items() if counts[action])
-    return (
-        f"ckptplan: {what} of {len(plan.choices)} stages: {within}, step {plan.overhead:+.1%} over keeping everything, "
-        f"within {plan.gap:.1%} of the best possible, {planned}"
-    )
-
-
-def say(text: str) -> None:
-    """Log a sentence, on stderr where no logging is set up."""
-    if _LOG.hasHandlers():
-        _LOG.info(text)
-    else:
-        print(text, file=sys.stderr)
