@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Unpack
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -22,13 +21,12 @@ from ckptplan.core.request import ApplyKeywords, PlanKeywords, require_known
 from ckptplan.core.request import Limits as PlanLimits
 from ckptplan.core.units import format_bytes
 from ckptplan.planning.applying import apply
-from ckptplan.planning.log import in_words, say
+from ckptplan.planning.log import in_words, is_first_rank, planning, say
 from ckptplan.planning.model_job import NoLargestStepError
 from ckptplan.runtime.group import Vote, alone
 from ckptplan.runtime.guard.check import When
 from ckptplan.runtime.guard.shapes import Limits, input_tensors, tensors_at
 from ckptplan.runtime.handle import Handle
-from ckptplan.runtime.replicated import is_distributed
 from ckptplan.runtime.sharded import ranks_of
 from ckptplan.runtime.state.objects import MOST_OBJECTS, attributes_of
 
@@ -124,7 +122,7 @@ class Planning:
             with alone():
                 return self._begin(model, plan, training, is_told=True)
         try:
-            return self._begin(model, plan, training, is_told=not is_distributed() or dist.get_rank() == 0)
+            return self._begin(model, plan, training, is_told=is_first_rank())
         except NoLargestStepError:
             if not apart:
                 raise
@@ -134,9 +132,13 @@ class Planning:
     def _begin(self, model: nn.Module, plan: Plan | None, training: dict[str, Any], *, is_told: bool) -> Handle:
         begin = time.perf_counter()
         if plan is None:
-            plan = solve(
-                model, self.budget_gb, budget=self.budget, swap_dir=self.swap_dir, **training, **self.options
-            )  # fmt: skip
+            wanted = Budget.of(self.budget_gb, self.budget)
+            limit_s = PlanLimits.of(self.options).time_limit_s
+            with planning(wanted, limit_s, self.options.get("on_progress")) as shown:
+                options: PlanKeywords = {**self.options, "on_progress": shown}
+                plan = solve(
+                    model, self.budget_gb, budget=self.budget, swap_dir=self.swap_dir, **training, **options
+                )  # fmt: skip
         more: dict[str, Any] = {k: v for k, v in self.options.items() if k in ApplyKeywords.__optional_keys__}
         if "inputs" in training:
             more |= {"on_larger": "replan", "loss_fn": training.get("loss_fn"), "optimizer": training.get("optimizer")}
