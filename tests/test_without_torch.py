@@ -129,6 +129,7 @@ COMMANDS = """
     for command in (
         "demo",
         "calibrate",
+        "profile a_model:build",
         "solve a_model:build --budget-gb 1",
         "compare a_model:build --budgets 50",
         "estimate a_model:build",
@@ -147,7 +148,7 @@ def test_commands_that_need_torch_say_so_in_one_line(tmp_path: Path) -> None:
     chain = ckptplan.Profile.from_chain([1.0], [1.0], [1], [1], input_bytes=1)
     ckptplan.solve(chain, 1.0).save(tmp_path / "plan.json")
     lines = python(COMMANDS, cwd=tmp_path).splitlines()
-    assert len(lines) == 7
+    assert len(lines) == 8
     assert set(lines) == {"error: this needs PyTorch, which isn't installed; install it with: pip install torch"}
 
 

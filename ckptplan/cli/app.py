@@ -89,6 +89,7 @@ def demo(
 
 COMMANDS: dict[str, Callable[..., None]] = {
     "demo": demo,
+    "profile": plan.profile,
     "solve": plan.solve,
     "frontier": plan.frontier,
     "explain": plan.explain,

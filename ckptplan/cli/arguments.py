@@ -105,12 +105,23 @@ Accumulate = Annotated[
 ]
 
 
+TargetDevice = Annotated[
+    str | None,
+    typer.Option("--device", metavar="D", help="A known device (a100-40gb) or its file; default: the model's."),
+]
+
+
 OptimizerName = Annotated[
     str | None, typer.Option(metavar="NAME", help="sgd, momentum, rmsprop, adagrad, adam, adamw or adafactor.")
 ]
 
 
 Autocast = Annotated[str | None, typer.Option("--amp", metavar="TYPE", help="Autocast to float16 or bfloat16.")]
+
+
+InDdp = Annotated[
+    bool, typer.Option("--ddp", help="Gradients are reduced in buckets, as in distributed data parallel.")
+]
 
 
 Sharded = Annotated[

@@ -13,10 +13,12 @@ from rich.table import Table
 from ckptplan.cli.arguments import (
     Accumulate,
     Autocast,
+    InDdp,
     ModelSource,
     OptimizerName,
     OptionalModel,
     Sharded,
+    TargetDevice,
     parts_of,
     to_bytes,
     to_counts,
@@ -70,15 +72,11 @@ def calibrate(
 
 def estimate(
     source: ModelSource,
-    device: Annotated[
-        str | None, typer.Option(metavar="D", help="A known device (a100-40gb) or its file; default: the model's.")
-    ] = None,
+    device: TargetDevice = None,
     optimizer: OptimizerName = None,
     amp: Autocast = None,
     accumulate: Accumulate = None,
-    ddp: Annotated[
-        bool, typer.Option("--ddp", help="Gradients are reduced in buckets, as in distributed data parallel.")
-    ] = False,
+    ddp: InDdp = False,
     fsdp: Sharded = None,
     batches: Annotated[
         str,

@@ -1,4 +1,4 @@
-"""Commands that make plans: solve, frontier, explain, compare."""
+"""Commands that make profiles and plans: profile, solve, frontier, explain, compare."""
 
 from __future__ import annotations
 
@@ -19,16 +19,22 @@ from ckptplan.cli.arguments import (
     EVERY_ACTION,
     Accumulate,
     Actions,
+    Autocast,
     Budget,
     Cached,
     DiskLimit,
     Gap,
     HostLimit,
+    InDdp,
     InFlight,
+    ModelSource,
+    OptimizerName,
     Output,
     PlanFile,
     ProfileFile,
+    Sharded,
     Source,
+    TargetDevice,
     TimeLimit,
     Together,
     number,
@@ -37,9 +43,10 @@ from ckptplan.cli.arguments import (
     to_bytes,
 )
 from ckptplan.cli.output import INTERRUPTED, check_writable, finishing, save_plan, show_interrupt, terminal, writing
-from ckptplan.cli.subject import profile_of, subject_of
+from ckptplan.cli.subject import model_of, profile_of, subject_of
 from ckptplan.core.display import progress
 from ckptplan.core.errors import CkptPlanError, InfeasibleBudgetError, InvalidInputError
+from ckptplan.core.fsdp import FSDP
 from ckptplan.core.plan import KEEP, Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.progress import Message, limited, search_state
@@ -50,6 +57,53 @@ from ckptplan.report.tables import Row, frontier_table, planners_table
 
 OURS = "ckptplan"
 """The solver's name in the list of planners."""
+
+
+def profile(
+    source: ModelSource,
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="PROFILE.json", help="Where to write the profile.")
+    ] = Path("profile.json"),
+    device: TargetDevice = None,
+    optimizer: OptimizerName = None,
+    amp: Autocast = None,
+    accumulate: Accumulate = None,
+    ddp: InDdp = False,
+    fsdp: Sharded = None,
+    swap_dir: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER", help="Where swapped bytes would go; its rate is measured. Default: as in training."
+        ),
+    ] = None,
+    cache: Cached = True,
+) -> None:
+    """Measure a model's training step: bytes and seconds of its stages, from which plans are made, here or elsewhere.
+
+    Example: [bold]ckptplan profile train:build --optimizer adamw --amp bfloat16 -o profile.json[/bold]
+    """
+    check_writable(output, "the profile")
+    model, inputs = model_of(source)
+    from ckptplan.profiling.profiler import profile
+
+    with progress("profiling", console=Console(stderr=True)) as shown:
+        found = profile(
+            model,
+            inputs,
+            device=device,
+            optimizer=optimizer,
+            amp=amp,
+            accumulate=accumulate,
+            ddp=ddp,
+            fsdp=None if fsdp is None else FSDP.from_text(fsdp),
+            swap_dir=swap_dir,
+            cache=cache,
+            on_progress=shown,
+        )
+    typer.echo(str(found))
+    with writing("the profile", output):
+        found.save(output)
+    typer.echo(f"written to {output}")
 
 
 def solve(

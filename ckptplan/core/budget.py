@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ckptplan.core.checks import MOST_BYTES
 from ckptplan.core.errors import InvalidInputError
-from ckptplan.core.units import budget_to_bytes
+from ckptplan.core.units import budget_to_bytes, format_bytes
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30,
           "TIB": 1 << 40}  # fmt: skip
@@ -32,6 +32,13 @@ class Budget:
     nbytes: int | None = None
     share: float | None = None
     margin: float = 0.0
+
+    def __str__(self) -> str:
+        if self.share is not None:
+            return f"{self.share:.0%} of the way from the smallest peak to everything kept"
+        if self.nbytes is not None:
+            return format_bytes(self.nbytes)
+        return f"the device's free memory{f', less {self.margin:.0%}' if self.margin else ''}"
 
     @classmethod
     def of(cls, budget_gb: float | None, budget: str | None) -> Budget:

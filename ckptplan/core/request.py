@@ -266,7 +266,8 @@ class Limits:
         other searches use one thread, and SCIP another process.
     on_progress : callable
         Called with a description of the present work: `print`, or `shown` of ``with ckptplan.progress() as shown``.
-        Default: a line that changes in a notebook, nothing elsewhere.
+        Default: a line that changes, in a notebook, and on a terminal for plans that are made inside a training
+        (`apply` without a plan, the integrations); otherwise nothing.
     on_plan : callable, optional
         Called during the search with the first plan found that fits, and with better ones, twice a second at most
         within a part of the search. They have passed `validate`, but unlike the plan returned no replay of the model;
@@ -350,10 +351,12 @@ _SOLVED: weakref.WeakKeyDictionary[Plan, Mapping[str, Any]] = weakref.WeakKeyDic
 def remember(plan: Plan, options: Mapping[str, Any]) -> None:
     """Note the options of `solve` with which a plan was made, for new plans while training.
 
-    An optimizer, and a loss that may hold a model or a batch, are held weakly. With one that can't be held so, nothing
-    is noted.
+    A display of progress isn't noted, since it may be over by then. An optimizer, and a loss that may hold a model or
+    a batch, are held weakly. With one that can't be held so, nothing is noted.
     """
-    kept = {name: options[name] for name in ApplyKeywords.__optional_keys__ - {"step"} if name in options}
+    kept = {
+        name: options[name] for name in ApplyKeywords.__optional_keys__ - {"step", "on_progress"} if name in options
+    }
     for name in kept.keys() & {"loss_fn", "optimizer"}:
         value = kept[name]
         plain = value is None or isinstance(value, (str, type))

@@ -34,7 +34,8 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 
 from ckptplan.core.errors import CkptPlanError, PlanMismatchError, UnsupportedModelError
 from ckptplan.core.plan import Plan
-from ckptplan.integrations.training import PlannedBatch, PlanningCallback, replace, say, unchanged
+from ckptplan.integrations.training import PlannedBatch, PlanningCallback, replace, unchanged
+from ckptplan.planning.log import say
 from ckptplan.profiling.loops import Loop
 from ckptplan.profiling.workload.discover import NothingSavedError
 from ckptplan.runtime.handle import Handle

@@ -3,42 +3,35 @@
 from __future__ import annotations
 
 import contextlib
-import logging
-import sys
 import time
 import warnings
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Unpack
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils import _pytree as pytree
 
 from ckptplan.api import solve
 from ckptplan.core.budget import Budget
 from ckptplan.core.errors import CkptPlanError, RankError
-from ckptplan.core.option import Action
 from ckptplan.core.plan import Plan
 from ckptplan.core.request import ApplyKeywords, PlanKeywords, require_known
 from ckptplan.core.request import Limits as PlanLimits
-from ckptplan.core.units import format_bytes, format_seconds
+from ckptplan.core.units import format_bytes
 from ckptplan.planning.applying import apply
+from ckptplan.planning.log import in_words, is_first_rank, planning, say
 from ckptplan.planning.model_job import NoLargestStepError
 from ckptplan.runtime.group import Vote, alone
 from ckptplan.runtime.guard.check import When
 from ckptplan.runtime.guard.shapes import Limits, input_tensors, tensors_at
 from ckptplan.runtime.handle import Handle
-from ckptplan.runtime.replicated import is_distributed
 from ckptplan.runtime.sharded import ranks_of
 from ckptplan.runtime.state.objects import MOST_OBJECTS, attributes_of
 
 _MOST_FAILURES = 3
 """Batches without a plan after which a training goes on with the plan that it has."""
-
-_LOG = logging.getLogger("ckptplan")
 
 
 class Planning:
@@ -129,7 +122,7 @@ class Planning:
             with alone():
                 return self._begin(model, plan, training, is_told=True)
         try:
-            return self._begin(model, plan, training, is_told=not is_distributed() or dist.get_rank() == 0)
+            return self._begin(model, plan, training, is_told=is_first_rank())
         except NoLargestStepError:
             if not apart:
                 raise
@@ -139,9 +132,13 @@ class Planning:
     def _begin(self, model: nn.Module, plan: Plan | None, training: dict[str, Any], *, is_told: bool) -> Handle:
         begin = time.perf_counter()
         if plan is None:
-            plan = solve(
-                model, self.budget_gb, budget=self.budget, swap_dir=self.swap_dir, **training, **self.options
-            )  # fmt: skip
+            wanted = Budget.of(self.budget_gb, self.budget)
+            limit_s = PlanLimits.of(self.options).time_limit_s
+            with planning(wanted, limit_s, self.options.get("on_progress")) as shown:
+                options: PlanKeywords = {**self.options, "on_progress": shown}
+                plan = solve(
+                    model, self.budget_gb, budget=self.budget, swap_dir=self.swap_dir, **training, **options
+                )  # fmt: skip
         more: dict[str, Any] = {k: v for k, v in self.options.items() if k in ApplyKeywords.__optional_keys__}
         if "inputs" in training:
             more |= {"on_larger": "replan", "loss_fn": training.get("loss_fn"), "optimizer": training.get("optimizer")}
@@ -268,29 +265,3 @@ def replace(undo: contextlib.ExitStack, of: Any, name: str, by: Any) -> None:
             attributes.pop(name, None)
 
     undo.callback(back)
-
-
-def in_words(plan: Plan, took_s: float) -> str:
-    """Return a plan in one sentence: what stages do, peak of the budget, slowdown, gap, seconds of planning."""
-    within = f"peak {format_bytes(plan.counted_bytes)} of {format_bytes(plan.budget_bytes)}"
-    planned = f"planned in {format_seconds(took_s)}"
-    counts = Counter(choice.action for choice in plan.choices)
-    if counts["keep"] == len(plan.choices):
-        return f"ckptplan: keeps everything, which fits: {within}, nothing to gain, {planned}"
-    done: dict[Action, str] = {
-        "recompute": f"recomputes {counts['recompute']}",
-        "swap": f"swaps {counts['swap']} ({format_bytes(plan.host_bytes + plan.disk_bytes)})",
-    }
-    what = " and ".join(text for action, text in done.items() if counts[action])
-    return (
-        f"ckptplan: {what} of {len(plan.choices)} stages: {within}, step {plan.overhead:+.1%} over keeping everything, "
-        f"within {plan.gap:.1%} of the best possible, {planned}"
-    )
-
-
-def say(text: str) -> None:
-    """Log a sentence, on stderr where no logging is set up."""
-    if _LOG.hasHandlers():
-        _LOG.info(text)
-    else:
-        print(text, file=sys.stderr)

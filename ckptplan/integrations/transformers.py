@@ -38,7 +38,8 @@ from torch import nn
 from transformers import Trainer, TrainerCallback
 
 from ckptplan.core.errors import CkptPlanError, InvalidInputError, UnsupportedModelError
-from ckptplan.integrations.training import PlannedBatch, Planning, PlanningCallback, replace, say, unchanged
+from ckptplan.integrations.training import PlannedBatch, Planning, PlanningCallback, replace, unchanged
+from ckptplan.planning.log import say
 from ckptplan.profiling.loops import Loop
 from ckptplan.runtime.handle import Handle
 from ckptplan.runtime.patching import PatchedForward, installed

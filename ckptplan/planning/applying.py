@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +35,7 @@ from ckptplan.planning.adviser import Adviser
 from ckptplan.planning.enlarging import Enlarger, inside_forward
 from ckptplan.planning.first_forward import FirstForward
 from ckptplan.planning.job import Job
+from ckptplan.planning.log import in_words, is_first_rank, planning, say
 from ckptplan.planning.model_job import shared_by
 from ckptplan.profiling.profiler import outside_tensors, replayed_bytes, training_step
 from ckptplan.profiling.target import PLANNED, find_target
@@ -194,14 +196,20 @@ def _later(model: nn.Module, inputs: Any, wanted: dict[str, Any], how: dict[str,
             "without a plan, apply plans for the inputs of the first training forward; leave out inputs=, step= and "
             "profile=, or solve with them and apply that plan"
         )
-    Budget.of(wanted["budget_gb"], wanted["budget"])  # for its errors, now
-    Limits.of(wanted)
-    Training.of(wanted)
+    asked = Budget.of(wanted["budget_gb"], wanted["budget"])
+    limits = Limits.of(wanted)
+    Training.of(wanted)  # for its errors, now
     check_supported(unwrapped(model))
 
     def planned(inputs: Any) -> Handle:
-        with inside_forward(unwrapped(model), wanted.get("amp")) as amp:
-            return apply(model, late("api", "solve")(model, inputs=inputs, **{**wanted, "amp": amp}), **how)
+        begin = time.perf_counter()
+        shown = planning(asked, limits.time_limit_s, wanted.get("on_progress"))
+        with inside_forward(unwrapped(model), wanted.get("amp")) as amp, shown as on_progress:
+            plan = late("api", "solve")(model, inputs=inputs, **{**wanted, "amp": amp, "on_progress": on_progress})
+            handle = apply(model, plan, **how)
+        if is_first_rank():
+            say(in_words(plan, time.perf_counter() - begin))
+        return handle
 
     return FirstForward(model, planned)
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ckptplan.core.budget import Budget
 from ckptplan.core.errors import (
     CkptPlanError,
     InfeasibleBudgetError,
@@ -23,10 +24,11 @@ from ckptplan.core.errors import (
     RankError,
 )
 from ckptplan.core.plan import Plan
-from ckptplan.core.request import Limits, Training
+from ckptplan.core.request import Limits, Training, ignore_progress, reporting
 from ckptplan.core.stage import InputTensor
 from ckptplan.planning.adviser import Adviser
 from ckptplan.planning.job import Job
+from ckptplan.planning.log import planning
 from ckptplan.planning.model_job import Together, encloses, job_of_step
 from ckptplan.profiling.profiler import as_ours, training_step
 from ckptplan.profiling.target import Target, find_target
@@ -271,18 +273,21 @@ class Enlarger:
         limits = replace(self._limits, in_flight=in_flight)
         asked = replace(self._training, step=None, accumulate=accumulate, optimizer=optimizer)
         calls = enlarged_calls(call, named, self._now.inputs, [known.inputs for known in self._known])
-        with inside_forward(self._model, self._training.amp) as amp:
+        given = None if limits.on_progress is ignore_progress else limits.on_progress
+        shown = planning(Budget(self._budget_bytes, self._share), limits.time_limit_s, given)
+        with inside_forward(self._model, self._training.amp) as amp, shown as on_progress:
+            telling = replace(limits, on_progress=reporting(on_progress))
             for args, kwargs in calls:
                 try:
                     request = replace(asked, inputs=args, amp=amp)
-                    job, plan = self._solved(request, kwargs, target, limits, repeated=args is not call[0])
+                    job, plan = self._solved(request, kwargs, target, telling, repeated=args is not call[0])
                 except RankError:  # which ends the others, too
                     raise
                 except CkptPlanError as error:
                     failed = _again(error)
                     continue
                 # The replay refers to this forward's inputs and would keep them alive.
-                job = replace(job, replayed=None, on_cuda=False)
+                job = replace(job, replayed=None, on_cuda=False, limits=limits)
                 self._limits = limits
                 inputs = input_tensors(*self._by_name(args, kwargs))
                 stateful = _stateful(self._model, optimizer)

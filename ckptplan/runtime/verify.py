@@ -17,7 +17,8 @@ from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.late import late
 from ckptplan.core.plan import Plan, require_plan
 from ckptplan.core.profile import COLLECTIVES
-from ckptplan.core.request import Training
+from ckptplan.core.progress import counted
+from ckptplan.core.request import Report, Training, reporting
 from ckptplan.core.units import format_bytes, format_seconds
 from ckptplan.runtime.accelerator import empty_cache, is_accelerator
 from ckptplan.runtime.group import on_all_ranks
@@ -52,7 +53,8 @@ class Verification:
     plain : StepPeaks or None
         Peaks of the plain step; None if it doesn't fit the device, or with `plain=False`.
     predicted_step_s, measured_step_s, plain_step_s : float
-        Medians over the repeats, in seconds. Plain and planned steps alternate, and only their time is measured.
+        Medians over `timed_steps`, in seconds. Plain and planned steps alternate, and only their time is measured;
+        where a step is so long that only one of each kind is timed, it is the one whose gradients are compared.
     predicted_plain_step_s : float
     gradients_equal : bool or None
         Whether every gradient, every buffer and the loss are bitwise those of the plain step; None if that doesn't fit
@@ -64,6 +66,8 @@ class Verification:
         only if a planned step differs.
     stats : Stats
         Counts of the first planned step.
+    timed_steps : int
+        Steps of each kind whose times are in the medians.
     not_counted : str
         The optimizer's class, if the plan counts its state and `verify` was given no optimizer; empty otherwise.
     communicates : bool
@@ -84,6 +88,7 @@ class Verification:
     differing: tuple[str, ...]
     plain_differing: tuple[str, ...]
     stats: Stats
+    timed_steps: int
     not_counted: str = ""
     communicates: bool = False
 
@@ -152,11 +157,12 @@ class Verification:
             None: "not compared: the plain step does not fit or was left out",
         }
         plain_s = "" if self.plain_step_s is None else format_seconds(self.plain_step_s)
+        timed = "one step" if self.timed_steps == 1 else f"median of {self.timed_steps} steps"
         return "\n".join(
             [
                 _row("", "predicted", "measured"),
                 *self._peaks(),
-                _row("step", format_seconds(self.predicted_step_s), format_seconds(self.measured_step_s)),
+                _row("step", format_seconds(self.predicted_step_s), format_seconds(self.measured_step_s), timed),
                 _row("plain step", format_seconds(self.predicted_plain_step_s), plain_s),
                 f"gradients {equal[self.gradients_equal]}",
                 *(["predicted steps have collectives that compute doesn't hide; the measured ones don't communicate"]
@@ -171,6 +177,9 @@ class Verification:
         )  # fmt: skip
 
 
+TIMED_S = 10.0
+"""For all timed steps together, where `verify` isn't given their number: as long as a search."""
+_REPEATS = 3
 _WORTH_TELLING = 1 << 20
 """Least other bytes that are shown: fewer are an applied plan's own, or too few to matter."""
 
@@ -191,9 +200,10 @@ def verify(
     amp: torch.dtype | str | None = None,
     accumulate: bool | None = None,
     optimizer: torch.optim.Optimizer | None = None,
-    repeats: int = 3,
+    repeats: int | None = None,
     swap_dir: str | Path | None = None,
     plain: bool = True,
+    on_progress: Report | None = None,
 ) -> Verification:
     """Measure `plan` on `model`: peaks, step time, and whether gradients are bitwise those of the plain step.
 
@@ -214,10 +224,13 @@ def verify(
     optimizer : Optimizer, optional
         The step whose bytes are measured has its state from the start, and ends with its update. Without it, existing
         optimizer state counts as other tensors.
-    repeats : int
-        Timed steps of each kind, after a warm-up.
+    repeats : int, optional
+        Timed steps of each kind, after a warm-up. Default: 3, or fewer where these would take more than 10 s; where one
+        of each would, the two steps whose gradients are compared are the ones that are timed.
     plain : bool
         False: don't run the plain step, because it would fill up a device that can't hold it. Then nothing is compared.
+    on_progress : callable, optional
+        Called with a description of each step that begins, as in `solve`.
 
     Raises
     ------
@@ -228,12 +241,13 @@ def verify(
         If an argument can't be used, the inputs don't fit the model, or the optimizer's update needs arguments.
     """
     require_plan(plan)
-    if not is_int(repeats) or repeats < 1:
+    if repeats is not None and (not is_int(repeats) or repeats < 1):
         raise InvalidInputError(f"repeats={repeats!r}; at least 1 step has to be timed")
     if inputs is None and step is None:
         raise InvalidInputError("verify needs the inputs the plan was made for: pass inputs= (or step=)")
     if accumulate is None:
         accumulate = plan.fingerprint.accumulates
+    tell = reporting(on_progress)
     device = model_device(model)
     options = Training(inputs, loss_fn, step=step, amp=amp, accumulate=accumulate, ddp=ddp_under(model, plan))
     training = make_step(model, options).under(options.amp, device.type)
@@ -255,6 +269,7 @@ def verify(
             rewind_state()
             parameters.put()
 
+        tell("running a step to see what it reads")
         rewind()
         outside = measure.read_from_outside(training)
         rewind()
@@ -274,9 +289,14 @@ def verify(
         def once() -> torch.Tensor:
             return run_step(training)
 
-        def seconds() -> float:
+        def seconds(run: Callable[[], Any] = once) -> float:
             rewind()
-            return timed(once, device)
+            return timed(run, device)
+
+        def compared() -> tuple[float, torch.Tensor, dict[str, torch.Tensor]]:
+            losses: list[torch.Tensor] = []
+            took_s = seconds(lambda: losses.append(once()))
+            return took_s, losses[0].cpu(), _results(model)
 
         def rewind_all() -> None:
             rewind()
@@ -294,29 +314,35 @@ def verify(
         plain_peaks: StepPeaks | None = None
         plain_loss: torch.Tensor | None = None
         reference: dict[str, torch.Tensor] = {}
+        plain_s: list[float] = []
         if plain:
             try:
                 with handle.paused():
-                    rewind()
-                    plain_loss = once().cpu()
-                    reference = _results(model)
+                    tell("running a plain step, whose gradients are compared")
+                    took_s, plain_loss, reference = compared()
+                    plain_s = [took_s]
+                    tell("measuring the peak of a plain step")
                     plain_peaks = peaks()
             except torch.OutOfMemoryError:
-                plain_loss, reference = None, {}
+                plain_loss, reference, plain_s = None, {}, []
         if plain_loss is None:
             gc.collect()
             empty_cache(device)
         before = handle.stats()
-        rewind()
-        loss = once().cpu()
+        tell("running a planned step, whose gradients are compared")
+        took_s, loss, found = compared()
+        planned_s = [took_s]
         stats = handle.stats().since(before)
         parameters.settle()
-        found = _results(model)
+        tell("measuring the peak of a planned step")
         planned_peaks = peaks()
-        planned_s, plain_s = [], []
-        warm_up = int(is_accelerator(device))  # one step refills the emptied cache
+        if repeats is None:
+            repeats = min(_REPEATS, int(TIMED_S / sum(plain_s + planned_s)))
+        # Beside the compared steps, one on an accelerator refills the emptied cache.
+        warm_up = 1 + int(is_accelerator(device)) if repeats else 0
         with handle.unmetered():
-            for _ in range(warm_up + repeats):
+            for k in range(warm_up - 1 + repeats):
+                tell(counted("timing", k + 1, warm_up - 1 + repeats, "steps of each kind"))
                 if plain_loss is not None:
                     with handle.paused():
                         plain_s.append(seconds())
@@ -344,6 +370,7 @@ def verify(
         differing=differing,
         plain_differing=plain_differing,
         stats=stats,
+        timed_steps=len(planned_s) - warm_up,
         not_counted=plan.fingerprint.optimizer if optimizer is None else "",
         communicates=any(note.startswith(COLLECTIVES) for note in plan.notes),
     )

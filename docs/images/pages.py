@@ -30,7 +30,7 @@ from ckptplan.report.page.render import Report
 GPU = {"amp": "bfloat16", "optimizer": "adamw", "device": "rtx4090"}
 WIDTHS = (1400, 390)
 SCHEMES = ("light", "dark")
-COLOURS = 128  # of a picture
+COLOURS = 256  # of a picture
 
 
 def main(folder: Path) -> None:
@@ -104,7 +104,8 @@ def take(browser: Browser, page: Path, width: int, scheme: str, path: Path) -> N
         tab.locator("#waterline .u-over").hover()
     tab.screenshot(path=path, full_page=True)
     context.close()
-    Image.open(path).convert("P", palette=Image.Palette.ADAPTIVE, colors=COLOURS).save(path, optimize=True)
+    # An octree keeps rare colours, such as those of a legend, where a median cut merges them.
+    Image.open(path).convert("RGB").quantize(COLOURS, method=Image.Quantize.FASTOCTREE).save(path, optimize=True)
 
 
 if __name__ == "__main__":

@@ -56,6 +56,7 @@ def test_help_names_every_command_and_version_prints(run: Run) -> None:
     assert result.exit_code == 0
     for command in (
         "demo",
+        "profile",
         "solve",
         "frontier",
         "explain",
@@ -75,7 +76,20 @@ def test_help_names_every_command_and_version_prints(run: Run) -> None:
 
 @pytest.mark.parametrize(
     "command",
-    ["demo", "solve", "frontier", "explain", "show", "simulate", "compare", "calibrate", "estimate", "fit", "snapshot"],
+    [
+        "demo",
+        "profile",
+        "solve",
+        "frontier",
+        "explain",
+        "show",
+        "simulate",
+        "compare",
+        "calibrate",
+        "estimate",
+        "fit",
+        "snapshot",
+    ],
 )
 def test_each_command_has_an_example(run: Run, command: str) -> None:
     result = run(command, "--help")

@@ -17,6 +17,7 @@ import ckptplan
 from ckptplan.cli.demo import Row, Size, verdict
 from ckptplan.cli.demo import run as demonstrate
 from ckptplan.core.estimate import Estimate
+from ckptplan.core.profile import Profile
 
 
 def test_compare_takes_a_model(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,6 +140,35 @@ def test_estimate_takes_several_batches(run: Run, tmp_path: Path, monkeypatch: p
     assert_clean_error(run("estimate", "turns_model:build", "--batches", "4,x"), "--batches", "'x'")
     assert_clean_error(run("estimate", "turns_model:epoch", "--batches", "4"), "a list of 3 batches")
     assert_clean_error(run("solve", "turns_model:epoch", "--budget-gb", "1"), "a list of 3", "the largest batch")
+
+
+def test_profile_writes_what_solve_takes(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "profiled_model.py").write_text(
+        "import torch\n"
+        "def build():\n"
+        "    return torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)]), (torch.ones(256, 64),)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    path = tmp_path / "profile.json"
+    options = ("--optimizer", "adamw", "--amp", "bfloat16", "--accumulate", "--ddp", "--swap-dir", tmp_path)
+    result = run("profile", "profiled_model:build", *options, "-o", path)
+    assert result.exit_code == 0, result.output
+    found = Profile.load(path)
+    assert str(found) in result.stdout
+    assert "written to" in result.stdout
+    made = found.fingerprint
+    assert made.optimizer == "AdamW"
+    assert made.accumulates
+    assert made.parallel.startswith("ddp")
+    assert made.autocast == "bfloat16"
+    assert run("solve", path, "--budget", "50%").exit_code == 0
+    elsewhere = run("profile", "profiled_model:build", "--device", "a100-40gb", "--fsdp", "4", "-o", path)
+    assert elsewhere.exit_code == 0, elsewhere.output
+    made = Profile.load(path).fingerprint
+    assert made.device == "planned for a100-40gb"
+    assert made.parallel.startswith("fsdp, 4 ranks")
+    assert_clean_error(run("profile", path), "is not a model")
+    assert_clean_error(run("profile", "profiled_model:build", "-o", tmp_path), "it is a folder")
 
 
 def test_names_that_are_no_files(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

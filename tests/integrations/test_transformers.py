@@ -252,8 +252,10 @@ def test_the_sentence_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     caplog.set_level(logging.INFO, "ckptplan")
     trained(tmp_path, ActivationPlanCallback(budget_gb=4, time_limit_s=0.2, cache=False))
     trained(tmp_path, ActivationPlanCallback(budget="10%", time_limit_s=0.2, cache=False))
-    kept, planned = (record.message for record in caplog.records if record.name == "ckptplan")
+    begins, kept, again, planned = (record.message for record in caplog.records if record.name == "ckptplan")
+    assert "planning for 4.00 GiB before this step runs" in begins
     assert "keeps everything, which fits" in kept
+    assert "planning for 10% of the way" in again
     assert "of the best possible" in planned
 
 

@@ -295,7 +295,7 @@ def test_options_of_a_solve_are_recalled_and_hold_no_model() -> None:
     model = blocks()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     options: dict[str, Any] = {"loss_fn": loss_of, "optimizer": optimizer, "actions": ("keep", "recompute")}
-    plan = ckptplan.solve(model, 1.0, inputs=X, **options, menus=False)
+    plan = ckptplan.solve(model, 1.0, inputs=X, **options, menus=False, on_progress=[].append)
     assert recalled(plan) == options
     assert recalled(ckptplan.Plan.from_json(plan.to_json())) == options  # of an equal plan
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
@@ -26,7 +27,7 @@ from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.trace import DrawnStep, Span, Trace
 from ckptplan.core.units import format_bytes
-from ckptplan.report.page.planned import plan_report
+from ckptplan.report.page.planned import Rival, plan_report
 from ckptplan.report.page.render import Report
 from ckptplan.report.page.waterline import CATEGORIES, waterline
 from ckptplan.reporting import RIVALS
@@ -323,6 +324,134 @@ def test_the_frontier_has_a_slider(opened: Any) -> None:
     spaces = """() => { const u = report.charts.frontier, at = u.axes[0]._splits.map((n) => u.valToPos(n, "x"));
         return at.slice(1).map((x, k) => x - at[k]); }"""
     assert min(page.evaluate(spaces)) >= 70  # pixels, of which a label such as "100.00 MiB" takes 65
+
+
+DRAWN = "() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
+"""Waits until charts are resized and drawn, for which a page needs no more than two frames."""
+LABELS = """() => ["waterline", "lanes", "frontier"].map((name) => report.charts[name]).filter(Boolean).map((u) => {
+    const axis = u.axes[0];
+    u.ctx.font = axis.font[0];
+    return axis._splits.map((at, k) => {
+        const half = u.ctx.measureText(axis._values[k]).width / devicePixelRatio / 2;
+        const x = u.over.offsetLeft + u.valToPos(at, "x");
+        return [axis._values[k], (x - half) / u.width, (x + half) / u.width];
+    });
+})"""
+
+
+@pytest.mark.parametrize("step_s", [2.3e-5, 0.024, 0.15, 3.2, 47.0, 2100.0])
+def test_labels_of_ticks_do_not_touch(step_s: float, opened: Any) -> None:
+    n, link = 4, {"out_bytes_per_s": 1e15, "in_bytes_per_s": 1e15}
+    each_s = [step_s / 3 / n] * n
+    profile = Profile.from_chain(each_s, [2 * s for s in each_s], [1 << 20] * n, [8 << 20] * n, input_bytes=1, **link)
+    plan = plan_of(profile, ["keep"] * n)
+    leaner = plan_of(profile, ["recompute"] * n)
+    page = opened(plan_report(profile, plan, frontier=[leaner, plan]))
+    for width in (1400, 1000, 640, 500, 390):
+        page.set_viewport_size({"width": width, "height": 800})
+        page.evaluate(DRAWN)
+        assert abs(page.evaluate("report.charts.waterline.width") - width) < 100
+        for share in (1.0, 0.1, 1e-4):
+            page.evaluate("(x) => report.charts.waterline.setScale('x', { min: x[0], max: x[1] })",
+                          [0.37 * step_s * (1 - share), step_s * (0.37 + 0.63 * share)])  # fmt: skip
+            page.evaluate(DRAWN)
+            for ticks in page.evaluate(LABELS):
+                texts = [text for text, _, _ in ticks]
+                assert len(set(texts)) == len(texts) >= (2 if share == 1.0 else 1), (width, share, texts)
+                assert all(left < right for (_, _, left), (_, right, _) in itertools.pairwise(ticks)), (
+                    width,
+                    share,
+                    texts,
+                )
+                assert ticks[0][1] >= 0, (width, texts)
+                assert ticks[-1][2] <= 1, (width, share, texts)
+
+
+def values(page: Any, chart: str) -> dict[str, str]:
+    """What a legend says."""
+    rows = page.locator(f"#{chart} .u-legend .u-series")
+    texts = [rows.nth(k).locator(part).inner_text() for k in range(rows.count()) for part in (".u-label", ".u-value")]
+    return dict(zip(texts[::2], texts[1::2], strict=True))
+
+
+@pytest.mark.usefixtures("short_search")
+def test_legends_have_values_without_a_pointer(opened: Any) -> None:
+    """At the peak, at the plan of the slider, and at the highest phase; after the pointer, where it last was."""
+    profile = chain()
+    plan = solved(profile)
+    plans = ckptplan.frontier(profile, points=3, time_limit_s=2)
+    page = opened(plan.report(profile, frontier=plans))
+    timeline = ckptplan.simulate(profile, plan)
+    stacked = waterline(profile, plan, timeline).stacked
+    peaks = [step.peak_bytes for step in timeline.steps]
+    step = peaks.index(max(peaks))
+
+    def at(step: int) -> dict[str, str]:
+        return {name: format_bytes(int(row[step])) for name, row in zip(CATEGORIES, stacked, strict=True) if row.any()}
+
+    assert values(page, "waterline").items() >= at(step).items()
+    assert page.locator("#why strong").inner_text() == timeline.steps[step].stage
+    found = values(page, "frontier")
+    chosen = max((p for p in plans if p.counted_bytes <= plan.budget_bytes), key=lambda p: p.counted_bytes)
+    assert found["peak"] == format_bytes(chosen.peak_bytes)
+    assert found["chosen"] == found["best plan found"] == f"{100 * chosen.overhead:.1f} %"
+    page.locator("#point").fill("0")
+    assert values(page, "frontier")["peak"] == format_bytes(plans[0].peak_bytes)
+    page.locator("#waterline .u-over").hover(position={"x": 5, "y": 50})
+    page.mouse.move(0, 0)
+    page.evaluate(DRAWN)
+    assert values(page, "waterline").items() >= at(0).items()
+    page = opened(estimated().report())
+    assert values(page, "phases").items() >= {"phase": "backward", "weights": "100 B", "gradients": "400 B"}.items()
+
+
+def test_words_and_colours_are_explained(opened: Any) -> None:
+    profile = chain(4)
+    *stages, last = profile.stages
+    kept = replace(last.options[0], forward_bytes=100 << 20)
+    profile = replace(profile, stages=(*stages, replace(last, name="(after s2)", options=(kept,), linked=())))
+    page = opened(plan_report(profile, plan_of(profile, ["keep", "recompute", "keep", "keep"], budget_bytes=1 << 30)))
+    assert "The peak is in the forward of what runs after s2; " in page.locator("#verdict").inner_text()
+    assert page.locator("#moment").inner_text().startswith("forward of what runs after s2: ")
+    assert "A name in brackets, such as (after s2), stands for" in page.locator("#stages").inner_text()
+    assert (
+        "what runs after s2, outside of all stages' modules; it can only be kept" in page.locator("#why").inner_text()
+    )
+    assert page.locator("#memory .legend").inner_text().split() == ["forward", "forward", "again", "backward"]
+    explained = [text.strip() for text in page.locator("#memory dt").all_text_contents()]
+    drawn = page.evaluate("report.charts.waterline.series.slice(1, -1).map((s) => s.label)")
+    assert explained == drawn[::-1]
+    assert not page.locator("#memory dd").first.is_visible()
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert page.locator("#memory dd").first.is_visible()
+    page = opened(plan_report(chain(2), plan_of(chain(2), ["keep"] * 2)))
+    assert "in brackets" not in page.locator("#stages").inner_text()
+
+
+@pytest.mark.usefixtures("short_search")
+def test_no_point_flattens_the_trade_off(opened: Any) -> None:
+    """Slow planners, and a smallest peak that costs far more than the next one, are told in place of drawn."""
+    profile = chain()
+    plans = list(ckptplan.frontier(profile, points=5, time_limit_s=2))
+    slowest = 100 * plans[0].overhead
+    base = plans[0].baseline_step_s
+
+    def opening(first: float, *others: tuple[str, float]) -> tuple[float, str]:
+        rivals = [Rival(name, plans[-1].counted_bytes, base * (1 + slower / 100)) for name, slower in others]
+        leanest = replace(plans[0], step_s=base * (1 + first / 100))
+        page = opened(plan_report(profile, plans[-1], frontier=[leanest, *plans[1:]], rivals=rivals))
+        return page.evaluate("report.charts.frontier.scales.y.max"), page.locator("#beyond").inner_text()
+
+    assert opening(slowest, ("a", 1.4 * slowest)) == (pytest.approx(1.08 * 1.4 * slowest), "")
+    far = [("a", 5 * slowest), ("a", 6 * slowest), ("b", 0.5 * slowest), ("c", 9 * slowest)]
+    told = f"Above the chart: a, {5 * slowest:.1f} % to {6 * slowest:.1f} %; c, {9 * slowest:.1f} %."
+    assert opening(slowest, *far) == (pytest.approx(1.08 * slowest), told)
+    second = 100 * plans[1].overhead
+    assert opening(2.9 * second) == (pytest.approx(1.08 * 2.9 * second), "")
+    assert opening(9 * second) == (
+        pytest.approx(1.08 * second),
+        f"Above the chart: best plan found, {9 * second:.1f} %.",
+    )
 
 
 @pytest.mark.usefixtures("short_search")

@@ -74,8 +74,33 @@ def test_timed_steps_are_not_metered(marks: list[float], monkeypatch: pytest.Mon
     monkeypatch.setattr(verifying, "timed", watched)
     found = verify(model, planned("transformer", "recompute"), inputs, repeats=2)
     assert found.gradients_equal
-    assert inside == [0] * 4
-    assert marks, "steps that aren't timed are metered"
+    assert found.timed_steps == 2
+    assert inside[2:] == [0] * 4
+    assert inside[1], "the planned step that is compared is metered, for stats"
+
+
+@pytest.mark.parametrize(("allowed", "steps", "wanted"), [("none", 1, 4), ("one", 1, 6), ("all", 3, 10)])
+def test_fewer_steps_are_timed_where_they_are_long(
+    allowed: str, steps: int, wanted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The steps that are compared and whose peaks are measured run in any case."""
+    model, inputs = build("mlp")
+    took_s = iter(range(1, 100))
+    monkeypatch.setattr(verifying, "timed", lambda run, device: (run(), float(next(took_s)))[1])
+    monkeypatch.setattr(verifying, "TIMED_S", {"none": 2.9, "one": 3.0, "all": 9.0}[allowed])  # the first two take 3
+    ran: list[TrainingStep] = []
+    real = verifying.run_step
+    monkeypatch.setattr(verifying, "run_step", lambda step, **how: ran.append(step) or real(step, **how))
+    told: list[str] = []
+    found = verify(model, planned("mlp", "recompute"), inputs, on_progress=told.append)
+    assert found.gradients_equal
+    assert found.timed_steps == steps
+    assert len(ran) == wanted
+    assert (found.plain_step_s, found.measured_step_s) == {"none": (1, 2), "one": (3, 4), "all": (5, 6)}[allowed]
+    assert ("median of 3 steps" if steps == 3 else "one step") in str(found)
+    timing = [text for text in told if "timing" in text]
+    assert timing == [f"timing {k + 1} of {steps} steps of each kind" for k in range((wanted - 4) // 2)]
+    assert told[0] == "running a step to see what it reads"
 
 
 def test_steps_inside_unmetered_are_as_most_of_a_training(marks: list[float]) -> None:

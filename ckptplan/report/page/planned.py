@@ -15,7 +15,9 @@ from ckptplan.core.units import format_bytes, format_seconds
 from ckptplan.referee import Timeline, simulate
 from ckptplan.report.explain import Explanation
 from ckptplan.report.page.render import Attached, Part, Report, View
-from ckptplan.report.page.step import Arc, arcs, step_data
+from ckptplan.report.page.step import COMPUTES, Arc, arcs, step_data
+from ckptplan.report.page.waterline import MEANINGS
+from ckptplan.report.plots import WHAT_COLOURS
 from ckptplan.report.tables import swapped
 
 _LETTERS = {"keep": "K", "swap": "S", "recompute": "R"}
@@ -99,6 +101,15 @@ def plan_report(
         ],
         "counts": [(action, _LETTERS[action], counts[action]) for action in ACTIONS],
         "segments": len(plan.segments),
+        "glue": next((stage.name for stage in profile.stages if stage.is_glue), ""),
+        "meanings": [
+            (name, MEANINGS[name], colour)
+            for name, colour, row in zip(data["categories"], data["colours"], data["stacked"], strict=True)
+            if any(row)
+        ],
+        "computes": [
+            (COMPUTES[what], WHAT_COLOURS[what]) for what in COMPUTES if any(e.what == what for e in timeline.events)
+        ],
         "has_frontier": bool(frontier),
         "explanation": "" if explanation is None else str(explanation).partition("\n\n")[0],
         "verification": verified,
@@ -128,7 +139,9 @@ def answer(plan: Plan) -> str:
 
 
 def _verdict(plan: Plan, timeline: Timeline) -> str:
-    where = f"The peak is in the {timeline.peak_phase} of {timeline.peak_stage}"
+    stage = timeline.peak_stage
+    called = f"what runs {stage[1:-1]}" if stage.startswith("(") else stage
+    where = f"The peak is in the {timeline.peak_phase} of {called}"
     if timeline.peak_phase == "update":
         where = "The peak is in the optimizer's update"
     slower = (

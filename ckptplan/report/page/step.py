@@ -18,6 +18,8 @@ from ckptplan.report.plots import WHAT_COLOURS
 
 LANES = ("compute", "out", "in")
 WHATS = ("forward", "recompute", "backward", "wait", "out", "in")
+COMPUTES = {"forward": "forward", "recompute": "forward again", "backward": "backward", "wait": "waits for a copy"}
+"""What the lane of compute does, in words."""
 PHASES = ("forward", "backward", "update")
 _ROUNDED = 9  # digits after the point of seconds
 
@@ -94,13 +96,15 @@ def _stages(profile: Profile, plan: Plan, explanation: Explanation | None) -> li
         option = stage.option(choice.option)
         moved = [profile.storages[option.saved[p]].nbytes for p in choice.moves]
         held = sum(profile.storages[s].nbytes for s in option.held) - sum(moved)
-        facts = [
+        facts = [f"what runs {stage.name[1:-1]}, outside of all stages' modules; it can only be kept"] * stage.is_glue
+        facts += [
             f"forward {format_seconds(stage.forward_s)}, backward {format_seconds(stage.backward_s)}",
             f"holds {format_bytes(held)} on the device until its backward",
         ]
         facts += _moves(choice, option.saved, profile.storages, names)
         if option.recomputes:
-            facts.append(f"its backward runs its forward again: {format_seconds(option.recompute_s)}")
+            again = "what it doesn't hold of its forward" if option.ops else "its forward"
+            facts.append(f"its backward runs {again} again: {format_seconds(option.recompute_s)}")
         out.append({"name": stage.name, "option": option.name, "facts": facts})
     for segment in plan.segments:
         for i in range(segment.first, segment.last + 1):

@@ -14,23 +14,19 @@ from ckptplan.referee.rules import holds, outermost
 
 Ints = NDArray[np.int64]
 
-CATEGORIES = (
-    "weights, state, inputs",
-    "gradients, gathered weights",
-    "other forwards in flight",
-    "kept for backward",
-    "being swapped out",
-    "swapped in",
-    "made again",
-    "held by the program",
-    "temporary",
-)
-"""From below to above.
-
-The first is there in every step. "being swapped out" is held until its release point, "swapped in" from its prefetch
-point on; "made again" are the storages of a segment's sweep; "held by the program" is what no stage keeps
-for its backward; "temporary" is what a stage adds at its worst moment, what it recomputes alone included.
-"""
+MEANINGS = {
+    "weights, state, inputs": "the model, the optimizer's state and the batch: there in every step",
+    "gradients, gathered weights": "gradients so far, and of a sharded model the weights that are gathered",
+    "other forwards in flight": "what other forwards keep, which wait for their backward",
+    "kept for backward": "what stages' backwards need, and that stays on the device",
+    "being swapped out": "what is on its way to the host or the disk, until the plan counts on its memory",
+    "swapped in": "what has been fetched back for a backward, from the moment at which its copy begins",
+    "made again": "what stages that are recomputed together make a second time",
+    "held by the program": "outputs that variables hold and no stage needs for its backward",
+    "temporary": "what a stage adds at its worst moment: workspaces, and what it recomputes alone",
+}
+"""Categories of bytes, from below to above, with what they are."""
+CATEGORIES = tuple(MEANINGS)
 COLOURS = ("#9aa5b1", "#5d6975", "#c9bfb0", "#0072b2", "#009e73", "#7fd1ae", "#e69f00", "#cc79a7", "#f0e442")
 """Of the categories, which readers who see few colours can tell apart (Okabe and Ito, 2008)."""
 _FIXED, _BASE, _OTHERS, _KEPT, _LEAVING, _BACK, _AGAIN, _PROGRAM, _TEMPORARY = range(len(CATEGORIES))

@@ -4,6 +4,10 @@
   const LANES = { compute: "compute", out: "copies out", in: "copies in" };
   const MOST_ZOOM = 1e5;  // of the keyboard
   const BYTES_WIDTH = 70;  // pixels of bytes as text, at most
+  const LEAST_SPACE = 50, GAP = 14;  // pixels between ticks, and between their texts
+  const EDGE = 40;  // pixels right of a chart, for half of a text
+  const MOST_LEAP = 3;  // between the slowdowns of the two slowest plans, if both are drawn on one scale
+  const MOST_BEYOND = 1.5;  // of the slowest plan's slowdown, up to which other planners are drawn on the same
   const charts = {};
   const byId = (id) => document.getElementById(id);
   const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -35,12 +39,29 @@
     stroke: () => style("--quiet"), grid: { stroke: () => style("--line"), width: 1 },
     ticks: { stroke: () => style("--line"), width: 1 }, values: (_, found) => found.map(values), ...more,
   });
+  // Of times between ticks so far apart: one unit, and the digits that tell neighbours apart.
+  const unitOf = (last) => (last >= 1 ? ["s", 1] : last >= 1e-3 ? ["ms", 1e-3] : ["µs", 1e-6]);
+  const digits = (apart) => Math.max(0, 1 - Math.floor(Math.log10(apart)));
+  const timeAxis = () => axis(null, {
+    values: (_, ticks, __, ___, apart) => {
+      const [unit, size] = unitOf(ticks[ticks.length - 1]);
+      return ticks.map((s) => `${Number((s / size).toFixed(digits(apart / size)))} ${unit}`);
+    },
+    // As many ticks as their texts leave room for.
+    space: (chart, index, low, high, width) => {
+      const [unit, size] = unitOf(high);
+      chart.ctx.font = chart.axes[index].font[0];
+      const text = `${(high / size).toFixed(digits(((high - low) * LEAST_SPACE) / width / size))} ${unit}`;
+      return Math.max(chart.ctx.measureText(text).width / devicePixelRatio + GAP, LEAST_SPACE);
+    },
+  });
   const UP = { size: 84, space: 34 };
   const size = (place, height) => ({ width: Math.max(place.clientWidth, 200), height });
   const draw = (name, options, data) => {
     const place = byId(name);
     const height = options.height;
-    const chart = new uPlot({ ...options, ...size(place, height) }, data, place);
+    const padding = [null, EDGE, null, null];
+    const chart = new uPlot({ padding, ...options, ...size(place, height) }, data, place);
     new ResizeObserver(() => chart.setSize(size(place, height))).observe(place);
     charts[name] = chart;
     return chart;
@@ -66,9 +87,12 @@
     for (let c = 1; c < sums.length; c++) sums[c] = sums[c].map((n, k) => n + sums[c - 1][k]);
     const used = data.categories.map((_, c) => c).filter((c) => data.stacked[c].some((n) => n > 0)).reverse();
     // The outline of their sum also shows steps that take no time.
+    const totals = starts.map((_, k) => data.stacked.reduce((sum, row) => sum + row[k], 0));
+    let shown = totals.indexOf(Math.max(...totals));  // the step that is described where the pointer is elsewhere
+    const present = (u) => (u.cursor.idx == null ? shown : stepAt(u));
     const series = used.map((c, k) => ({
       label: data.categories[c], fill: data.colours[c], ...outline(k ? 0 : 1), paths: stepped, points: { show: false },
-      value: (u, _, __, k) => (k == null ? "–" : bytes(data.stacked[c][stepAt(u)])),
+      value: (u) => bytes(data.stacked[c][present(u)]),
     }));
     let columns = [x, ...used.map((c) => sums[c]), x.map(() => data.budget)];
     series.push({ label: data.budget_name, stroke: () => style("--bad"), width: 2, dash: [8, 5], points: { show: false },
@@ -76,8 +100,10 @@
     if (data.measured) {
       columns = uPlot.join([columns, [data.measured.s, data.measured.bytes]]);
       for (const s of series) s.spanGaps = true;
+      const { s: moments, bytes: levels } = data.measured;
+      const level = (s) => levels[Math.max(moments.findLastIndex((at) => at <= s), 0)];
       series.push({ label: "measured", stroke: () => style("--text"), width: 1.5, paths: stepped, spanGaps: true,
-        points: { show: false }, value: (_, n) => (n == null ? "–" : bytes(n)) });
+        points: { show: false }, value: (u) => bytes(level(starts[present(u)])) });
     }
     // The step under the pointer; the cursor's index is that of the nearest boundary.
     const stepAt = (chart) => {
@@ -91,20 +117,21 @@
     };
     const top = Math.max(data.budget, ...sums[sums.length - 1], ...(data.measured ? data.measured.bytes : []));
     const chart = draw("waterline", {
-      height: 360, series: [{ value: (_, s) => (s == null ? "–" : seconds(s)), label: "time" }, ...series],
+      height: 360, series: [{ value: (u, s) => seconds(s ?? starts[shown]), label: "time" }, ...series],
       scales: { x: { time: false }, y: { range: () => [0, top * 1.04] } },
-      axes: [axis(seconds), axis(bytes, { ...UP, splits: byteSplits })],
+      axes: [timeAxis(), axis(bytes, { ...UP, splits: byteSplits })],
       cursor: { sync: { key: "step" }, drag: { x: true, y: false } },
       hooks: {
-        setCursor: [(u) => u.cursor.idx != null && showMoment(data, stepAt(u))],
+        setCursor: [(u) => u.cursor.idx != null && showMoment(data, (shown = stepAt(u)))],
         setScale: [(u, key) => key === "x" && follow(u)],
       },
     }, columns);
     const chosen = () => chart.cursor.idx != null && choose(data.steps.stage[stepAt(chart)]);
     chart.over.addEventListener("click", chosen);
     chartKeys(chart, chosen);
-    const totals = starts.map((_, k) => data.stacked.reduce((sum, row) => sum + row[k], 0));
-    showMoment(data, totals.indexOf(Math.max(...totals)));
+    chart.setLegend({ idx: null });
+    showMoment(data, shown);
+    choose(data.steps.stage[shown]);
   };
 
   const drawLanes = (data, choose) => {
@@ -132,7 +159,7 @@
     const chart = draw("lanes", {
       height: 150, series: [{}, ...series], legend: { show: false },
       scales: { x: { time: false }, y: { range: () => [0, data.lanes.length] } },
-      axes: [axis(seconds), axis((at) => LANES[data.lanes[data.lanes.length - 0.5 - at]], {
+      axes: [timeAxis(), axis((at) => LANES[data.lanes[data.lanes.length - 0.5 - at]], {
         ...UP, splits: () => data.lanes.map((_, k) => k + 0.5), grid: { show: false } })],
       cursor: { sync: { key: "step" }, drag: { x: true, y: false }, points: { show: false } },
       hooks: { setScale: [(u, key) => key === "x" && follow(u)] },
@@ -163,9 +190,10 @@
     const { storage, first, last, category } = data.stays;
     const there = storage.map((_, k) => k).filter((k) => first[k] <= step && step <= last[k]);
     there.sort((a, b) => data.storages[storage[b]][1] - data.storages[storage[a]][1]);
-    const name = data.stages[data.steps.stage[step]].name;
+    const { name } = data.stages[data.steps.stage[step]];
+    const called = name.startsWith("(") ? `what runs ${name.slice(1, -1)}` : name;
     const phase = data.phases[data.steps.phase[step]];
-    const what = phase === "update" ? "update" : `${phase}${data.steps.again[step] ? ", made again" : ""} of ${name}`;
+    const what = phase === "update" ? "update" : `${phase}${data.steps.again[step] ? ", made again" : ""} of ${called}`;
     const spare = data.budget - total;
     const lines = there.slice(0, 8).map((k) => {
       const [called, n, origin] = data.storages[storage[k]];
@@ -237,6 +265,19 @@
     });
   };
 
+  // Up to the slowest plan, but for plans and planners that would flatten the others.
+  const slowest = (plans, others) => {
+    const found = [...plans].sort((a, b) => b - a);
+    while (found.length > 2 && found[1] >= 1 && found[0] > MOST_LEAP * found[1]) found.shift();
+    const all = Math.max(found[0], ...others);
+    return Math.max(all <= MOST_BEYOND * found[0] ? all : found[0], 1);
+  };
+  const beyond = (series, top) => {
+    const told = series.map(([name, found]) => [name, found.filter((y) => y > top)]).filter(([, y]) => y.length);
+    const range = (y) => [...new Set([Math.min(...y), Math.max(...y)].map((at) => `${at.toFixed(1)} %`))].join(" to ");
+    return told.length ? `Above the chart: ${told.map(([name, y]) => `${name}, ${range(y)}`).join("; ")}.` : "";
+  };
+
   const drawFrontier = (data) => {
     const { plans, others, baseline } = data.frontier;
     const slow = (s) => 100 * (s / baseline - 1);
@@ -247,11 +288,16 @@
       return peaks.map((peak) => found.get(peak) ?? null);
     };
     const marks = ["#d55e00", "#cc79a7", "#009e73", "#e69f00"];
-    const shown = (_, y) => (y == null ? "–" : `${y.toFixed(1)} %`);
+    const slider = byId("point");
+    const chosenPeak = () => peaks.indexOf(plans[Number(slider.value)].peak);
+    const shown = (u, y, k, at) => {
+      const slower = at == null ? u.data[k][chosenPeak()] : y;
+      return slower == null ? "no plan" : `${slower.toFixed(1)} %`;
+    };
     const chosen = { label: "chosen", stroke: () => style("--text"), width: 0, points: { show: true, size: 13, width: 3 },
       value: shown };
     const series = [
-      { label: "peak", value: (_, n) => (n == null ? "–" : bytes(n)) },
+      { label: "peak", value: (_, n) => bytes(n ?? peaks[chosenPeak()]) },
       { label: "best plan found", stroke: "#0072b2", width: 2, spanGaps: true, paths: stepped, value: shown,
         points: { show: true, size: 7, fill: "#0072b2" } },
       { label: "proven bound", stroke: () => style("--quiet"), dash: [6, 4], spanGaps: true, paths: steppedBefore,
@@ -264,11 +310,15 @@
       peaks, column(plans, (p) => slow(p.s)), column(plans, (p) => Math.max(slow(p.bound), 0)),
       ...names.map((name) => column(others.filter((o) => o.name === name), (o) => slow(o.s))), peaks.map(() => null),
     ];
+    const all = [["best plan found", plans.map((p) => slow(p.s))],
+      ...names.map((name) => [name, others.filter((o) => o.name === name).map((o) => slow(o.s))])];
+    const most = slowest(all[0][1], all.slice(1).flatMap(([, found]) => found));
+    const bottom = Math.min(0, ...all.flatMap(([, found]) => found));
+    const top = () => 1.08 * Math.max(most, slow(plans[Number(slider.value)].s));
     const chart = draw("frontier", {
-      height: 320, series, scales: { x: { time: false } },
+      height: 320, series, scales: { x: { time: false }, y: { range: () => [bottom, top()] } },
       axes: [axis(bytes, { splits: byteSplits }), axis((y) => `${y} %`, UP)],
     }, columns);
-    const slider = byId("point");
     slider.max = plans.length - 1;
     const [unit, size] = plans[plans.length - 1].peak - plans[0].peak < 2 ** 30 ? ["MiB", 2 ** 20] : ["GiB", 2 ** 30];
     const choose = () => {
@@ -278,6 +328,8 @@
       const gain = next && (plan.s - next.s) / (next.peak - plan.peak);
       columns[columns.length - 1] = column([plan], (p) => slow(p.s));
       chart.setData(columns);
+      chart.setLegend({ idx: null });
+      byId("beyond").textContent = beyond(all, top());
       byId("told").textContent =
         `${bytes(plan.peak)}: ${seconds(plan.s)} a step, ${percent(plan.s / baseline - 1)} slower than with everything ` +
         `kept; ${plan.bound ? `at most ${percent(plan.s / plan.bound - 1)} above the optimum` : "no bound is known"}` +
@@ -294,22 +346,25 @@
     for (let c = 1; c < sums.length; c++) sums[c] = sums[c].map((n, k) => n + sums[c - 1][k]);
     const used = data.categories.map((_, c) => c).filter((c) => data.bytes[c].some((n) => n > 0)).reverse();
     const bars = uPlot.paths.bars({ size: [0.7, 90] });
-    const top = Math.max(data.capacity || 0, ...sums[sums.length - 1]);
+    const totals = sums[sums.length - 1];
+    const top = Math.max(data.capacity || 0, ...totals);
+    const peak = totals.indexOf(Math.max(...totals));  // the phase of the legend where the pointer is elsewhere
     const series = used.map((c) => ({ label: data.categories[c], fill: data.colours[c], ...outline(1), paths: bars,
-      points: { show: false }, value: (_, __, ___, k) => (k == null ? "–" : bytes(data.bytes[c][k])) }));
+      points: { show: false }, value: (_, __, ___, k) => bytes(data.bytes[c][k ?? peak]) }));
     const columns = [data.phases.map((_, k) => k), ...used.map((c) => sums[c])];
     if (data.capacity) {
       series.push({ label: "the device has", stroke: () => style("--bad"), width: 2, dash: [8, 5],
         points: { show: false }, value: () => bytes(data.capacity) });
       columns.push(data.phases.map(() => data.capacity));
     }
-    draw("phases", {
-      height: 360, series: [{ label: "phase", value: (_, k) => data.phases[k] ?? "–" }, ...series],
+    const chart = draw("phases", {
+      height: 360, series: [{ label: "phase", value: (_, k) => data.phases[k ?? peak] }, ...series],
       scales: { x: { time: false, range: () => [-0.6, count - 0.4] }, y: { range: () => [0, top * 1.04] } },
       axes: [axis((k) => data.phases[k] ?? "", { splits: () => data.phases.map((_, k) => k), rotate: -25, size: 80,
         grid: { show: false } }), axis(bytes, { ...UP, splits: byteSplits })],
       cursor: { drag: { x: false, y: false } },
     }, columns);
+    chart.setLegend({ idx: null });
   };
 
   const download = async (button) => {
@@ -337,6 +392,7 @@
     for (const [event, on] of [["beforeprint", true], ["afterprint", false]]) {
       addEventListener(event, () => {
         document.documentElement.toggleAttribute("data-print", on);
+        for (const each of document.querySelectorAll("details")) each.open = on;
         redraw();
       });
     }
