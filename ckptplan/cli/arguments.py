@@ -106,7 +106,12 @@ Accumulate = Annotated[
 
 
 OptimizerName = Annotated[
-    str | None, typer.Option(metavar="NAME", help="sgd, momentum, rmsprop, adagrad, adam, adamw or adafactor.")
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="sgd, momentum, rmsprop, adagrad, adam, adamw, muon, or a name of transformers' optim and axolotl's "
+        "optimizer: adamw_torch_fused, adafactor, paged_adamw_8bit, ...",
+    ),
 ]
 
 
