@@ -678,10 +678,10 @@ class _Run:
         self, account: Account, phases: tuple[Phase, ...], batches: Sequence[_Batch], notes: list[str]
     ) -> Estimate:
         at = int(np.argmax(account.allocated))
-        held = int(np.argmax(account.reserved))
+        reserved_bytes = int(account.reserved.max())
         context = self.target.context_bytes
-        categories = account.categories(held)
-        categories["reservation"] = int(account.reserved[held] - account.allocated[held])
+        categories = account.categories(at)
+        categories["fragmentation"] = reserved_bytes - int(account.allocated[at])
         categories["context"] = context
         notes = [*self.notes, *notes]
         if self.unknown:
@@ -698,7 +698,7 @@ class _Run:
             peak_bytes=int(account.allocated[at]),
             peak_phase=peak_phase,
             peak_stage=account.stage(at),
-            reserved_bytes=int(account.reserved[held]),
+            reserved_bytes=reserved_bytes,
             context_bytes=context,
             capacity_bytes=self.target.capacity_bytes,
             categories={name: categories[name] for name in CATEGORIES if categories.get(name)},
