@@ -125,7 +125,7 @@ def estimate(
     """Estimate the memory of training a model, by phase and category, without allocating it.
 
     Example: [bold]ckptplan estimate train:build --device a100-40gb --optimizer adamw --amp bfloat16[/bold], or
-    [bold]ckptplan estimate --axolotl qlora.yaml --device rtx-4090[/bold]
+    [bold]ckptplan estimate --axolotl qlora.yaml --device rtx4090[/bold]
     """
     check_writable(json_file, "the estimate")
     plan = None if plan_file is None else Plan.load(plan_file)
