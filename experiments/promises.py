@@ -204,6 +204,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         "snapshots.json",
     ),
     Experiment("published", "Estimates beside figures that others measured and published", "published.json"),
+    Experiment("fit_jobs", "Jobs of `ckptplan fit` and `estimate` beside bytes worked out by hand", "fit_jobs.json"),
     Experiment(
         "bitwise",
         "Losses, gradients and buffers against plain training, bit for bit, in 19 architectures",
@@ -883,6 +884,22 @@ PROMISES: tuple[Promise, ...] = (
             "test_the_bytes_of_rebinding_by_hand",
             "test_the_optimizer_is_as_before",
         ),
+    ),
+    Promise(
+        "Estimates of memory",
+        "Jobs named by trainers' files are counted as their packages lay them out, or refused by name",
+        _in("test_optimizers", "test_state_of_named_optimizers", "test_every_name_of_a_trainer_is_counted_or_refused")
+        + _in(
+            "test_configs",
+            "test_axolotls_rules",
+            "test_what_axolotls_files_may_not_say",
+            "test_the_type_of_the_weights",
+            "test_the_layout_of_4_bits",
+            "test_the_layout_of_8_bits",
+            "test_a_quantized_layer_saves_and_makes_what_a_full_one_does_not",
+            "test_sharded_models_of_files",
+        ),
+        ("fit_jobs",),
     ),
     Promise(
         "Estimates of memory",

@@ -8,6 +8,7 @@ from typing import Annotated, Any, get_args
 import typer
 
 from ckptplan.core.errors import InvalidInputError
+from ckptplan.core.fsdp import FSDP
 from ckptplan.core.option import ACTIONS, Action
 from ckptplan.core.units import budget_to_bytes
 
@@ -32,6 +33,59 @@ _MODEL = typer.Argument(
 )
 ModelSource = Annotated[str, _MODEL]
 OptionalModel = Annotated[str | None, _MODEL]
+
+
+Config = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PATH",
+        help="A Hugging Face config, or its folder, in place of MODEL: nothing is downloaded, no code of it runs.",
+    ),
+]
+
+
+Lora = Annotated[
+    str | None,
+    typer.Option(
+        metavar="r=16,targets=q_proj,v_proj",
+        help="Train adapters alone (peft). Also dropout=0.05; bits=4 (QLoRA) or bits=8 for quantized weights; upcast=no"
+        " if the others of these stay in 16 bits, as with TRL.",
+    ),
+]
+
+
+Dtype = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TYPE",
+        help="Type of the weights: float32, bfloat16, float16; default: the file's, or as from_pretrained takes it.",
+    ),
+]
+
+
+SequenceLength = Annotated[
+    int | None, typer.Option("--seq", min=1, metavar="N", help="Tokens of a sample; with --config: 2048.")
+]
+
+
+TrainingArgumentsFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--training-arguments", metavar="FILE.json", help="A TrainingArguments file: batch, precision, optimizer."
+    ),
+]
+
+
+AxolotlFile = Annotated[
+    Path | None,
+    typer.Option("--axolotl", metavar="FILE.yaml", help="An axolotl file: all of these; its base_model is a path."),
+]
+
+
+BatchSize = Annotated[
+    int | None,
+    typer.Option("--batch", min=1, metavar="B", help="Batch size; default: that of the inputs, or of the file."),
+]
 
 
 ProfileFile = Annotated[Path, typer.Argument(metavar="PROFILE.json", help="A profile (docs/formats.md).")]
@@ -112,7 +166,12 @@ TargetDevice = Annotated[
 
 
 OptimizerName = Annotated[
-    str | None, typer.Option(metavar="NAME", help="sgd, momentum, rmsprop, adagrad, adam, adamw or adafactor.")
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="sgd, momentum, rmsprop, adagrad, adam, adamw, muon, or a name of transformers' optim and axolotl's "
+        "optimizer: adamw_torch_fused, adafactor, paged_adamw_8bit, ...",
+    ),
 ]
 
 
@@ -169,6 +228,11 @@ def to_counts(text: str, option: str) -> list[int]:
                 f"{option} {text!r}: {part!r} is not a whole number from 1 on; give some, by commas"
             )
     return [int(part) for part in parts]
+
+
+def to_fsdp(text: str | None) -> FSDP | None:
+    """Return the settings in the text of `--fsdp`."""
+    return None if text is None else FSDP.from_text(text)
 
 
 def to_actions(text: str) -> tuple[Action, ...]:

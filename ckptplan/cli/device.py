@@ -13,21 +13,26 @@ from rich.table import Table
 from ckptplan.cli.arguments import (
     Accumulate,
     Autocast,
+    AxolotlFile,
+    BatchSize,
+    Config,
+    Dtype,
     InDdp,
-    ModelSource,
+    Lora,
     OptimizerName,
     OptionalModel,
+    SequenceLength,
     Sharded,
     TargetDevice,
+    TrainingArgumentsFile,
     parts_of,
     to_bytes,
     to_counts,
+    to_fsdp,
 )
 from ckptplan.cli.output import check_writable, terminal, writing
-from ckptplan.cli.subject import batches_of, model_of
+from ckptplan.cli.subject import Files, batches_of, model_of
 from ckptplan.core.display import progress
-from ckptplan.core.errors import InvalidInputError
-from ckptplan.core.fsdp import FSDP
 from ckptplan.core.plan import Plan
 from ckptplan.core.request import Training
 from ckptplan.report.tables import fit_table
@@ -71,7 +76,14 @@ def calibrate(
 
 
 def estimate(
-    source: ModelSource,
+    source: OptionalModel = None,
+    config: Config = None,
+    lora: Lora = None,
+    dtype: Dtype = None,
+    seq: SequenceLength = None,
+    training_arguments: TrainingArgumentsFile = None,
+    axolotl: AxolotlFile = None,
+    batch: BatchSize = None,
     device: TargetDevice = None,
     optimizer: OptimizerName = None,
     amp: Autocast = None,
@@ -110,16 +122,24 @@ def estimate(
 ) -> None:
     """Estimate the memory of training a model, by phase and category, without allocating it.
 
-    Example: [bold]ckptplan estimate train:build --device a100-40gb --optimizer adamw --amp bfloat16[/bold]
+    Example: [bold]ckptplan estimate train:build --device a100-40gb --optimizer adamw --amp bfloat16[/bold], or
+    [bold]ckptplan estimate --axolotl qlora.yaml --device rtx4090[/bold]
     """
     check_writable(json_file, "the estimate")
     plan = None if plan_file is None else Plan.load(plan_file)
     sizes = to_counts(batches, "--batches")
-    if sizes:
+    files = Files(config, lora, dtype, seq, training_arguments, axolotl)
+    files.check(source)
+    training = Training(optimizer=optimizer, amp=amp, accumulate=accumulate, fsdp=to_fsdp(fsdp))
+    make_inputs: Any = None
+    if source is None:
+        model, make_inputs, batch, training = files.described(batch, training)
+    elif sizes or batch:
         model, make_inputs, _ = batches_of(source)
-        inputs: Any = [make_inputs(size) for size in sizes]
     else:
         model, inputs = model_of(source)
+    if make_inputs is not None:
+        inputs = [make_inputs(size) for size in sizes] if sizes else make_inputs(batch)
     from ckptplan.memory.estimate import estimate
 
     with progress("estimating", console=Console(stderr=True)) as shown:
@@ -127,11 +147,11 @@ def estimate(
             model,
             inputs,
             device=device,
-            optimizer=optimizer,
-            amp=amp,
-            accumulate=accumulate,
+            optimizer=training.optimizer,
+            amp=training.amp,
+            accumulate=training.accumulate,
             ddp=ddp,
-            fsdp=None if fsdp is None else FSDP.from_text(fsdp),
+            fsdp=training.fsdp,
             accumulation_steps=accumulation,
             holds_output=holds_output,
             keeps=parts_of(keeps),
@@ -148,25 +168,12 @@ def estimate(
 
 def fit(
     source: OptionalModel = None,
-    config: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PATH",
-            help="A Hugging Face config, or its folder, in place of MODEL: nothing is downloaded, no code of it runs.",
-        ),
-    ] = None,
-    lora: Annotated[
-        str | None, typer.Option(metavar="r=16,targets=q_proj,v_proj", help="Train adapters alone (peft).")
-    ] = None,
-    seq: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Tokens of a sample; with --config: 2048.")
-    ] = None,
-    training_arguments: Annotated[
-        Path | None, typer.Option(metavar="FILE.json", help="A TrainingArguments file: batch, precision, optimizer.")
-    ] = None,
-    axolotl: Annotated[
-        Path | None, typer.Option(metavar="FILE.yaml", help="An axolotl file: all of these; its base_model is a path.")
-    ] = None,
+    config: Config = None,
+    lora: Lora = None,
+    dtype: Dtype = None,
+    seq: SequenceLength = None,
+    training_arguments: TrainingArgumentsFile = None,
+    axolotl: AxolotlFile = None,
     device: Annotated[
         list[str] | None,
         typer.Option(metavar="D", help="Only this device, by name or by the file that describes it; may be repeated."),
@@ -178,9 +185,7 @@ def fit(
     amp: Autocast = None,
     accumulate: Accumulate = None,
     fsdp: Sharded = None,
-    batch: Annotated[
-        int | None, typer.Option(min=1, metavar="B", help="Batch size; default: that of the inputs.")
-    ] = None,
+    batch: BatchSize = None,
     time_limit: Annotated[float, typer.Option(min=0.1, help="Seconds for each plan.")] = 0.5,
 ) -> None:
     """Show for each known device whether a batch fits, the largest batch, and the plan and slowdown for it.
@@ -193,35 +198,16 @@ def fit(
     budget = None if budget_gb is None else to_bytes(budget_gb, "--budget-gb")
     wanted = [find_device(name) for name in device] if device else list(known_devices().values())
     wanted = list({found.name: found for found in wanted}.values())
-    settings = config, lora, training_arguments, axolotl
-    if (source is None) == (config is None and axolotl is None):
-        raise InvalidInputError("give a MODEL (package.module:name), or --config or --axolotl in its place")
+    files = Files(config, lora, dtype, seq, training_arguments, axolotl)
+    files.check(source)
+    training = Training(optimizer=optimizer, amp=amp, accumulate=accumulate, fsdp=to_fsdp(fsdp))
     if source is not None:
-        if any(value is not None for value in (*settings, seq)):
-            raise InvalidInputError("--config, --lora, --seq, --training-arguments and --axolotl go without a MODEL")
         model, make_inputs, given = batches_of(source)
     else:
-        from ckptplan.integrations import configs
-
-        job = configs.Job(config or "", batch, seq, optimizer, amp, accumulate, lora)
-        for path, read in (
-            (training_arguments, configs.read_training_arguments),
-            (axolotl, configs.read_axolotl),
-        ):
-            job = job if path is None else job.over(read(path))
-        model = configs.make_model(job)
-        (make_inputs, length), given = configs.make_inputs(model, job.length), job.batch or 1
-        optimizer, amp, accumulate = job.optimizer, job.amp, job.accumulate
-        parameters = sum(p.numel() for p in model.parameters())
-        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        typer.echo(
-            f"{type(model).__name__}, {parameters / 1e6:,.1f} M parameters, {trained / 1e6:,.1f} M trained; "
-            f"{given} x {f'{length} tokens' if length else 'one image'}; optimizer {optimizer or 'none'}, "
-            f"autocast {amp or 'off'}"
-        )
-        for note in job.notes:
-            typer.echo(f"note: {note}")
+        model, make_inputs, given, training = files.described(batch, training)
     from ckptplan.fitting.survey import survey
+    from ckptplan.profiling.workload.optimizer_names import notes_on
+    from ckptplan.profiling.workload.optimizers import make_optimizer
 
     with progress("estimating", console=Console(stderr=True)) as shown:
         rows = survey(
@@ -229,15 +215,12 @@ def fit(
             make_inputs,
             wanted,
             batch or given,
-            Training(
-                optimizer=optimizer,
-                amp=amp,
-                accumulate=accumulate,
-                fsdp=None if fsdp is None else FSDP.from_text(fsdp),
-            ),
+            training,
             budget_bytes=budget,
             time_limit_s=time_limit,
             on_progress=shown,
         )
     # Many terminals cut a wider table.
     Console(width=100, highlight=False).print(fit_table(rows, batch=batch or given))
+    for note in [] if training.optimizer is None else notes_on(make_optimizer(training.optimizer, model)):
+        typer.echo(f"note: {note}")

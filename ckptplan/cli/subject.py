@@ -6,14 +6,17 @@ import difflib
 import importlib
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import typer
 from rich.console import Console
 
 from ckptplan.core.display import progress
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.profile import Profile
+from ckptplan.core.request import Training
 
 _BATCH_NAMES = ("n", "batch", "batch_size")
 
@@ -99,6 +102,52 @@ def batches_of(source: str) -> tuple[Any, Callable[[int], Any], int]:
         return made[1]
 
     return model, make, int(sizes[0])
+
+
+@dataclass(frozen=True)
+class Files:
+    """Options that describe a training in place of a model, as `ckptplan.cli.arguments` has them."""
+
+    config: str | None
+    lora: str | None
+    dtype: str | None
+    seq: int | None
+    training_arguments: Path | None
+    axolotl: Path | None
+
+    def check(self, source: str | None) -> None:
+        """Raise `InvalidInputError` unless either a model is named, or a config."""
+        if (source is None) == (self.config is None and self.axolotl is None):
+            raise InvalidInputError("give a MODEL (package.module:name), or --config or --axolotl in its place")
+        if source is not None and any(value is not None for value in vars(self).values()):
+            raise InvalidInputError(
+                "--config, --lora, --dtype, --seq, --training-arguments and --axolotl go without a MODEL"
+            )
+
+    def described(self, batch: int | None, training: Training) -> tuple[Any, Callable[[int], Any], int, Training]:
+        """Return the model, a function from a batch size to its inputs, the batch size, and the training.
+
+        What is described is printed, with notes. Options go before files.
+        """
+        from ckptplan.integrations import configs
+
+        asked: dict[str, Any] = {name: getattr(training, name) for name in ("optimizer", "amp", "accumulate", "fsdp")}
+        job = configs.Job(self.config or "", batch, self.seq, lora=self.lora, dtype=self.dtype, **asked)
+        for path, read in (
+            (self.training_arguments, configs.read_training_arguments),
+            (self.axolotl, configs.read_axolotl),
+        ):
+            job = job if path is None else job.over(read(path))
+        job = job.as_trained()
+        model = configs.make_model(job)
+        (make_inputs, length), batch = configs.make_inputs(model, job.length), job.batch or 1
+        typer.echo(
+            f"{configs.described(model)}; {batch} x {f'{length} tokens' if length else 'one image'}; optimizer "
+            f"{job.optimizer}, autocast {job.amp or 'off'}"
+        )
+        for note in job.notes:
+            typer.echo(f"note: {note}")
+        return model, make_inputs, batch, job.training
 
 
 def profile_of(source: str) -> Profile:

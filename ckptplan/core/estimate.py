@@ -27,21 +27,31 @@ CATEGORIES = (
     "saved activations",
     "workspaces and temporaries",
     "rounding",
-    "reservation",
+    "fragmentation",
     "context",
 )
 """Categories of device memory, after DNNMem (Gao et al., ESEC/FSE 2020).
 
 "gathered weights" are the whole parameters of a sharded model's units; "forward outputs" are results that no backward
-needs; "rounding" is the difference between blocks and requested sizes;
-"reservation" that between reserved bytes and blocks; "context" is the driver's memory.
+needs; "rounding" is the difference between blocks and requested sizes; "fragmentation" that between the most reserved
+bytes and the blocks at the peak; "context" is the driver's memory.
 """
 
 KEPT = ("output", "loss", "batch")
 """What a training loop may still reference when the next forward begins."""
 
+ERROR = 0.052
+"""Largest error of estimates beside published measurements, as a share (docs/benchmarks.md)."""
+
 _MOST_SHOWN = 12  # kinds of tensors in the printed table
 _MOST_PHASES = 24  # phases in the printed table
+
+
+def fits_in_words(needed_bytes: float, capacity_bytes: int) -> str:
+    """Return "fits", or "fits, barely" if an estimate of these bytes may be too low by `ERROR`; empty if they don't."""
+    if needed_bytes > capacity_bytes:
+        return ""
+    return "fits" if needed_bytes <= (1 - ERROR) * capacity_bytes else "fits, barely"
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +141,7 @@ class Estimate(Saved):
     capacity_bytes : int or None
         All memory of the device; None: not known.
     categories : mapping
-        Category -> bytes at the moment with most reserved bytes; they add up to `total_bytes`.
+        Category -> bytes at the peak, the moment of `alive`; with "fragmentation" they add up to `total_bytes`.
     saved_bytes : mapping
         Stage -> bytes that it saves for backward; each storage counts for the first stage that saves it.
     alive : tuple of Tensors
@@ -197,6 +207,13 @@ class Estimate(Saved):
         """Whether the device has enough memory; None if its size isn't known."""
         return None if self.capacity_bytes is None else self.total_bytes <= self.capacity_bytes
 
+    @property
+    def verdict(self) -> str:
+        """Whether the device has enough memory, in words; "fits, barely" within the error of estimates."""
+        if self.capacity_bytes is None:
+            return ""
+        return fits_in_words(self.total_bytes, self.capacity_bytes) or "does NOT fit"
+
     def _repr_html_(self) -> str:
         return late("report.page.notebook", "estimate_html")(self)  # type: ignore[no-any-return]
 
@@ -241,8 +258,7 @@ class Estimate(Saved):
         return tuple(phase for phase in self.phases if phase.batch in shown)
 
     def __str__(self) -> str:
-        fits = {None: "", True: ": fits", False: ": does NOT fit"}[self.fits]
-        has = "" if self.capacity_bytes is None else f" of {format_bytes(self.capacity_bytes)}{fits}"
+        has = "" if self.capacity_bytes is None else f" of {format_bytes(self.capacity_bytes)}: {self.verdict}"
         during = ", ".join(part for part in (self._of_batch(self.peak_phase), self.peak_stage) if part)
         reserved = f" ({self._of_batch(self.reserved_phase)})" if len(self.batches) > 1 else ""
         lines = [

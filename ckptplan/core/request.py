@@ -150,8 +150,9 @@ class Training:
         Function from the output to a scalar tensor; default: `output.loss`, or else the sum of the floating outputs'
         means.
     optimizer : Optimizer, class, callable or str, optional
-        The optimizer, whose state and update count; or its class, a function from parameters to an optimizer, or one of
-        the names "sgd", "momentum", "rmsprop", "adagrad", "adam", "adamw", "adafactor".
+        The optimizer, whose state and update count; or its class, a function from parameters to an optimizer, or a
+        name: "sgd", "momentum", "rmsprop", "adagrad", "adam", "adamw", "muon", or one that transformers' `optim` or
+        axolotl's `optimizer` takes, such as "adamw_torch_fused" or "paged_adamw_8bit", made as their trainers do.
     device : str, path or Device, optional
         Default: the model's device. A known name ("a100-40gb"), a file that describes a device, or a `Device` plans for
         a device that isn't in this machine: bytes are from fake tensors and times from a roofline, and the model may be

@@ -392,7 +392,7 @@ class _Search:
             known,
             measured,
             verification,
-            tuple(self.notes),
+            (*self.batches.sizes.notes, *self.notes),
         )
 
     def infeasible(self, known: dict[int, float]) -> Exception:

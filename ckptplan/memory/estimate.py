@@ -39,6 +39,7 @@ from ckptplan.profiling.profiler import as_ours, outside_tensors, training_step
 from ckptplan.profiling.target import Target, find_target
 from ckptplan.profiling.values.answers import Answers
 from ckptplan.profiling.values.real_run import answered
+from ckptplan.profiling.workload.optimizer_names import notes_on
 from ckptplan.profiling.workload.optimizers import make_optimizer
 from ckptplan.runtime.guard.check import BENCH_BYTES
 from ckptplan.runtime.guard.gradients import accumulates, starting_gradients
@@ -152,10 +153,11 @@ def estimate(
     if caching(model):
         as_given = "as in the model's configuration; in training it is mostly off"
         notes.append(f"use_cache is {as_given if plan is None else 'off, as the plan turns it off in training'}")
+    optimizer = None if request.optimizer is None else make_optimizer(request.optimizer, model)
     run = _Run(
         steps,
         target,
-        None if request.optimizer is None else make_optimizer(request.optimizer, model.parameters()),
+        optimizer,
         scaler=_in_float16(steps[0]) if grad_scaler is None else grad_scaler,
         accumulation_steps=accumulation_steps,
         set_to_none=set_to_none,
@@ -164,7 +166,7 @@ def estimate(
         keeps=keeps,
         empty_cache=empty_cache,
         plan=plan,
-        notes=notes,
+        notes=[*notes, *notes_on(optimizer)],
         report=reporting(on_progress),
     )
     reached = [each for step in steps for each in step.reached()]
@@ -255,7 +257,9 @@ class TrainingBytes:
         self.model, self.target, self.training = model, target, training
         self._settings = _settings(allocator, target)
         optimizer = training.optimizer
-        self._optimizer = None if optimizer is None else make_optimizer(optimizer, model.parameters())
+        self._optimizer = None if optimizer is None else make_optimizer(optimizer, model)
+        self.notes = notes_on(self._optimizer)
+        """What has to be said of how the optimizer's state is counted."""
         self._updates: Recording | None = None
 
     def step(self, inputs: Any) -> TrainingStep:
@@ -674,10 +678,10 @@ class _Run:
         self, account: Account, phases: tuple[Phase, ...], batches: Sequence[_Batch], notes: list[str]
     ) -> Estimate:
         at = int(np.argmax(account.allocated))
-        held = int(np.argmax(account.reserved))
+        reserved_bytes = int(account.reserved.max())
         context = self.target.context_bytes
-        categories = account.categories(held)
-        categories["reservation"] = int(account.reserved[held] - account.allocated[held])
+        categories = account.categories(at)
+        categories["fragmentation"] = reserved_bytes - int(account.allocated[at])
         categories["context"] = context
         notes = [*self.notes, *notes]
         if self.unknown:
@@ -694,7 +698,7 @@ class _Run:
             peak_bytes=int(account.allocated[at]),
             peak_phase=peak_phase,
             peak_stage=account.stage(at),
-            reserved_bytes=int(account.reserved[held]),
+            reserved_bytes=reserved_bytes,
             context_bytes=context,
             capacity_bytes=self.target.capacity_bytes,
             categories={name: categories[name] for name in CATEGORIES if categories.get(name)},

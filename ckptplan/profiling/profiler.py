@@ -42,6 +42,7 @@ from ckptplan.profiling.times.overheads import measure_overheads
 from ckptplan.profiling.times.timing import Again, Times, time_stages
 from ckptplan.profiling.values.real_run import answered, path_of
 from ckptplan.profiling.workload.inputs import find_inputs
+from ckptplan.profiling.workload.optimizer_names import notes_on
 from ckptplan.profiling.workload.optimizers import OptimizerLike, make_optimizer, traced_updates
 from ckptplan.profiling.workload.stand_ins import StandIns
 from ckptplan.runtime.accelerator import empty_cache, is_accelerator
@@ -149,7 +150,11 @@ def profile_step(
     cache: bool = False,
 ) -> Profile:
     """`profile` of a given step; `notes` go into the profile."""
-    found = _found(training, target, optimizer, swap_dir, menus, notes, on_progress, cache)
+    made = None if optimizer is None else make_optimizer(optimizer, training.model)
+    found = _found(training, target, optimizer, swap_dir, menus, [*notes, *notes_on(made)], on_progress, cache)
+    if made is not None:
+        counted = dataclasses.replace(found.fingerprint, optimizer=type(made).__name__)
+        found = dataclasses.replace(found, fingerprint=counted)
     call = present_call()
     if call is None or target.spec is not None:
         return found
@@ -187,9 +192,6 @@ def _found(
         return known
     with undone() as rewind:
         found = _profile(training, optimizer, target, swap_dir, menus, list(notes), on_progress, rewind)
-    if optimizer is not None:
-        counted = type(make_optimizer(optimizer, training.model.parameters())).__name__
-        found = dataclasses.replace(found, fingerprint=dataclasses.replace(found.fingerprint, optimizer=counted))
     empty_cache(target.device)  # what stages took alone lies otherwise than what steps take
     answers = target.answers
     if key is None or (answers is not None and ("backward" in answers.phases or answers.compiled)):
@@ -632,7 +634,7 @@ def _update_bytes(
     """Bytes of the optimizer's state once it is complete, and those that an update adds at its worst moment."""
     if optimizer is None:
         return 0, 0
-    made = make_optimizer(optimizer, model.parameters())
+    made = make_optimizer(optimizer, model)
     tracker = Tracker(target.without_answers)
     live: dict[str, int] = {}
     peaks: dict[str, int] = {}

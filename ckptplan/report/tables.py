@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Column, Table
 
+from ckptplan.core.estimate import ERROR, fits_in_words
 from ckptplan.core.option import ACTIONS
 from ckptplan.core.plan import Plan
 from ckptplan.core.units import format_bytes, format_seconds
@@ -141,6 +142,7 @@ def fit_table(rows: Sequence[DeviceFit], *, batch: int) -> Table:
         title=f"batch {batch} needs {_range(row.kept_bytes for row in rows)} with everything kept, "
         f"{_range(row.planned_bytes for row in rows)} with the leanest plan",
         caption="bytes as CUDA's allocator reserves them, context aside; the largest with a plan is interpolated\n"
+        f"barely: by less than the largest error of estimates, {ERROR:.1%}\n"
         "plans take whole stages, solve may find faster ones; k kept, s swapped, r recomputed",
         box=None,
         padding=(0, 1),
@@ -165,8 +167,9 @@ def _range(sizes: Iterable[int]) -> str:
 
 def _answer(row: DeviceFit) -> str:
     """Return whether the user's batch fits, in words."""
-    if row.kept_bytes <= row.budget_bytes:
-        return "fits"
+    fits = fits_in_words(row.kept_bytes, row.budget_bytes)
+    if fits:
+        return fits
     return f"needs {format_bytes(row.planned_bytes)}" if row.plan is None else f"plan {row.plan.overhead:+.1%}"
 
 

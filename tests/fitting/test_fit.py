@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ from typer.testing import CliRunner
 
 import ckptplan
 from ckptplan.cli.app import app
-from ckptplan.core.device import known_devices
+from ckptplan.core.device import find_device, known_devices
 from ckptplan.core.errors import InfeasibleBudgetError, InvalidInputError
-from ckptplan.core.estimate import Estimate
+from ckptplan.core.estimate import ERROR, Estimate
 from ckptplan.core.request import Training
 from ckptplan.core.units import GIB
 from ckptplan.fitting.batch import Batches, largest
@@ -29,6 +30,7 @@ from ckptplan.profiling.profiler import planned_profiles
 from ckptplan.profiling.target import Target, find_target
 from ckptplan.profiling.workload.inputs import resized
 from ckptplan.referee.rules import Violation
+from ckptplan.report.tables import fit_table
 
 MIB = 1 << 20
 
@@ -330,6 +332,21 @@ def test_fit_answers_on_one_screen(run: Callable[..., Result], monkeypatch: pyte
     assert len(lines) <= 24
     assert max(map(len, lines)) <= 100
     assert [line.split()[0] for line in lines if "MiB" in line and "needs" not in line] == ["a100-40gb", "t4"]
+
+
+@pytest.mark.parametrize(
+    ("share", "said"), [(0.5, "fits"), (1 - ERROR, "fits"), (0.96, "fits, barely"), (1.0, "fits, barely"), (1.01, None)]
+)
+def test_what_is_within_the_error_of_estimates_fits_barely(share: float, said: str | None) -> None:
+    needed, has = int(share * (1 << 34)), 1 << 34
+    model = nn.Linear(4, 4)
+    found = ckptplan.estimate(model, torch.randn(2, 4), device="t4")
+    found = replace(found, reserved_bytes=needed - found.context_bytes, capacity_bytes=has)
+    assert f"of 16.00 GiB: {said or 'does NOT fit'}\n" in str(found)
+    assert found.fits == (said is not None)
+    row = DeviceFit(find_device("t4"), 1, has, needed, needed, None, 1, 1, None)
+    cell = next(iter(fit_table([row], batch=1).columns[2].cells))
+    assert cell == (said or "needs 16.16 GiB")
 
 
 @pytest.mark.parametrize("command", ["estimate", "fit"])

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 from command_line import Run, assert_clean_error
-from transformers import BertConfig, LlamaConfig, ViTConfig
+from transformers import BertConfig, GPT2Config, LlamaConfig, TrainingArguments, ViTConfig
 
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.integrations import configs
+from ckptplan.integrations.quantized import QuantizedLinear
 
 # PEFT's use of a deprecated name of transformers.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
@@ -25,6 +26,7 @@ gradient_accumulation_steps: 4
 adapter: lora
 lora_r: 4
 lora_alpha: 16
+lora_dropout: 0.1
 lora_target_linear: true
 optimizer: paged_adamw_8bit
 bf16: auto
@@ -68,6 +70,9 @@ def test_a_model_is_made_of_its_config(folder: Path) -> None:
     ("job", "message"),
     [
         ({"lora": "16"}, "can't be read; give r=16"),
+        ({"lora": "r=4,bits=3"}, "can't be read; give r=16"),
+        ({"lora": "r=4,8"}, "can't be read; give r=16"),
+        ({"dtype": "float8"}, "'float8' isn't a type of weights; choose from float32, bfloat16, float16"),
         ({"lora": "r=4,targets=absent"}, "absent"),
         ({"config": "absent"}, "can't be read"),
     ],
@@ -113,17 +118,64 @@ def test_code_of_a_config_is_not_imported(folder: Path) -> None:
 
 def test_axolotl(folder: Path) -> None:
     job = configs.read_axolotl(folder / "lora.yaml")
-    assert (job.batch, job.length, job.optimizer, job.amp, job.accumulate) == (2, 64, "adamw", "bfloat16", True)
-    assert job.lora == "r=4,targets=all-linear"
+    assert (job.batch, job.length, job.optimizer, job.amp) == (2, 64, "paged_adamw_8bit", "bfloat16")
+    assert (job.accumulate, job.dtype, job.float32) == (True, "bfloat16", ())
+    assert job.lora == "r=4,targets=all-linear,dropout=0.1"
     assert Path(job.config) == folder / "model"
     notes = "\n".join(job.notes)
     assert "not understood, and not counted: sample_packing" in notes
-    assert "optimizer paged_adamw_8bit isn't known; counted as adamw" in notes
     assert "checkpointing is left to the plan" in notes
     assert configs.Job(length=32).over(job).length == 32
     (folder / "bad.yaml").write_text("!!python/object/apply:os.system ['true']")
     with pytest.raises(InvalidInputError, match="can't be parsed"):
         configs.read_axolotl(folder / "bad.yaml")
+
+
+def changed(folder: Path, *changes: str, without: tuple[str, ...] = ()) -> Path:
+    """An axolotl file with other lines."""
+    named = [line.partition(":")[0] for line in changes]
+    lines = [line for line in AXOLOTL.splitlines() if line and line.partition(":")[0] not in (*named, *without)]
+    (folder / "changed.yaml").write_text("\n".join([*lines, *changes]))
+    return folder / "changed.yaml"
+
+
+LORA = ("adapter", "lora_r", "lora_alpha", "lora_dropout", "lora_target_linear")
+
+
+@pytest.mark.parametrize(
+    ("changes", "without", "expected"),
+    [
+        (["adapter: qlora", "load_in_4bit: true"], (), {"lora": "r=4,targets=all-linear,dropout=0.1,bits=4,upcast=no"}),
+        (["load_in_8bit: true", "lora_target_modules: [q_proj, v_proj]"], ("lora_target_linear",),
+         {"lora": "r=4,targets=q_proj,v_proj,dropout=0.1,bits=8,upcast=no"}),
+        ([], LORA, {"lora": None, "dtype": "bfloat16", "float32": ("norm", "embed_tokens", "lm_head")}),
+        (["flash_attention: true"], LORA, {"lora": None, "dtype": "bfloat16", "float32": ()}),
+        (["bf16: false", "fp16: true"], (), {"dtype": "float16", "amp": "float16"}),
+        (["bf16: full"], (), {"dtype": "bfloat16", "amp": None}),
+        (["bf16: false"], LORA, {"dtype": "float32", "amp": None, "float32": ()}),
+        ([], ("optimizer", "sequence_len", "micro_batch_size"),
+         {"optimizer": "adamw_torch_fused", "length": 512, "batch": 1}),
+    ],
+)  # fmt: skip
+def test_axolotls_rules(changes: list[str], without: tuple[str, ...], expected: dict[str, Any], folder: Path) -> None:
+    job = configs.read_axolotl(changed(folder, *changes, without=without)).as_trained()
+    assert {name: getattr(job, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "without", "message"),
+    [
+        (["adapter: llama-adapter"], (), "adapter: 'llama-adapter' isn't counted; lora and qlora are"),
+        (["load_in_4bit: true"], LORA, "adapter: None isn't counted with quantized weights"),
+        (["optimizer: galore_adamw"], (), "'galore_adamw' isn't counted: its state is a projection"),
+        (["optimizer: adamv"], (), "'adamv' is not known by name"),
+    ],
+)
+def test_what_axolotls_files_may_not_say(
+    changes: list[str], without: tuple[str, ...], message: str, folder: Path
+) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        configs.read_axolotl(changed(folder, *changes, without=without))
 
 
 def test_training_arguments(tmp_path: Path) -> None:
@@ -135,6 +187,83 @@ def test_training_arguments(tmp_path: Path) -> None:
     job = configs.read_training_arguments(path)
     assert (job.batch, job.optimizer, job.amp, job.accumulate) == (3, "adafactor", "float16", None)
     assert job.notes == ("not understood, and not counted: neftune_noise",)
+    path.write_text("{}")
+    job = configs.read_training_arguments(path).as_trained()
+    assert (job.batch, job.optimizer, job.amp, job.dtype) == (8, TrainingArguments.default_optim, None, None)
+
+
+def test_the_type_of_the_weights(folder: Path) -> None:
+    path = str(folder / "model")
+    types = {
+        name: {p.dtype for p in configs.make_model(configs.Job(path, dtype=name)).parameters()}
+        for name in (None, "float32", "float16")
+    }
+    assert types == {None: {torch.bfloat16}, "float32": {torch.float32}, "float16": {torch.float16}}
+    raised = configs.make_model(configs.Job(path, float32=("norm", "embed_tokens", "lm_head")))
+    full = {name.split(".")[-2] for name, p in raised.named_parameters() if p.dtype == torch.float32}
+    assert full == {"norm", "input_layernorm", "post_attention_layernorm", "embed_tokens", "lm_head"}
+
+
+# --- quantized weights ---
+
+ATTENTION, MLP, EMBEDDINGS, NORMS, ADAPTERS = 4 * 32 * 32, 3 * 32 * 64, 2 * 96 * 32, 5 * 32, 4 * (4 * 64 + 3 * 96)
+"""Values of the linear layers of one block, of embedding and head, of all norms, of the adapters in one block."""
+
+
+def held(model: torch.nn.Module) -> int:
+    tensors = [*model.parameters(), *(b for n, b in model.named_buffers() if "inv_freq" not in n)]
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def of_4_bits(values: int) -> int:
+    blocks = -(-values // 64)
+    return values // 2 + blocks + 4 * (-(-blocks // 256) + 1 + 16)
+
+
+@pytest.mark.parametrize(
+    ("lora", "others"), [("r=4,targets=all-linear,bits=4", 4), ("r=4,targets=all-linear,bits=4,upcast=no", 2)]
+)
+def test_the_layout_of_4_bits(lora: str, others: int, folder: Path) -> None:
+    model = configs.make_model(configs.Job(str(folder / "model"), lora=lora))
+    layers = 2 * (4 * of_4_bits(32 * 32) + 3 * of_4_bits(32 * 64))
+    assert held(model) == layers + others * (EMBEDDINGS + NORMS) + 4 * 2 * ADAPTERS
+    assert sum(p.numel() for p in model.parameters() if p.requires_grad) == 2 * ADAPTERS
+    assert "M in 4 bits and" in configs.described(model)
+
+
+def test_the_layout_of_8_bits(folder: Path) -> None:
+    model = configs.make_model(configs.Job(str(folder / "model"), lora="r=4,targets=q_proj,bits=8,upcast=no"))
+    scales = 4 * 2 * (4 * 32 + 2 * 64 + 32)
+    assert held(model) == 2 * (ATTENTION + MLP) + scales + 2 * (EMBEDDINGS + NORMS) + 4 * 2 * 4 * 64
+
+
+def test_gpt2s_layers_are_quantized_too(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    config = GPT2Config(
+        vocab_size=96, n_embd=32, n_layer=1, n_head=2, n_positions=16, architectures=["GPT2LMHeadModel"]
+    )
+    path.write_text(json.dumps(config.to_dict()))
+    model = configs.make_model(configs.Job(str(path), lora="r=4,targets=c_attn,bits=4"))
+    sizes = {n.rpartition(".")[2]: m for n, m in model.named_modules() if isinstance(m, QuantizedLinear)}
+    assert sizes.keys() == {"base_layer", "c_proj", "c_fc"}  # c_attn is below its adapter
+    assert (sizes["base_layer"].in_features, sizes["base_layer"].out_features) == (32, 96)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_quantized_layer_saves_and_makes_what_a_full_one_does_not(bits: int) -> None:
+    """With 4 bits no input is saved; each product makes the weight in full, in forward and in backward."""
+    with torch.device("meta"):
+        layer = QuantizedLinear(torch.nn.Linear(64, 32, bias=False, dtype=torch.bfloat16), bits)
+        x = torch.empty(8, 64, dtype=torch.bfloat16, requires_grad=True)
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y = layer(x)
+    assert [t.shape for t in saved] == ([] if bits == 4 else [x.shape])
+    assert (y.shape, y.dtype) == (torch.Size([8, 32]), torch.bfloat16)
+    y.backward(torch.empty_like(y))
+    assert x.grad is not None
+    assert x.grad.shape == x.shape
+    assert layer(x.float()).dtype == torch.float32
 
 
 def test_numbers_in_files(tmp_path: Path) -> None:
@@ -150,12 +279,53 @@ def test_numbers_in_files(tmp_path: Path) -> None:
         configs.make_model(configs.Job())
 
 
-def test_fit_takes_files(run: Run, folder: Path) -> None:
-    found = run("fit", "--axolotl", str(folder / "lora.yaml"), "--device", "a100-40gb")
+def test_fit_and_estimate_take_files(run: Run, folder: Path) -> None:
+    described = (
+        "PeftModel, 0.0 M parameters (0.0 M in bfloat16 and 0.0 M in float32), 0.0 M trained; 2 x 64 tokens; optimizer "
+        "paged_adamw_8bit, autocast bfloat16"
+    )
+    for command in (["fit", "--device", "a100-40gb"], ["estimate", "--device", "a100-40gb"]):
+        found = run(*command, "--axolotl", str(folder / "lora.yaml"))
+        assert found.exit_code == 0, found.output
+        assert described in found.stdout
+        assert "note: not understood, and not counted: sample_packing" in found.stdout
+        assert "A100 40GB" in found.stdout or "a100-40gb" in found.stdout
+        assert_clean_error(run(command[0]), "give a MODEL (package.module:name), or --config or --axolotl")
+        assert_clean_error(run(command[0], "a:b", "--seq", "3"), "go without a MODEL")
+
+
+def test_options_go_before_files(run: Run, folder: Path) -> None:
+    options = [
+        "--dtype",
+        "float32",
+        "--batch",
+        "3",
+        "--seq",
+        "16",
+        "--optimizer",
+        "sgd",
+        "--lora",
+        "r=2,targets=q_proj",
+    ]
+    found = run("estimate", "--axolotl", str(folder / "lora.yaml"), "--device", "a100-40gb", *options)
     assert found.exit_code == 0, found.output
-    assert "PeftModel" in found.stdout
-    assert "2 x 64 tokens; optimizer adamw, autocast bfloat16" in found.stdout
-    assert "note: not understood, and not counted: sample_packing" in found.stdout
-    assert "a100-40gb" in found.stdout
-    assert_clean_error(run("fit"), "give a MODEL (package.module:name), or --config or --axolotl")
-    assert_clean_error(run("fit", "a:b", "--seq", "3"), "go without a MODEL")
+    assert "(0.0 M in float32), 0.0 M trained; 3 x 16 tokens; optimizer sgd, autocast bfloat16" in found.stdout
+    sizes = run(
+        "estimate", "--config", str(folder / "model"), "--device", "a100-40gb", "--batches", "1,2", "--seq", "16"
+    )
+    assert "2 in turn" in sizes.stdout
+
+
+@pytest.mark.parametrize("adapter", ["", "adapter: lora", "adapter: qlora"])
+def test_sharded_models_of_files(adapter: str, run: Run, folder: Path) -> None:
+    """Under Trainer, trained weights of a sharded model are in float32 and gathered in autocast's type."""
+    path = str(changed(folder, *([adapter] if adapter else []), without=() if adapter else LORA))
+    found = run("estimate", "--axolotl", path, "--fsdp", "2", "--device", "a100-40gb", "--optimizer", "adamw_torch")
+    assert found.exit_code == 0, found.output
+    if not adapter:
+        assert "(0.0 M in float32), 0.0 M trained" in found.stdout
+        state = next(line for line in found.stdout.splitlines() if line.startswith("optimizer state"))
+        values = 2 * (ATTENTION + MLP) + EMBEDDINGS + NORMS
+        assert state.split()[2:] == [f"{2 * 4 * values // 2 / 2**10:.2f}", "KiB"]
+    fits = run("fit", "--axolotl", path, "--fsdp", "2", "--device", "a100-40gb")
+    assert fits.exit_code == 0, fits.output

@@ -203,6 +203,12 @@ def test_categories_add_up_in_every_phase() -> None:
             assert set(phase.categories) <= set(CATEGORIES)
             assert sum(phase.categories.values()) == phase.peak_bytes
         assert sum(found.categories.values()) == found.total_bytes
+        of_tensors = Counter[str]()
+        for tensors in found.alive:
+            of_tensors[tensors.category] += tensors.nbytes
+        others = ("rounding", "fragmentation", "context")
+        assert {name: n for name, n in found.categories.items() if name not in others} == of_tensors
+        assert found.categories.get("fragmentation", 0) == found.reserved_bytes - found.peak_bytes
         rounding = found.categories.get("rounding", 0)
         at_peak = next(p for p in found.phases if p.name == found.peak_phase)
         assert sum(t.nbytes for t in found.alive) == found.peak_bytes - at_peak.categories.get("rounding", 0)

@@ -16,9 +16,12 @@ from torch.optim import Optimizer
 
 import ckptplan
 from ckptplan import estimate
+from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.request import Training
 from ckptplan.memory.estimate import TrainingBytes
 from ckptplan.profiling.target import find_target
+from ckptplan.profiling.workload.optimizer_names import NAMED
+from ckptplan.profiling.workload.optimizers import make_optimizer
 from ckptplan.runtime.observe.measure import unique_bytes
 from ckptplan.runtime.step import make_step
 
@@ -545,3 +548,88 @@ def test_parameters_that_the_model_has_no_longer() -> None:
     assert after_update(found)["optimizer state"] == unique_bytes(
         p for p in model.parameters() if p is not model[0].weight
     )
+
+
+# --- by name ---
+
+EMBEDDED, WIDE, SMALL, BIASES = 64 * 4096, 4096 * 64, 64 * 10, 64 + 10
+"""Values of an embedding, of a matrix, of one that is too small to be quantized, and of both biases."""
+
+
+def embedding_model() -> tuple[nn.Module, torch.Tensor]:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Embedding(64, 4096), nn.Linear(4096, 64), nn.Linear(64, 10)).bfloat16()
+    return model, torch.zeros(2, dtype=torch.long, device="meta")
+
+
+FLOATS = 4 * (SMALL + BIASES)
+SCALES = 4 * WIDE // 256
+LAYOUTS = {
+    # Trainer keeps the states of embeddings in float32 with bitsandbytes' optimizers of 8 bits.
+    "adamw_8bit": 2 * (4 * EMBEDDED + WIDE + SCALES + FLOATS) + 2 * 4 * 256,
+    "lion_8bit": 4 * EMBEDDED + WIDE + SCALES + FLOATS + 4 * 256,
+    "ademamix_8bit": 3 * (4 * EMBEDDED + WIDE + SCALES + FLOATS) + 2 * 4 * 256,
+    "paged_adamw_8bit": 2 * (SCALES + FLOATS) + 2 * 4 * 256,
+    "paged_lion_32bit": FLOATS,
+    "ademamix": 3 * 4 * (EMBEDDED + WIDE + SMALL + BIASES),
+    "adamw_torch_8bit": 2 * (EMBEDDED + WIDE + 2 * SCALES + 2 * 4 * 256 + FLOATS // 2),
+    "adamw_torch_4bit": 2 * ((EMBEDDED + WIDE) // 2 + 2 * SCALES + 2 * 4 * 16 + FLOATS // 2),
+    "ao_adamw_fp8": 2 * (EMBEDDED + WIDE + 2 * SCALES + FLOATS // 2),
+    "muon": 2 * WIDE + 2 * SMALL + 2 * 2 * (EMBEDDED + BIASES),
+    "sgd": 0,
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_state_of_named_optimizers(name: str) -> None:
+    model, x = embedding_model()
+    found = estimate(model, x, loss_fn=lambda y: y.float().sum(), optimizer=name, device="a100-40gb")
+    assert after_update(found).get("optimizer state", 0) == LAYOUTS[name]
+    paged = [note for note in found.notes if "paged" in note]
+    bits = 8 if "8bit" in name else 32
+    counted = (1 if "lion" in name else 2) * (4 * EMBEDDED + bits // 8 * WIDE)
+    assert [note.startswith(f"{counted / 2**20:.2f} MiB") for note in paged] == [True] * name.startswith("paged")
+
+
+def test_fused_updates_make_no_lists() -> None:
+    model, x = embedding_model()
+    peaks = {
+        name: estimate(model, x, loss_fn=lambda y: y.float().sum(), optimizer=name, device="a100-40gb")
+        .phase("optimizer 2")
+        .peak_bytes
+        for name in ("adamw_torch", "adamw_torch_fused")
+    }
+    assert peaks["adamw_torch"] - peaks["adamw_torch_fused"] > EMBEDDED
+
+
+AXOLOTL = (
+    "optimi_adamw", "ao_adamw_4bit", "ao_adamw_8bit", "ao_adamw_fp8", "adopt_adamw", "came_pytorch", "muon", "dion",
+    "flash_adamw", "flash_adam", "flash_sgd", "flash_sgdw", "flash_lion", "lion_pytorch",
+)  # fmt: skip
+
+
+def test_every_name_of_a_trainer_is_counted_or_refused() -> None:
+    arguments = pytest.importorskip("transformers.training_args")
+    model, _ = embedding_model()
+    for name in (*(each.value for each in arguments.OptimizerNames), *AXOLOTL):
+        if name in NAMED:
+            assert isinstance(make_optimizer(name, model), Optimizer)
+        else:
+            with pytest.raises(InvalidInputError, match=f"{name}' isn't counted: .*; counted by name are sgd.*pass an"):
+                make_optimizer(name, model)
+    with pytest.raises(InvalidInputError, match="'adamv' is not known by name"):
+        make_optimizer("adamv", model)
+
+
+def test_plans_and_batches_count_a_named_optimizer() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*[nn.Linear(256, 512), nn.Linear(512, 256)]), torch.randn(64, 256)
+    plain, paged = (ckptplan.profile(model, x, optimizer=name) for name in ("sgd", "paged_adamw_8bit"))
+    scales = 2 * 2 * 4 * 256 * 512 // 256
+    floats = 2 * 4 * (256 + 512)
+    assert paged.resident_bytes - plain.resident_bytes == scales + floats + 2 * 4 * 256
+    assert any("512.00 KiB of the optimizer's state are paged" in note for note in paged.notes)
+    fit = ckptplan.max_batch_size(
+        model, lambda n: torch.randn(n, 256), 1, plan=False, limit=2, optimizer="paged_lion_8bit"
+    )
+    assert any("256.00 KiB of the optimizer's state are paged" in note for note in fit.notes)

@@ -18,6 +18,7 @@ from torch.optim import optimizer as module
 from ckptplan.core.errors import InvalidInputError, UnsupportedModelError
 from ckptplan.profiling.bytes.tracker import Tracker
 from ckptplan.profiling.target import Target
+from ckptplan.profiling.workload.optimizer_names import NAMED, check_name
 from ckptplan.profiling.workload.stand_ins import StandIns
 from ckptplan.runtime.observe.measure import no_cycles_collected
 from ckptplan.runtime.swap.own import local_part, plain_tensors, storages_of
@@ -25,42 +26,27 @@ from ckptplan.runtime.swap.own import local_part, plain_tensors, storages_of
 OptimizerLike = torch.optim.Optimizer | type[torch.optim.Optimizer] | str | Callable[..., torch.optim.Optimizer]
 """An optimizer, its class or a callable that makes it from parameters, or a name in `NAMED`."""
 
-NAMED: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
-    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-    "rmsprop": torch.optim.RMSprop,
-    "adagrad": torch.optim.Adagrad,
-    "adam": torch.optim.Adam,
-    "adamw": torch.optim.AdamW,
-    "adafactor": torch.optim.Adafactor,
-}
 
-
-def make_optimizer(optimizer: OptimizerLike, parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
-    """Return an optimizer for `parameters`; an instance is returned as it is.
+def make_optimizer(optimizer: OptimizerLike, model: nn.Module) -> torch.optim.Optimizer:
+    """Return an optimizer for the parameters of `model`; an instance is returned as it is.
 
     Raises
     ------
     InvalidInputError
-        If the name is unknown, or the call doesn't return an optimizer.
+        If the name is unknown or its optimizer isn't counted, or the call doesn't return an optimizer.
     """
     if isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
-    make: Any = optimizer
     if isinstance(optimizer, str):
-        make = NAMED.get(optimizer.lower())
-        if make is None:
-            raise InvalidInputError(
-                f"optimizer={optimizer!r} is not known by name; known are {', '.join(NAMED)}; pass an optimizer, its "
-                "class, or a function from parameters to an optimizer for any other"
-            )
+        return NAMED[check_name(optimizer)](model)
+    make: Any = optimizer
     if not callable(make):
         raise InvalidInputError(
             f"optimizer={optimizer!r} is a {type(optimizer).__name__}; pass an optimizer, its class, a function from "
             f"parameters to an optimizer, or one of {', '.join(NAMED)}"
         )
     try:
-        made = make([p for p in parameters if p.requires_grad])
+        made = make([p for p in model.parameters() if p.requires_grad])
     except TypeError as error:
         raise InvalidInputError(
             f"{optimizer!r} can't be made from parameters alone ({error}); pass an instance"

@@ -22,7 +22,7 @@ COLOURS = {
     "saved activations": "#0072b2",
     "workspaces and temporaries": "#f0e442",
     "rounding": "#d55e00",
-    "reservation": "#e69f00",
+    "fragmentation": "#e69f00",
     "context": "#7a5fd0",
 }
 _MOST_SHOWN = 30  # rows of a table
@@ -85,7 +85,7 @@ def _loop(estimate: Estimate) -> str:
 def _data(estimate: Estimate) -> dict[str, Any]:
     phases = estimate.phases
     rows = [[phase.categories.get(category, 0) for phase in phases] for category in CATEGORIES]
-    rows[CATEGORIES.index("reservation")] = [max(p.reserved_bytes - p.peak_bytes, 0) for p in phases]
+    rows[CATEGORIES.index("fragmentation")] = [max(p.reserved_bytes - p.peak_bytes, 0) for p in phases]
     rows[CATEGORIES.index("context")] = [estimate.context_bytes] * len(phases)
     return {
         "phases": [phase.name for phase in phases],
