@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from ckptplan.core.budget import Budget
 from ckptplan.core.errors import InfeasibleBudgetError, InvalidInputError, PlanMismatchError
-from ckptplan.core.frontier import Frontier
+from ckptplan.core.frontier import Frontier, beats
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.progress import limited, search_state
 from ckptplan.core.request import Limits, SearchKeywords, SolveKeywords, Training, remember, require_known
 from ckptplan.core.units import GIB, format_bytes
+from ckptplan.planning.by_rules import plans_by_rules
 from ckptplan.planning.job import Job, job_of_profile
 from ckptplan.referee.validate import examine
 from ckptplan.report.explain import Explanation, Worth
@@ -213,7 +214,17 @@ def frontier(
     with _sharded(model_or_profile, options.get("fsdp")):
         job = _job(model_or_profile, Training.of(options, inputs), swap_dir, each)
         plans = frontier_profile(job.profile, points, replace(job.handing_out, time_limit_s=together.time_limit_s))
-        return undominated(_checked(job, plans))
+        return Frontier.of(_checked(job, plans)).improved(_checked(job, _better_rules(job, plans)))
+
+
+def _better_rules(job: Job, plans: Sequence[Plan]) -> list[Plan]:
+    """Plans of published rules for the budgets of `plans`, with their bounds, that beat one of these."""
+    found = []
+    for plan in plans:
+        for other in plans_by_rules(job.profile, plan.budget_bytes, job.limits):
+            if any(beats(other, than) for than in plans):
+                found.append(other.within(plan.budget_bytes, plan.lower_bound_s, plan.space))
+    return found
 
 
 def _checked(job: Job, plans: Iterable[Plan]) -> list[Plan]:
@@ -235,15 +246,6 @@ def _checked(job: Job, plans: Iterable[Plan]) -> list[Plan]:
                 continue  # the smallest peak of the chain is below what its replay needs
         checked.append(plan)
     return checked
-
-
-def undominated(plans: Iterable[Plan]) -> Frontier:
-    """By rising need of memory, those that are faster than all that need less."""
-    out: list[Plan] = []
-    for plan in sorted(plans, key=lambda p: (p.counted_bytes, p.step_s)):
-        if not out or plan.step_s < out[-1].step_s:
-            out.append(plan)
-    return Frontier(tuple(out))
 
 
 def explain(profile: Profile, plan: Plan, **options: Unpack[SearchKeywords]) -> Explanation:

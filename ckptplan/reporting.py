@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckptplan.api import explain
 from ckptplan.api import frontier as frontier_of
 from ckptplan.baselines import BASELINES
 from ckptplan.core.errors import InfeasibleBudgetError, InvalidInputError, PlanMismatchError
+from ckptplan.core.frontier import Frontier
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.request import reporting
@@ -65,6 +67,8 @@ def report_of_plan(
     fits = plan.counted_bytes <= plan.budget_bytes  # no plan has prices within a budget that none fits
     each_s = RIVALS_S if time_limit_s is None else min(RIVALS_S, time_limit_s / len(RIVALS))
     rivals = _rivals(profile, frontier, each_s, tell)
+    if frontier:
+        frontier = Frontier.of(frontier).improved([*(rival.plan for rival in rivals), *([plan] if fits else [])])
     tell("explaining the plan")
     return plan_report(
         profile,
@@ -86,12 +90,16 @@ def _rivals(profile: Profile, frontier: Sequence[Plan], limit_s: float, tell: Ca
         if planner == "pooch" and len(profile.stages) > GREEDY_STAGES:
             continue
         began, longest_s = time.monotonic(), 0.0
-        for drawn_bytes, budget in sorted({(plan.counted_bytes, plan.peak_bytes) for plan in frontier}):
-            tell(f"planning by another rule: {name}, {format_bytes(budget)}")
+        for like in frontier:
+            tell(f"planning by another rule: {name}, {format_bytes(like.peak_bytes)}")
             at = time.monotonic()
             if at - began + longest_s > limit_s:
                 break
             with contextlib.suppress(InfeasibleBudgetError):
-                found.append(Rival(name, drawn_bytes, BASELINES[planner](profile, budget).step_s))
+                plan = BASELINES[planner](profile, like.peak_bytes)
+                plan = plan.within(like.budget_bytes, like.lower_bound_s)
+                # Without the model it can't be replayed: with the same peak in tensors it is taken to reserve as much.
+                plan = replace(plan, allocated_bytes=like.allocated_bytes, reserved_bytes=like.reserved_bytes)
+                found.append(Rival(name, like.counted_bytes, plan))
             longest_s = max(longest_s, time.monotonic() - at)
     return found

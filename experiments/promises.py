@@ -103,6 +103,11 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         "planning_time.json",
         "--before FOLDER",
     ),
+    Experiment(
+        "undominated",
+        "Plans, frontiers, pages and explanations beside published rules: is anything shown beaten in memory and time?",
+        "undominated.json",
+    ),
     Experiment("predicted_steps", "Predicted step times against measured ones", "predicted_steps.json"),
     Experiment(
         "small_steps",
@@ -463,6 +468,19 @@ PROMISES: tuple[Promise, ...] = (
             "test_more_slowdown_never_needs_more_memory",
             "test_referee_agrees_with_the_slowdown",
         ),
+    ),
+    Promise(
+        "Solving",
+        "No plan is beaten in memory and time by a quick published rule within its peak, and no point of a frontier or "
+        "page by another one that is shown; no alternative that fits is as fast as the plan that is explained",
+        _in(
+            "test_unbeaten",
+            "test_no_rule_beats_a_plan",
+            "test_no_alternative_beats_the_plan_that_is_explained",
+            "test_no_rule_beats_a_frontier",
+            "test_a_page_shows_no_beaten_point",
+        ),
+        ("undominated",),
     ),
     Promise(
         "Solving",

@@ -13,8 +13,7 @@ from collections.abc import Iterator
 from ckptplan.baselines._build import Selection, build_fastest, named
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
-
-GRID = 20
+from ckptplan.core.spread import evenly, fractions
 
 
 def plan(profile: Profile, budget_bytes: int) -> Plan:
@@ -33,27 +32,19 @@ def _selections(profile: Profile) -> Iterator[Selection]:
     variants = ["recompute"]
     if any(stage.find("recompute+swap") for stage in profile.stages):
         variants.append("recompute+swap")
-    for keep in range(GRID, -1, -1):
-        for swap in range(GRID - keep, -1, -1):
-            for again in variants:
-                names = spread(profile, {"keep": keep, "swap": swap, again: GRID - keep - swap})
-                if names not in seen:
-                    seen.add(names)
-                    yield named(profile, names)
+    for keep, swap, rest in fractions():
+        for again in variants:
+            names = spread(profile, {"keep": keep, "swap": swap, again: rest})
+            if names not in seen:
+                seen.add(names)
+                yield named(profile, names)
 
 
 def spread(profile: Profile, shares: dict[str, int]) -> tuple[str, ...]:
     """Option names in the proportion of `shares`, as even as can be along the chain; keep where a stage has no menu."""
-    total = sum(shares.values())
-    given = dict.fromkeys(shares, 0)
-    names = []
-    count = 0
-    for stage in profile.stages:
-        if len(stage.options) == 1:
-            names.append("keep")
-            continue
-        count += 1
-        name = max(shares, key=lambda name: shares[name] * count - given[name] * total)
-        given[name] += 1
-        names.append(name)
+    counted = [i for i, stage in enumerate(profile.stages) if len(stage.options) > 1]
+    actions, names = tuple(shares), ["keep"] * len(profile.stages)
+    (row,) = evenly([tuple(shares.values())], len(counted)).tolist()
+    for i, position in zip(counted, row, strict=True):
+        names[i] = actions[position]
     return tuple(names)

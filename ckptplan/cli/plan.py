@@ -47,9 +47,10 @@ from ckptplan.cli.subject import model_of, profile_of, subject_of
 from ckptplan.core.display import progress
 from ckptplan.core.errors import CkptPlanError, InfeasibleBudgetError, InvalidInputError
 from ckptplan.core.fsdp import FSDP
+from ckptplan.core.frontier import Frontier
 from ckptplan.core.plan import KEEP, Plan
 from ckptplan.core.profile import Profile
-from ckptplan.core.progress import Message, limited, search_state
+from ckptplan.core.progress import Message, limited
 from ckptplan.core.request import NO_LIMITS, Limits, SolveKeywords
 from ckptplan.core.units import format_bytes, format_seconds
 from ckptplan.referee import simulate, validate
@@ -252,7 +253,6 @@ def frontier(
     options = _options(host_gb, disk_gb, actions, segments, accumulate, time_limit, gap, cache)
     subject, inputs = subject_of(source)
     from ckptplan.api import frontier as frontier_of
-    from ckptplan.api import undominated
 
     found: list[Plan] = []
     interrupted = False
@@ -264,7 +264,7 @@ def frontier(
         interrupted = True
     with finishing(interrupted):
         if interrupted:
-            plans = undominated(_best_so_far(found, subject))
+            plans = Frontier.of(_best_so_far(found, subject))
         terminal().print(frontier_table(plans))
         if plot is not None and not interrupted:
             from ckptplan.report.plots import plot_frontier
@@ -379,33 +379,32 @@ def _rows(
 ) -> list[Row]:
     """Return each planner's result within one budget, with the solver's bound on all of them."""
     from ckptplan.baselines import BASELINES
-    from ckptplan.solving.planner import solve_profile
+    from ckptplan.planning.job import job_of_profile
 
     names = (OURS, *(name for name in wanted if name != OURS))
-    began_s = time.monotonic()
 
     def ours(profile: Profile, budget_bytes: int) -> Plan:
-        return solve_profile(
-            profile, budget_bytes, Limits(time_limit_s=time_limit_s, gap=0.0), on_progress=functools.partial(tell, OURS)
-        )
+        limits = Limits(time_limit_s=time_limit_s, gap=0.0, on_progress=functools.partial(tell, OURS))
+        return job_of_profile(profile, limits).solved(budget_bytes)
 
-    def tell(name: str, part: str, *state: Any) -> None:
+    def tell(name: str, state: str = "") -> None:
         number = names.index(name) + 1
+        timed = state if isinstance(state, Message) else Message(state)
         on_progress(
             Message(
                 f"planner {number} of {len(names)} within {format_bytes(budget_bytes)}: {name}"
-                + (f" ({part}): {search_state(*state)}" if state else ""),
+                + (f", {timed.what}" if state else ""),
                 done=number,
                 total=len(names),
-                began_s=began_s if state else None,
-                limit_s=time_limit_s if state else None,
+                began_s=timed.began_s,
+                limit_s=timed.limit_s,
             )
         )
 
     bound_s = None
     rows = []
     for name in names:
-        tell(name, "")
+        tell(name)
         row = _row(profile, budget_bytes, name, ours if name == OURS else BASELINES[name])
         if name == OURS:
             bound_s = row.bound_s

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import overload
 
 from ckptplan.core.files import Saved
 from ckptplan.core.late import late
 from ckptplan.core.plan import Plan
+
+
+def beats(one: Plan, other: Plan) -> bool:
+    """Return whether a plan needs no more memory and no more time than another, and less of one of them."""
+    needs, others = (one.counted_bytes, one.step_s), (other.counted_bytes, other.step_s)
+    return needs != others and all(a <= b for a, b in zip(needs, others, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +30,24 @@ class Frontier(Saved, Sequence[Plan]):
     OLDER = ("ckptplan.frontier/1",)
 
     plans: tuple[Plan, ...]
+
+    @classmethod
+    def of(cls, plans: Iterable[Plan]) -> Frontier:
+        """Return those of some plans that are faster than all that need less memory, by rising need."""
+        out: list[Plan] = []
+        for plan in sorted(plans, key=lambda p: (p.counted_bytes, p.step_s)):
+            if not out or plan.step_s < out[-1].step_s:
+                out.append(plan)
+        return cls(tuple(out))
+
+    def improved(self, others: Iterable[Plan]) -> Frontier:
+        """Return this frontier with each plan that some of `others` beat replaced by the fastest of these."""
+        known = list(others)
+        best = [
+            min([plan, *(o for o in known if beats(o, plan))], key=lambda p: (p.step_s, p.counted_bytes))
+            for plan in self
+        ]
+        return Frontier.of(best)
 
     def __len__(self) -> int:
         return len(self.plans)

@@ -222,6 +222,27 @@ class Profile(Saved):
         """Time in which the host launches that step; 0 where it is no lane of its own."""
         return sum(stage.forward_launch_s + stage.backward_launch_s for stage in self.stages)
 
+    def error_s(self, step_s: float, host_bytes: int, disk_bytes: int) -> float:
+        """Return the error of the seconds of what a plan does besides keeping everything: what it adds, and its copies.
+
+        The rest of the step is the same under all plans, so its error is no error of their difference. What is added is
+        taken to have the relative error of the step; a recompute's, whose time is the difference of two measured ones,
+        is larger. Example: a step of 100 ms with an error of 2 % becomes 110 ms by recompute and waits, and copies take
+        20 ms each way: 2 % of 10 + 2 * 20 = 50 ms are 1 ms.
+
+        Parameters
+        ----------
+        step_s : float
+            The plan's step.
+        host_bytes, disk_bytes : int
+            Bytes that it moves to each tier.
+        """
+        copies_s = 0.0
+        for link, nbytes in ((self.link, host_bytes), (self.disk, disk_bytes)):
+            if link is not None:
+                copies_s += nbytes / link.out_bytes_per_s + nbytes / link.in_bytes_per_s
+        return self.step_error * min(step_s - self.baseline_step_s + copies_s, step_s)
+
     def __repr__(self) -> str:
         made_for = f" of {self.fingerprint.model}" if self.fingerprint.model else ""
         return (

@@ -11,6 +11,7 @@ stages saves more makes a difference, too.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -26,6 +27,7 @@ from ckptplan.core.progress import Message, limited, search_state
 from ckptplan.core.request import Limits
 from ckptplan.core.schedule import EQUAL_S
 from ckptplan.core.units import GIB, format_bytes
+from ckptplan.planning.by_rules import SHARE, plans_by_rules
 from ckptplan.planning.in_flight import solve_in_flight, with_others
 from ckptplan.planning.points import away_longest
 from ckptplan.referee.simulate import simulate
@@ -36,6 +38,7 @@ from ckptplan.solving.tiers import check_disk
 _REORDERED_EXCESS = 0.05  # share of the budget above which another order of decisions isn't tried: it gains less
 _REST = 0.01  # share of the budget that may stay unused before another limit is tried
 _TIGHTENINGS = 6  # attempts with a smaller limit before the plan with the smallest peak is tried
+_CLOSE = 0.01  # relative difference to a plan's step up to which a rule is asked for a plan within that plan's peak
 _RAISES = 3  # times that a budget of the smallest peak is raised to one that another search has found
 PLAIN = ("keep", "swap", "recompute", "recompute+swap", DISCARD)
 """Options on whole stages; the others of a menu choose among the stage's operations."""
@@ -272,8 +275,28 @@ class Job:
         return with_others(self.profile, plan, found)
 
     def _within(self, limit: int, limits: Limits) -> Plan:
-        solve = solve_profile if limits.in_flight == 1 else solve_in_flight
-        return self.reserving(self.sound(solve(self.profile, limit, limits, on_progress=self._progress())))
+        if limits.in_flight > 1:
+            plan = solve_in_flight(self.profile, limit, limits, on_progress=self._progress())
+        else:
+            plan = self._unbeaten(limit, _each_better(limits))
+        return self.reserving(self.sound(plan))
+
+    def _unbeaten(self, limit: int, limits: Limits) -> Plan:
+        """Return the plan of a search, or of a second one from plans of published rules that are faster."""
+        plan = solve_profile(self.profile, limit, limits, on_progress=self._progress())
+        if plan.status == "optimal":
+            return plan
+        self.limits.on_progress("comparing the plan with published rules")
+        quick = plans_by_rules(self.profile, limit, limits)
+        close = [other.planner for other in quick if other.step_s < plan.step_s * (1 + _CLOSE)]
+        within_peak = plans_by_rules(self.profile, plan.peak_bytes, limits, close)
+        faster = [other for other in (*quick, *within_peak) if other.step_s < plan.step_s * (1 - EQUAL_S)]
+        if not faster:
+            return plan
+        # At this gap it ends at once, to polish these.
+        limits = replace(limits, gap=max(limits.gap, plan.gap), time_limit_s=SHARE * limits.time_limit_s)
+        start = plan, plan.lower_bound_s
+        return solve_profile(self.profile, limit, limits, start=start, known=faster)
 
     @property
     def handing_out(self) -> Limits:
@@ -377,6 +400,21 @@ class Job:
             limits.on_progress(Message(what, began_s=began_s, limit_s=limits.time_limit_s))
 
         return report
+
+
+def _each_better(limits: Limits) -> Limits:
+    """Return `limits` for several searches, whose `on_plan` gets what is faster, or proven better, than all before."""
+    on_plan, best = limits.on_plan, (math.inf, 0.0)
+    if on_plan is None:
+        return limits
+
+    def hand_out(plan: Plan) -> None:
+        nonlocal best
+        if (plan.step_s, -plan.lower_bound_s) < best:
+            best = plan.step_s, -plan.lower_bound_s
+            on_plan(plan)
+
+    return replace(limits, on_plan=hand_out)
 
 
 def _from(budget_bytes: int, solve: Callable[[int], Plan], most_bytes: int | None = None) -> Plan:

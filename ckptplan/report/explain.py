@@ -12,7 +12,7 @@ from ckptplan.core import rules
 from ckptplan.core.option import ACTIONS, Action, Option
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
-from ckptplan.core.schedule import StepNeed, evaluate
+from ckptplan.core.schedule import EQUAL_S, StepNeed, evaluate
 from ckptplan.core.segment import Segment
 from ckptplan.core.stage import Phase
 from ckptplan.core.units import LEAST_S, format_bytes, format_seconds, format_table
@@ -76,14 +76,17 @@ class Binding:
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """The same plan with another option for one stage (or one segment), both under their lazy schedules.
+    """The same plan with another option for one stage (or one segment), under its lazy schedule.
+
+    What is as fast within the error of the profile's times, or faster by no more than that, and neither moves less nor
+    keeps more stages is none: a plan that gains nothing is no reason for more copies or more decisions.
 
     Attributes
     ----------
     option : str
         Name of the option, or "each by itself" for a segment's stages.
     extra_s : float
-        Change of the predicted step time.
+        Predicted step time less the plan's.
     missing_bytes : int
         Bytes missing in the budget; 0 if the alternative fits.
     """
@@ -322,8 +325,10 @@ def _stage_choice(
     leaner: list[Alternative] = []
     richer: list[Alternative] = []
     for other in (profile.stages[i].options[code] for code in menu[i]):
-        if other.name != options[i].name:
-            found = _alternative(profile, plan, other.name, [*options[:i], other, *options[i + 1 :]], plan.segments)
+        if other.name == options[i].name:
+            continue
+        found = _alternative(profile, plan, other.name, [*options[:i], other, *options[i + 1 :]], plan.segments)
+        if found is not None:
             (leaner if _on_device(profile, other) < kept else richer).append(found)
 
     def next_best(found: list[Alternative]) -> Alternative | None:
@@ -347,20 +352,26 @@ def _on_device(profile: Profile, option: Option) -> int:
 
 def _alternative(
     profile: Profile, plan: Plan, name: str, options: Sequence[Option], segments: tuple[Segment, ...]
-) -> Alternative:
-    own = [stage.option(choice.option) for stage, choice in zip(profile.stages, plan.choices, strict=True)]
-    before_s, _ = _lazy(profile, plan, own, plan.segments)
-    makespan_s, missing = _lazy(profile, plan, options, segments)
-    return Alternative(name, makespan_s - before_s, missing)
-
-
-def _lazy(profile: Profile, plan: Plan, options: Sequence[Option], segments: tuple[Segment, ...]) -> tuple[float, int]:
-    """Seconds of the lazy schedule, and the bytes missing in the budget for it."""
+) -> Alternative | None:
+    """Return the plan with `options` and `segments` under its lazy schedule, if it is an alternative to `plan`."""
     missing = 0
-    # Stages that move now keep their tier; others would move to the host.
-    on_disk = [i for i, choice in enumerate(plan.choices) if choice.tier == "disk"]
     found = evaluate(profile, options, plan.budget_bytes, segments)
     while isinstance(found, StepNeed):
         missing = found.bytes - plan.budget_bytes
         found = evaluate(profile, options, found.bytes, segments)
-    return simulate(profile, replace(plan, choices=found.decisions(on_disk), segments=segments)).makespan_s, missing
+    # Stages that move now keep their tier; others would move to the host.
+    on_disk = [i for i, choice in enumerate(plan.choices) if choice.tier == "disk"]
+    other = replace(plan, choices=found.decisions(on_disk), segments=segments)
+    timeline = simulate(profile, other)
+    extra_s = timeline.makespan_s - plan.step_s
+    error_s = profile.error_s(plan.step_s, plan.host_bytes, plan.disk_bytes) + EQUAL_S * plan.step_s
+    if not missing and -error_s <= extra_s <= EQUAL_S * plan.step_s:
+        moved = timeline.host_bytes + timeline.disk_bytes
+        if (moved, _decided(other)) >= (plan.host_bytes + plan.disk_bytes, _decided(plan)):
+            return None
+    return Alternative(name, extra_s, missing)
+
+
+def _decided(plan: Plan) -> int:
+    """Return the number of stages that aren't kept."""
+    return sum(choice.action != "keep" for choice in plan.choices)

@@ -46,6 +46,7 @@ Menu = Sequence[Sequence[int]]
 """Per stage, the codes it may take."""
 Segments = tuple[Segment, ...]
 
+_SETTLING = 2  # rounds after which hardly any plan changes further
 KEEP = 0
 """The code of "keep", the first option of every menu."""
 
@@ -361,6 +362,23 @@ class Evaluator:
         baseline_s = self.profile.baseline_step_s
         out[out <= baseline_s * (1 + EQUAL_S)] = baseline_s
         return out
+
+    def settled_s(self, codes: Codes, budget_bytes: int, segments: Segments = ()) -> NDArray[np.float64]:
+        """Makespan of each row's lazy schedule with the options in place that `evaluate` takes where nothing moves.
+
+        Nearly always: whether such an option pins what moves elsewhere isn't looked at.
+        """
+        in_place_of = [
+            np.array([stage.options.index(in_place(stage, option, set())) for option in stage.options], np.int8)
+            for stage in self.profile.stages
+        ]
+        for _ in range(_SETTLING):  # what stays may spare bytes, and with them other moves
+            fits, lazy = self._lazy(codes, budget_bytes, segments)
+            staying = fits[:, None] & (lazy.moved == 0)
+            codes = np.column_stack(
+                [np.where(staying[:, i], in_place_of[i][codes[:, i]], codes[:, i]) for i in range(codes.shape[1])]
+            )
+        return self.makespans(codes, budget_bytes, segments)
 
     def queued_s(self, queued: Queued) -> NDArray[np.float64]:
         """Makespans of plans that fit the device."""

@@ -51,6 +51,8 @@ class Incumbent:
         The fastest so far that moves nothing.
     bound_s : float
         No plan is faster.
+    known : list of tuple
+        Codes and segments of plans that others have made, which the plan handed out isn't to be beaten by.
     seen : tuple or None
         Codes and segments of the last plan from which a local search at work went on.
     part : str
@@ -67,6 +69,7 @@ class Incumbent:
     lazy: Schedule | None = None
     still: Schedule | None = None
     bound_s: float = 0.0
+    known: list[tuple[Sequence[int], Segments]] = field(default_factory=list)
     seen: tuple[Sequence[int], Segments] | None = None
     part: str = ""
     _handed_out_s: float = math.inf
@@ -86,6 +89,11 @@ class Incumbent:
     def closed(self) -> bool:
         """Whether the best schedule is proven as good as is wanted."""
         return self.best is not None and self.best.step_s <= self.bound_s * (1 + self.gap)
+
+    @property
+    def optimal(self) -> bool:
+        """Whether no schedule is faster, which is proven."""
+        return self.best is not None and self.best.step_s <= self.bound_s * (1 + OPTIMAL_GAP)
 
     def offer(self, codes: Sequence[int], segments: Segments = ()) -> None:
         """Take this plan if it fits and is faster, or as fast with more stages kept."""
@@ -122,6 +130,7 @@ class Incumbent:
             names = ({option.name: code for code, option in enumerate(s.options)} for s in self.profile.stages)
             codes = [codes.get(choice.option) for codes, choice in zip(names, plan.choices, strict=True)]
             if None not in codes:
+                self.known.append((codes, plan.segments))  # type: ignore[arg-type]
                 self.offer(codes, plan.segments)  # type: ignore[arg-type]
                 if self._fits(plan):
                     fields = (plan.step_s, plan.peak_bytes, plan.host_bytes, plan.segments, plan.disk_bytes)

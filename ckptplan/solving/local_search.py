@@ -12,9 +12,11 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from ckptplan.core.option import DISCARD
 from ckptplan.core.schedule import EQUAL_S
 from ckptplan.core.segment import Segment
-from ckptplan.solving.cost import Codes, Evaluator, Segments
+from ckptplan.core.spread import evenly, fractions
+from ckptplan.solving.cost import KEEP, Codes, Evaluator, Segments
 from ckptplan.solving.enumerate import PlanSpace
 
 _Plan = tuple[list[int], Segments, float]
@@ -28,7 +30,8 @@ OnBetter = Callable[[Sequence[int], Segments], None]
 def patterns(space: PlanSpace) -> Codes:
     """Starting points: each option alone, one before a stage and another after it, one at every second, third, ...
 
-    In longer chains fewer options are combined.
+    In longer chains fewer options are combined. Then fractions of keep, swap and recompute spread evenly, as the rule
+    "uniform" has them (`core/spread.py`), so that no search ends with less than that rule.
     """
     n, parts = len(space.menu), max(1, space.parameters.window)
     stages = space.profile.stages
@@ -42,13 +45,29 @@ def patterns(space: PlanSpace) -> Codes:
     for a, b in itertools.permutations(names[: max(2, most)], 2):
         rows.extend(columns[a][:cut] + columns[b][cut:] for cut in cuts)
         rows.extend([columns[a if i % every == 0 else b][i] for i in range(n)] for every in steps)
-    return np.unique(np.array(rows, np.int8), axis=0)
+    return np.unique(np.concatenate([np.array(rows, np.int8), _even_fractions(space)]), axis=0)
+
+
+def _even_fractions(space: PlanSpace) -> Codes:
+    """Fractions of keep, swap and recompute, and of keep, swap and recompute with swapped inputs."""
+    stages = space.profile.stages
+    counted = [i for i, stage in enumerate(stages) if len(stage.options) > 1]
+    actions = evenly(fractions(), len(counted))
+    parts = []
+    for again in ("recompute", "recompute+swap"):
+        found = np.full((len(actions), len(stages)), KEEP, np.int8)
+        for column, i in enumerate(counted):
+            codes = np.array([KEEP, _code(space, i, "swap"), _code(space, i, again)], np.int8)
+            found[:, i] = codes[actions[:, column]]
+        parts.append(found)
+    return np.concatenate(parts)
 
 
 def _code(space: PlanSpace, i: int, name: str) -> int:
     """The code of stage `i` for the option `name`, or of what comes closest."""
     options = space.profile.stages[i].options
-    for wanted in (name, name.removesuffix("+swap"), name.partition("-")[0]):
+    instead = DISCARD if name.startswith("recompute") else name
+    for wanted in (name, name.removesuffix("+swap"), name.partition("-")[0], instead):
         for code in space.menu[i]:
             if options[code].name == wanted:
                 return code

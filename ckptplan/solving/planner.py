@@ -20,12 +20,14 @@ from ckptplan.core.errors import InfeasibleBudgetError
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.request import NO_LIMITS, Limits
+from ckptplan.core.schedule import EQUAL_S
 from ckptplan.core.units import format_bytes
 from ckptplan.solving.bound import process
 from ckptplan.solving.bound.linear_program import Master
 from ckptplan.solving.bound.pricing import lower_bound
 from ckptplan.solving.bound.relaxation import Chain, Floats
-from ckptplan.solving.cost import KEEP, Evaluator, Schedule, Segments
+from ckptplan.solving.cost import KEEP, Codes, Evaluator, Schedule, Segments
+from ckptplan.solving.descent import Descent, complexity
 from ckptplan.solving.enumerate import PlanSpace, fastest_of_all
 from ckptplan.solving.incumbent import Incumbent, OnProgress, Start, key, plan_space
 from ckptplan.solving.label_dp import LabelDp, Steering
@@ -46,6 +48,7 @@ def solve_profile(
     limits: Limits = NO_LIMITS,
     *,
     start: Start | None = None,
+    known: Sequence[Plan] = (),
     on_progress: OnProgress | None = None,
     parameters: Parameters | None = None,
 ) -> Plan:
@@ -60,6 +63,9 @@ def solve_profile(
         Its `menus` and `on_progress` are the caller's business: the menu is the profile's.
     start : (Plan, float), optional
         A plan to begin with, which is looked at like any other, and a lower bound that is known.
+    known : sequence of Plan
+        Plans within `limits` by other rules, which are looked at as well. No simpler plan is taken that one of them
+        beats (see `Simpler.within_error`).
     on_progress : callable, optional
     parameters : Parameters, optional
         Numbers that the search goes by; `parameters.DEFAULT` where there are none.
@@ -89,9 +95,11 @@ def solve_profile(
     try:
         if start is not None:
             incumbent.begin_with(*start, deadline)
+        for plan in known:
+            incumbent.begin_with(plan, 0.0, deadline)
         search = _PlanSearch(incumbent, profile, all_bytes(host_bytes, disk), deadline)
         best = search.run() if not disk or host_bytes is None else _with_disk(search, host_bytes)
-        simplest = search.changed(best).within_error(incumbent.still, parameters)
+        simplest = search.simplest(best)
     except KeyboardInterrupt:
         incumbent.interrupted()
         raise
@@ -185,6 +193,7 @@ class _PlanSearch:
     finalists: dict[Segments, tuple[float, tuple[int, ...]]] = field(default_factory=dict, init=False)
     polished: set[tuple[tuple[int, ...], Segments]] = field(default_factory=set, init=False)
     segments_of_bound: Segments | None = field(default=None, init=False)
+    rules: Codes | None = field(default=None, init=False)
     beside: list[process.Running] = field(default_factory=list, init=False)
     exhausted: bool = field(default=False, init=False)
     space: PlanSpace = field(init=False)
@@ -318,9 +327,10 @@ class _PlanSearch:
         incumbent = self.incumbent
         if self.budget_bytes < step_bound(self.space):
             self.refuse(until)
-        starts = patterns(self.space)
+        starts = self.rules = patterns(self.space)
         costs = incumbent.evaluator.makespans(starts, self.budget_bytes)
-        incumbent.offer(starts[costs.argmin()].tolist())
+        for row in costs.argsort()[: self.parameters.window]:  # of equal ones some move nothing after all
+            incumbent.offer(starts[row].tolist())
         if incumbent.best is None and self.space.segments:
             for plan in even_segments(self.space):
                 incumbent.offer(*plan)
@@ -581,15 +591,47 @@ class _PlanSearch:
         """Changes that make a schedule simpler."""
         return Simpler(self.incumbent.evaluator, self.space, self.budget_bytes, schedule)
 
+    def simplest(self, best: Schedule) -> Schedule:
+        """The simplest schedule that is slower than the best by no more than the error of its times."""
+        evaluator, known = self.incumbent.evaluator, self.incumbent.known
+
+        def beaten(found: Schedule) -> bool:
+            """Whether a plan that is known is faster within the same peak."""
+            others = (evaluator.schedule(codes, found.peak_bytes, segments) for codes, segments in known)
+            return any(other is not None and other.step_s < found.step_s * (1 - EQUAL_S) for other in others)
+
+        def refused(found: Schedule, instead_of: Schedule) -> bool:
+            return complexity(found) > complexity(instead_of) or beaten(found)
+
+        found = self.changed(best).within_error(self.incumbent.still, beaten, self.parameters)
+        return self.descent(refused).run(found, self.soon(_after(self.parameters.small_share, self.deadline)))
+
+    def descent(self, refused: Callable[[Schedule, Schedule], bool] | None = None) -> Descent:
+        """Changes of one stage or segment that make a schedule better."""
+        return Descent(self.incumbent.evaluator, self.space, self.budget_bytes, refused)
+
+    def soon(self, until: float) -> float:
+        """A time, or a moment from now if that is later."""
+        return max(until, time.monotonic() + self.parameters.least_s)
+
     def result(self) -> Schedule:
-        """The best schedule without swaps that gain nothing."""
+        """The best schedule without swaps that gain nothing, and so that no small change makes it faster.
+
+        A search that ends because its gap is small enough is polished in a share of the time that it leaves.
+        """
         incumbent = self.incumbent
         assert incumbent.best is not None
+        until = _after(self.parameters.small_share, self.deadline) if incumbent.closed else self.deadline
+        if not incumbent.optimal:
+            if self.rules is None:
+                self.patterns(until)
+            self.polish(until)
         if incumbent.lazy is not None:
             incumbent.lazy = self.changed(incumbent.lazy).without_useless(self.deadline)
             incumbent.best = min(incumbent.lazy, incumbent.best, key=key)
-        if not incumbent.closed:
-            self.transfers(self.deadline)
+        if not incumbent.optimal:
+            self.transfers(until)
+            incumbent.take(self.descent().run(incumbent.best, self.soon(until)))
         incumbent.bound_s = incumbent.rounded(incumbent.bound_s, incumbent.best)
         incumbent.report("done")
         return incumbent.best

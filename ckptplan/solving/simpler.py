@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 
 from ckptplan.core.schedule import EQUAL_S
 from ckptplan.solving.cost import KEEP, Codes, Evaluator, Schedule
+from ckptplan.solving.descent import complexity
 from ckptplan.solving.enumerate import PlanSpace
 from ckptplan.solving.parameters import Parameters
 
@@ -56,21 +58,24 @@ class Simpler:
                 break
         return self.best
 
-    def within_error(self, still: Schedule | None, parameters: Parameters) -> Schedule:
+    def within_error(
+        self, still: Schedule | None, beaten: Callable[[Schedule], bool], parameters: Parameters
+    ) -> Schedule:
         """The simplest schedule that is slower than the best by no more than the error of what the best changes.
 
         What is faster by less may not be faster at all. No more than `near` of the step is given up: where times are
         hardly known, a plan that is slower by all that is known is no better. Fewer bytes moved are simpler, then fewer
         decisions. Candidates are `still`, which moves nothing, and the best with one change after the other that keeps
         a stage, moves less of it, or recomputes it in place of moving. At last, transfers of one stage are joined as
-        long as the step stays within that error.
+        long as the step stays within that error. Nothing is taken that is `beaten` by another plan at hand.
         """
         best = self.best
-        error_s = min(self.evaluator.profile.step_error * self._changed_s(best), parameters.near * best.step_s)
+        error_s = self.evaluator.profile.error_s(best.step_s, best.host_bytes, best.disk_bytes)
+        error_s = min(error_s, parameters.near * best.step_s)
         if not error_s:
             return best
         limit_s = best.step_s + error_s
-        if still is not None and still.step_s <= limit_s:
+        if still is not None and still.step_s <= limit_s and not beaten(still):
             self.best = still
         while changes := self._changes(swaps_alone=False, instead=True):
             trials, costs = self._tried(changes)
@@ -78,29 +83,17 @@ class Simpler:
             good = np.flatnonzero(costs <= limit_s).tolist()
             for row in sorted(good, key=lambda row: (moved[row], changes[row][1] != KEEP, costs[row])):
                 found = self.evaluator.schedule(trials[row].tolist(), self.budget_bytes, self.best.segments)
-                if found is not None and found.step_s <= limit_s and _complexity(found) < _complexity(self.best):
+                if found is None or found.step_s > limit_s or _order(found) >= _order(self.best):
+                    continue
+                if not beaten(found):
                     self.best = found
                     break
             else:
                 break
         deadline = time.monotonic() + parameters.least_s
-        self.best = self.evaluator.joined(self.best, self.budget_bytes, limit_s, deadline)
+        joined = self.evaluator.joined(self.best, self.budget_bytes, limit_s, deadline)
+        self.best = self.best if beaten(joined) else joined
         return self.best
-
-    def _changed_s(self, schedule: Schedule) -> float:
-        """Seconds of what a schedule does besides keeping everything: what it adds, and its copies. At most its step.
-
-        The rest of the step is the same under all schedules, so its error is no error of their difference. What is
-        added is taken to have the relative error of the step; a recompute's, whose time is the difference of two
-        measured ones, is larger. Example: a step of 100 ms becomes 110 ms by recompute and waits, and copies take 20 ms
-        each way: 10 + 2 * 20 = 50 ms.
-        """
-        profile = self.evaluator.profile
-        copies_s = 0.0
-        for link, nbytes in ((profile.link, schedule.host_bytes), (profile.disk, schedule.disk_bytes)):
-            if link is not None:
-                copies_s += nbytes / link.out_bytes_per_s + nbytes / link.in_bytes_per_s
-        return min(schedule.step_s - profile.baseline_step_s + copies_s, schedule.step_s)
 
     def _tried(self, changes: list[_Change]) -> tuple[Codes, NDArray[np.float64]]:
         """The best schedule's codes with one of `changes` each, and the makespans, infinite where one doesn't fit."""
@@ -139,7 +132,6 @@ class Simpler:
         return changes
 
 
-def _complexity(schedule: Schedule) -> tuple[int, int, float]:
-    """Bytes moved, decisions and seconds: least for simple schedules."""
-    decisions = len(schedule.codes) - schedule.codes.count(KEEP)
-    return schedule.host_bytes + schedule.disk_bytes, decisions, schedule.step_s
+def _order(schedule: Schedule) -> tuple[tuple[int, int], float]:
+    """Least for simple schedules, the fastest of equally simple ones first."""
+    return complexity(schedule), schedule.step_s

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,7 @@ class Rival:
 
     planner: str
     budget_bytes: int
-    step_s: float
+    plan: Plan
 
 
 def plan_report(
@@ -57,7 +57,7 @@ def plan_report(
     explanation : Explanation, optional
         Prices and next choices of the stages.
     frontier : sequence of Plan
-        Best plans for other budgets.
+        Best plans for other budgets, none of which is beaten by another in memory and time (`Frontier.of`).
     rivals : sequence of Rival
         Points beside the frontier.
     trace : Trace, optional
@@ -87,7 +87,7 @@ def plan_report(
         facts=_facts(profile, plan),
         commands=list(commands),
         parts=[part for part in _parts(plan, explanation, frontier, verified, trained) if part.table or part.lines],
-        notes=plan.notes,
+        notes=(*plan.notes, *_beaten(plan, frontier)),
     )
     counts = Counter(choice.action for choice in plan.choices)
     together = {i for segment in plan.segments for i in range(segment.first, segment.last + 1)}
@@ -200,12 +200,23 @@ def _parts(
     ]
 
 
+def _beaten(plan: Plan, frontier: Sequence[Plan]) -> Iterator[str]:
+    """Yield a note if one of the frontier's plans is faster within the plan's memory."""
+    better = [p for p in frontier if p.counted_bytes <= plan.counted_bytes and p.step_s < plan.step_s]
+    if better:
+        best = min(better, key=lambda p: p.step_s)
+        yield (
+            f"the frontier has a plan by {best.planner} that takes {format_seconds(best.step_s)} a step within "
+            f"{format_bytes(best.counted_bytes)}, less than this one in both"
+        )
+
+
 def _frontier_data(plan: Plan, frontier: Sequence[Plan], rivals: Sequence[Rival]) -> dict[str, Any]:
     plans = sorted(frontier, key=lambda p: p.counted_bytes)
     fitting = [k for k, found in enumerate(plans) if found.counted_bytes <= plan.budget_bytes]
     return {
         "plans": [{"peak": p.counted_bytes, "s": p.step_s, "bound": p.lower_bound_s} for p in plans],
-        "others": [{"name": rival.planner, "peak": rival.budget_bytes, "s": rival.step_s} for rival in rivals],
+        "others": [{"name": rival.planner, "peak": rival.budget_bytes, "s": rival.plan.step_s} for rival in rivals],
         "baseline": plan.baseline_step_s or 1.0,
         "chosen": fitting[-1] if fitting else 0,
     }

@@ -1,0 +1,57 @@
+"""Plans by published rules within the limits of a job: what a plan of the solver isn't to be beaten by."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+
+from ckptplan.baselines import BASELINES
+from ckptplan.core.errors import InfeasibleBudgetError
+from ckptplan.core.plan import Plan
+from ckptplan.core.profile import Profile
+from ckptplan.core.request import Limits
+from ckptplan.referee.validate import examine
+
+QUICK = (
+    "recompute_all", "swap_all", "meng_swap", "vdnn_conv", "vdnn_dyn", "lms", "chen_sqrt", "superneurons", "capuchin",
+    "uniform", "auto_perf_maxing", "sac_ilp", "chen_greedy",
+)  # fmt: skip
+"""Rules that plan within one or two seconds at 80 stages, the quickest and the best ones first."""
+SHARE = 0.1
+"""Of the time limit, after which no further rule is begun: of some, time grows with the square of the stages."""
+
+
+def plans_by_rules(
+    profile: Profile, budget_bytes: int, limits: Limits, rules: Sequence[str] | None = None
+) -> list[Plan]:
+    """Return the plans of `rules` within a budget that use no more than `limits` allow; those that find one in time.
+
+    By default `QUICK`; "uniform" only where the profile's times have an error: else every search starts from its plans.
+    """
+    if rules is None:
+        rules = [rule for rule in QUICK if rule != "uniform" or profile.step_error]
+    deadline = time.monotonic() + SHARE * limits.time_limit_s
+    found: list[Plan] = []
+    for rule in rules:
+        if time.monotonic() > deadline:
+            break
+        with contextlib.suppress(InfeasibleBudgetError):
+            plan = BASELINES[rule](profile, budget_bytes)
+            if allowed(profile, plan, limits):
+                found.append(plan)
+    return found
+
+
+def allowed(profile: Profile, plan: Plan, limits: Limits) -> bool:
+    """Whether the referee accepts a plan within its budget and `limits`."""
+    broken, _ = examine(
+        profile,
+        plan,
+        plan.budget_bytes,
+        host_bytes=limits.host_bytes,
+        disk_bytes=limits.disk_bytes,
+        actions=limits.actions,
+        segments=limits.segments,
+    )
+    return not broken
