@@ -46,8 +46,8 @@ from ckptplan.cli.output import INTERRUPTED, check_writable, finishing, save_pla
 from ckptplan.cli.subject import model_of, profile_of, subject_of
 from ckptplan.core.display import progress
 from ckptplan.core.errors import CkptPlanError, InfeasibleBudgetError, InvalidInputError
-from ckptplan.core.fsdp import FSDP
 from ckptplan.core.frontier import Frontier
+from ckptplan.core.fsdp import FSDP
 from ckptplan.core.plan import KEEP, Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.progress import Message, limited
