@@ -104,8 +104,8 @@ def take(browser: Browser, page: Path, width: int, scheme: str, path: Path) -> N
         tab.locator("#waterline .u-over").hover()
     tab.screenshot(path=path, full_page=True)
     context.close()
-    # An octree keeps rare colours, such as those of a legend, where a median cut merges them.
-    Image.open(path).convert("RGB").quantize(COLOURS, method=Image.Quantize.FASTOCTREE).save(path, optimize=True)
+    # Without k-means rare colours, such as those of a legend, become those of their neighbours.
+    Image.open(path).convert("RGB").quantize(COLOURS, kmeans=2).save(path, optimize=True)
 
 
 if __name__ == "__main__":
