@@ -218,10 +218,10 @@ def frontier(
 
 
 def _better_rules(job: Job, plans: Sequence[Plan]) -> list[Plan]:
-    """Plans of published rules for the budgets of `plans`, with their bounds, that beat one of these."""
+    """Plans of published rules within the peaks of `plans`, with their bounds, that beat one of these."""
     found = []
     for plan in plans:
-        for other in plans_by_rules(job.profile, plan.budget_bytes, job.limits):
+        for other in plans_by_rules(job.profile, plan.peak_bytes, job.limits):
             if any(beats(other, than) for than in plans):
                 found.append(other.within(plan.budget_bytes, plan.lower_bound_s, plan.space))
     return found

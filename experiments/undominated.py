@@ -5,8 +5,7 @@
 
 On the ten profiles in `experiments/profiles` and eight models with random weights that are profiled here: plans for
 shares of the way from the smallest peak to everything kept, what `ckptplan.explain` shows of them, a frontier, and a
-page with both. The rules are those of `ckptplan.baselines` that plan within seconds, each for the plan's budget and for
-its peak.
+page with both. The rules are those of `ckptplan.baselines` that plan within seconds, each within the peak of a plan.
 """
 
 from __future__ import annotations
@@ -69,13 +68,12 @@ def beaten(point: Point, others: Sequence[Point]) -> bool:
 
 
 def by_rules(profile: Profile, plan: Plan) -> list[Point]:
-    """What published rules reach within a plan's budget and within its peak."""
+    """What published rules reach within a plan's peak."""
     found = []
-    for budget_bytes in {plan.budget_bytes, plan.peak_bytes}:
-        for rule in QUICK:
-            with contextlib.suppress(InfeasibleBudgetError):
-                other = BASELINES[rule](profile, budget_bytes)
-                found.append((other.peak_bytes, other.step_s))
+    for rule in QUICK:
+        with contextlib.suppress(InfeasibleBudgetError):
+            other = BASELINES[rule](profile, plan.peak_bytes)
+            found.append((other.peak_bytes, other.step_s))
     return found
 
 

@@ -14,8 +14,8 @@ from ckptplan.core.request import Limits
 from ckptplan.referee.validate import examine
 
 QUICK = (
-    "recompute_all", "swap_all", "meng_swap", "vdnn_conv", "vdnn_dyn", "lms", "chen_sqrt", "superneurons", "capuchin",
-    "uniform", "auto_perf_maxing", "sac_ilp", "chen_greedy",
+    "recompute_all", "swap_all", "vdnn_conv", "vdnn_dyn", "chen_sqrt", "meng_swap", "uniform", "superneurons",
+    "capuchin", "lms", "auto_perf_maxing", "sac_ilp", "chen_greedy",
 )  # fmt: skip
 """Rules that plan within one or two seconds at 80 stages, the quickest and the best ones first."""
 SHARE = 0.1
