@@ -2,7 +2,7 @@
 
 Only bytes are followed: models are on `meta`, and no value is computed. Sources: `bitsandbytes/functional.py`
 (`QuantState`), `bitsandbytes/autograd/_functions.py` (`MatMul4Bit`, `MatMul8bitLt`) and `bitsandbytes/nn/modules.py` of
-0.49; `peft/tuners/lora/bnb.py` of 0.21; `transformers/quantizers/base.py` and `integrations/bitsandbytes.py` of 5.23.
+0.50; `peft/tuners/lora/bnb.py` of 0.21; `transformers/quantizers/base.py` and `integrations/bitsandbytes.py` of 5.23.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ _LEAST_QUANTIZED = 4096  # values; smaller parameters keep unquantized state, in
 class QuantizedState(torch.optim.Optimizer):
     """Makes the state of an optimizer of bitsandbytes or torchao at its first `step`, and updates nothing.
 
-    Their kernels update in place, without temporaries. Layouts: `bitsandbytes/optim/optimizer.py` (0.49) and
-    `torchao/optim/subclass_*.py` (0.15); embeddings' states of 32 bits with bitsandbytes are the rule of transformers'
+    Their kernels update in place, without temporaries. Layouts: `bitsandbytes/optim/optimizer.py` (0.50) and
+    `torchao/optim/subclass_*.py` (0.18); embeddings' states of 32 bits with bitsandbytes are the rule of transformers'
     Trainer.
 
     Parameters
