@@ -31,12 +31,12 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ckptplan.core.errors import InvalidInputError, PlanMismatchError, UnsupportedModelError
 from ckptplan.core.fsdp import FSDP
 from ckptplan.core.plan import Plan
 from ckptplan.runtime.observer import Observer
+from ckptplan.runtime.private import is_fake
 from ckptplan.runtime.state.cells import below
 from ckptplan.runtime.swap.own import is_sharded_unit, local_part, sharded_units
 
@@ -299,7 +299,7 @@ class _Gather:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: Any) -> None:
-        if not isinstance(output_tensor, FakeTensor):
+        if not is_fake(output_tensor):
             for rank, part in enumerate(output_tensor.view(group.size(), -1)):
                 if rank != group.rank():
                     part.copy_(input_tensor)
@@ -311,7 +311,7 @@ class _Scatter(_Gather):
     def __call__(  # type: ignore[override]
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: Any = False
     ) -> None:
-        if not isinstance(output_tensor, FakeTensor):
+        if not is_fake(output_tensor):
             output_tensor.copy_(input_tensor.view(group.size(), -1)[group.rank()])
 
 
