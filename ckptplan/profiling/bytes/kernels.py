@@ -123,9 +123,16 @@ _FILL = {"index_add", "index_put", "masked_scatter", "put", "scatter", "scatter_
 _IN_PLACE = {
     "BinaryCrossEntropyBackward0": {"mul"},
     "BinaryCrossEntropyWithLogitsBackward0": {"mul", "sub"},
-    "ClampBackward0": {"logical_and", "logical_or"},
+    "ClampBackward0": {"masked_fill"} if torch.__version__ >= "2.14" else {"logical_and", "logical_or"},
     "CumprodBackward0": {"div", "mul"},
     "TraceBackward0": {"index_fill"},
+    # from PyTorch 2.14 on
+    "ClampMaxBackward1": {"masked_fill"},
+    "ClampMinBackward1": {"masked_fill"},
+    "FmaxBackward0": {"masked_fill"},
+    "FminBackward0": {"masked_fill"},
+    "MaximumBackward0": {"masked_fill"},
+    "MinimumBackward0": {"masked_fill"},
 }
 """Backward node -> operations that it runs in place on results of its own, unless a tensor is of a subclass.
 
