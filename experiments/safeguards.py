@@ -2107,7 +2107,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         33,
         "modules that weren't called are noticed",
         "Unplanned._run",
-        "        if active() and torch._C._current_graph_task_id() == -1:",
+        "        if active() and current_graph_task() == -1:",
         "        if False:\n",
         ("tests/runtime/test_unplanned.py::test_what_is_noticed_and_told_once",),
     ),

@@ -33,6 +33,19 @@ def _owners(tensor: torch.Tensor) -> int:
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]
 
 
+_calls = itertools.count()
+
+
+def apart(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function`, whose allocations don't count: each call is a span of the profiler with a name of its own."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with record_function(f"{_STAGING}{next(_calls)}"):
+            return function(*args, **kwargs)
+
+    return run
+
+
 class Peak(int):
     """Bytes; `staging` are the most that gloo held at once, which don't count, and `gathers` the step's all-gathers."""
 
@@ -89,22 +102,21 @@ def _copied(gradient: torch.Tensor, copies: dict[int, torch.Tensor]) -> torch.Te
 
 @contextlib.contextmanager
 def _marked(gathers: list[None]) -> Iterator[None]:
-    """Inside, a group's collectives are spans of the profiler, each with a name of its own; `gathers` grows by each."""
+    """Inside, what a group's collectives allocate doesn't count; `gathers` grows by each all-gather."""
     if not is_distributed():
         yield
         return
-    count = itertools.count()
 
     def spanned(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        @apart
         def run(*args: Any, **kwargs: Any) -> Any:
             gathers.extend([None] * (name in _GATHERS))
             given = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
             before = [_owners(t) for t in given]
-            with record_function(f"{_STAGING}{next(count)}"):
-                work = original(*args, **kwargs)
-                until = time.monotonic() + _MOST_S
-                while work is None and [_owners(t) for t in given] != before and time.monotonic() < until:
-                    time.sleep(1e-5)
+            work = original(*args, **kwargs)
+            until = time.monotonic() + _MOST_S
+            while work is None and [_owners(t) for t in given] != before and time.monotonic() < until:
+                time.sleep(1e-5)
             return work
 
         return run

@@ -30,6 +30,7 @@ from ckptplan.profiling.workload.stand_ins import StandIns
 from ckptplan.runtime.accelerator import own_module
 from ckptplan.runtime.controller import is_glue
 from ckptplan.runtime.observe.measure import held_tensors, tensors_in
+from ckptplan.runtime.private import current_node, next_sequence_number
 from ckptplan.runtime.step import TrainingStep
 from ckptplan.runtime.swap.own import local_part, plain_tensors
 
@@ -196,7 +197,7 @@ class Recorder(Tracker):
         first = len(self.blocks)
         result = super().operation(func, args, kwargs)
         if forward:
-            number = torch._C._autograd._get_sequence_nr()
+            number = next_sequence_number()
             if not self._nodes_end or number > self._nodes_end[-1]:
                 self._nodes_end.append(number)
                 self._nodes.append(self._where)
@@ -214,19 +215,19 @@ class Recorder(Tracker):
         """Record a block for the numbers that the operation's node, the newest one, saves."""
         super()._save_numbers(count)
         if self._saves:
-            self._numbers.append((torch._C._autograd._get_sequence_nr() - 1, len(self.blocks)))
+            self._numbers.append((next_sequence_number() - 1, len(self.blocks)))
             self.numbers[len(self.blocks)] = self._segment
             self._allocate(8 * count, (count,), "float64")
 
     def _free_numbers(self, *, all_of_them: bool = False) -> None:
         """Free the saved numbers of nodes whose backward has ended: those made later than the node that runs."""
-        node = torch._C._current_autograd_node()
+        node = current_node()
         while self._numbers and (all_of_them or (node is not None and self._numbers[-1][0] > node._sequence_nr())):
             self.sections[-1].events.append((FREE, self._numbers.pop()[1]))
 
     def _of_node(self) -> Where:
         """Return the origin of the forward operation whose backward runs."""
-        node = torch._C._current_autograd_node()
+        node = current_node()
         if node is None or not self._nodes:
             return self._where
         at = bisect.bisect_right(self._nodes_end, node._sequence_nr())
@@ -249,7 +250,7 @@ class Recorder(Tracker):
         dtype = str(tensor.dtype).removeprefix("torch.")
         self._allocate(tensor.untyped_storage().nbytes(), tuple(tensor.shape), dtype)
         if self._in_backward:
-            again = torch.is_grad_enabled() and torch._C._current_autograd_node() is not None
+            again = torch.is_grad_enabled() and current_node() is not None
             (self.made_again if again else self.made_in_backward).add(index)
         return sid
 

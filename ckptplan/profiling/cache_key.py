@@ -49,8 +49,10 @@ from ckptplan.profiling.installed import NoKeyError
 from ckptplan.profiling.target import Target
 from ckptplan.profiling.workload.optimizers import OptimizerLike
 from ckptplan.runtime.accelerator import is_accelerator, properties
+from ckptplan.runtime.private import dispatch_modes, function_modes
 from ckptplan.runtime.state.process import Switches
 from ckptplan.runtime.step import TrainingStep
+from ckptplan.runtime.swap.users_hooks import innermost
 
 _OF_THE_SHELL = re.compile(
     r"_|PWD|OLDPWD|SHLVL|TERM.*|COLUMNS|LINES|SSH_.*|XDG_.*|DBUS_.*|TMPDIR|PYTEST_.*|CKPTPLAN_.*"
@@ -93,8 +95,8 @@ def key_of(
         If the step can't be described.
     """
     text = Description()
-    modes = torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()
-    if any(modes) or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:  # type: ignore[attr-defined]
+    modes = dispatch_modes(), function_modes()
+    if any(modes) or innermost(True) is not None:
         raise NoKeyError("a mode of PyTorch's, or a hook on saved tensors, is on")
     if foreign := foreign_kernels():
         raise NoKeyError(f"the operator {foreign[0]} has an implementation of its own")

@@ -31,6 +31,7 @@ from torch import nn
 from ckptplan.profiling.installed import Installed, NoKeyError, found_as
 from ckptplan.profiling.loops import ANY_NAME, Loop, held_loops, properties_of_loops
 from ckptplan.profiling.values.constants import is_mask
+from ckptplan.runtime.private import OpOverload, OpOverloadPacket
 
 _TEXT: frozenset[type] = frozenset((
     bool, float, complex, str, bytes, bytearray, type(None), type(...), type(NotImplemented), range, torch.dtype,
@@ -60,7 +61,7 @@ _OF_MODULES = frozenset((
 ))  # fmt: skip
 _ANY_CODE = frozenset(("globals", "eval", "exec", "__import__"))
 """Built-in functions that lead to code or variables which no name shows."""
-_OPERATORS = (type(torch.ops), type(torch.ops.aten), torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+_OPERATORS = (type(torch.ops), type(torch.ops.aten), OpOverload, OpOverloadPacket)
 _PYTORCHS = ("aten", "prims", "prim")
 """Namespaces of operators whose implementations are PyTorch's, unless `foreign_kernels` finds others."""
 _HASHES = ("_original_object_hash",)
@@ -626,8 +627,8 @@ _DESCRIBED: dict[type, Callable[[Description, Any], None]] = {
     types.MethodWrapperType: _by(lambda value: (value.__self__, value.__name__)),
     **dict.fromkeys(_DESCRIPTORS, _of_class),
     np.ufunc: _ufunc,
-    torch._ops.OpOverload: _operator,
-    torch._ops.OpOverloadPacket: _operator,
+    OpOverload: _operator,
+    OpOverloadPacket: _operator,
     logging.Logger: _by(lambda value: (value.name,)),
     type(threading.Lock()): _nothing,
     type(threading.RLock()): _nothing,
@@ -640,7 +641,7 @@ _DESCRIBED: dict[type, Callable[[Description, Any], None]] = {
 }
 """How values are described by the first of these types that they are of; their classes and attributes are added."""
 _BY_THEMSELVES = frozenset((
-    type, types.ModuleType, torch.Tensor, np.ndarray, np.dtype, np.generic, torch._ops.OpOverload,
-    torch._ops.OpOverloadPacket, Loop,
+    type, types.ModuleType, torch.Tensor, np.ndarray, np.dtype, np.generic, OpOverload,
+    OpOverloadPacket, Loop,
 ))  # fmt: skip
 """Types whose description is all, also for subclasses."""

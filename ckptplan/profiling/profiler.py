@@ -51,6 +51,7 @@ from ckptplan.runtime.guard.gradients import accumulates, starting_gradient_byte
 from ckptplan.runtime.guard.shapes import input_tensors
 from ckptplan.runtime.handle import without_plan
 from ckptplan.runtime.observe.measure import Outside, collection_off, held_tensors, unique_bytes
+from ckptplan.runtime.private import is_fake
 from ckptplan.runtime.replicated import added_bytes
 from ckptplan.runtime.sharded import as_asked
 from ckptplan.runtime.state.parameters import ParameterState
@@ -671,7 +672,7 @@ def outside_tensors(step: TrainingStep, target: Target) -> tuple[list[torch.Tens
     found = [
         t
         for t in mode.tensors
-        if not isinstance(t, torch._subclasses.FakeTensor)
+        if not is_fake(t)
         and known.isdisjoint(s._cdata for s in storages_of(t))
         and not (t.dim() == 0 and t.device.type == "cpu")  # a tracker counts these itself
     ]

@@ -16,9 +16,9 @@ from unittest import mock
 
 import psutil
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ckptplan.core.measured import DeviceBytes
+from ckptplan.runtime.private import DisableTorchFunction, disable_current_modes
 
 module: Any = torch.get_device_module("cuda")
 """PyTorch's module for the accelerator. An emulated device replaces the whole module."""
@@ -92,7 +92,7 @@ def choose_attention() -> None:
     after a profile, would run other kernels.
     """
     # No kernel for no elements is an error; the order is set all the same.
-    with _disable_current_modes(), torch._C.DisableTorchFunction(), contextlib.suppress(RuntimeError):
+    with disable_current_modes(), DisableTorchFunction(), contextlib.suppress(RuntimeError):
         nothing = torch.empty((1, 1, 0, 8), dtype=torch.float16, device=torch.device("cuda", current_index()))
         torch._fused_sdp_choice(nothing, nothing, nothing)
 

@@ -51,6 +51,7 @@ from ckptplan.runtime.observe.measure import tensors_in
 from ckptplan.runtime.observe.meter import BACKWARD, KINDS
 from ckptplan.runtime.observer import Observer, listeners
 from ckptplan.runtime.patching import PatchedForward
+from ckptplan.runtime.private import current_graph_task
 from ckptplan.runtime.recompute.call import Call, NotRepeatableError, PlannedStage
 from ckptplan.runtime.recompute.frames import run_recomputed
 from ckptplan.runtime.recompute.segments import OpenSegment
@@ -311,7 +312,7 @@ class Controller:
 
     def _drop_leftovers(self) -> None:
         """Free the memory that a failed backward left behind (NOTE [Leftovers of a failed backward])."""
-        if self._old_graph is not None and torch._C._current_graph_task_id() == -1:
+        if self._old_graph is not None and current_graph_task() == -1:
             self._old_graph.drop_leftovers()
 
     def swapped(self) -> dict[State, list[int]]:
@@ -611,7 +612,7 @@ class Controller:
             return False
         creates = torch.is_grad_enabled()
         tasks = current.inner.setdefault(index, (set(), set()))
-        tasks[creates].add(torch._C._current_graph_task_id())
+        tasks[creates].add(current_graph_task())
         if creates and len(tasks[1]) > planned.creating:
             self._note_created()
             return len(tasks[0]) + len(tasks[1]) <= planned.plain + planned.creating
@@ -643,7 +644,7 @@ class Controller:
 
     def _enter_backward(self, index: int) -> None:
         self.place = self._places[index][2]
-        task = torch._C._current_graph_task_id()
+        task = current_graph_task()
         if task != self._task:
             self._task = task
             Variable._execution_engine.queue_callback(self._leave_backward)

@@ -31,12 +31,12 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ckptplan.core.errors import InvalidInputError, PlanMismatchError, UnsupportedModelError
 from ckptplan.core.fsdp import FSDP
 from ckptplan.core.plan import Plan
 from ckptplan.runtime.observer import Observer
+from ckptplan.runtime.private import is_fake
 from ckptplan.runtime.state.cells import below
 from ckptplan.runtime.swap.own import is_sharded_unit, local_part, sharded_units
 
@@ -82,8 +82,15 @@ def check_planned(model: nn.Module) -> None:
             why = "its parameters gather by code of their own (fsdp_pre_all_gather)"
         elif any(p.is_dtensor for p in group.fsdp_params):
             why = "its parameters are parallelized by tensors as well"
+        elif any(getattr(p, "keep_unsharded_storage", False) for p in group.fsdp_params):
+            why = "its gathered parameters stay between steps (set_keep_unsharded_storage)"
         if why is not None:
-            raise UnsupportedModelError(f"the model is sharded by fully_shard, and plans can't go with it: {why}")
+            raise UnsupportedModelError(f"{_UNPLANNED}: {why}")
+    if any(getattr(state._state_ctx, "manual_backward_finalization", False) for state in states(model)):
+        raise UnsupportedModelError(f"{_UNPLANNED}: its gradients are reduced after backward, by finalize_backward")
+
+
+_UNPLANNED = "the model is sharded by fully_shard, and plans can't go with it"
 
 
 def unit_settings(module: nn.Module) -> tuple[Any, ...]:
@@ -97,12 +104,35 @@ def unit_settings(module: nn.Module) -> tuple[Any, ...]:
         [(name, value) for name, value in sorted(vars(each).items()) if value is None or type(value) in _NUMBERS]
         for each in (state, *groups)
     ]
-    return (after, plain, *(repr(g.mp_policy) for g in groups))
+    return (after, plain, *map(_policies, groups))
+
+
+def _policies(group: Any) -> str:
+    """Return the mixed precision of a group's parameters, which may differ from PyTorch 2.15 on."""
+    return ", ".join(dict.fromkeys(repr(p.mp_policy) for p in group.fsdp_params))
+
+
+def reduced_dtype(p: Any) -> torch.dtype:
+    """Return the data type in which gradients of a parameter are reduced, and kept whole until then.
+
+    Without a `reduce_dtype` that is the one which PyTorch gives its sharded gradient from 2.15 on, and the one in which
+    it is gathered before.
+    """
+    policy = p.mp_policy
+    return policy.reduce_dtype or getattr(p, "sharded_grad_dtype", None) or policy.param_dtype or p.sharded_param.dtype
+
+
+def _keeps_apart(p: Any) -> bool:
+    """Whether whole gradients of another data type than the parameter's are kept beside it, as before PyTorch 2.15."""
+    return not isinstance(getattr(type(p), "unsharded_accumulated_grad", None), property)
 
 
 def unreduced(p: Any) -> Iterator[tuple[Any, str]]:
     """Yield where the engine has a gradient of a parameter that it hasn't reduced: an object and its attribute."""
-    for owner, name in ((getattr(p, "_unsharded_param", None), "grad"), (p, "unsharded_accumulated_grad")):
+    places = [(getattr(p, "_unsharded_param", None), "grad")]
+    if _keeps_apart(p):
+        places.append((p, "unsharded_accumulated_grad"))
+    for owner, name in places:
         if getattr(owner, name, None) is not None:
             yield owner, name
 
@@ -129,9 +159,8 @@ _WHOLE = "ckptplan_keeps_whole_gradients"
 def whole_gradient_bytes(groups: Sequence[Any]) -> dict[int, int]:
     """Return the bytes of each whole gradient of groups of parameters, by the identity of the sharded parameter."""
     return {
-        id(p.sharded_param): p._orig_size.numel() * (dtype or p.sharded_param.dtype).itemsize
+        id(p.sharded_param): p._orig_size.numel() * reduced_dtype(p).itemsize
         for group in groups
-        for dtype in (group.mp_policy.reduce_dtype or group.mp_policy.param_dtype,)
         for p in group.fsdp_params
     }
 
@@ -202,7 +231,7 @@ def kind_of(model: nn.Module) -> str:
     for state in states(model):
         for group in state._fsdp_param_groups:
             units = [names.get(m, "") for m in group.modules]
-            digest.update(f"{units} {resharded_over(state, group, outer)} {group.mp_policy}\n".encode())
+            digest.update(f"{units} {resharded_over(state, group, outer)} {_policies(group)}\n".encode())
     size, replicas = sizes_of(groups[-1])
     over = f"{size} x {replicas}" if replicas > 1 else f"{size}"
     whole = WITH_WHOLE_GRADIENTS if keep_whole_gradients(groups) else ""
@@ -270,7 +299,7 @@ class _Gather:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: Any) -> None:
-        if not isinstance(output_tensor, FakeTensor):
+        if not is_fake(output_tensor):
             for rank, part in enumerate(output_tensor.view(group.size(), -1)):
                 if rank != group.rank():
                     part.copy_(input_tensor)
@@ -282,7 +311,7 @@ class _Scatter(_Gather):
     def __call__(  # type: ignore[override]
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: Any = False
     ) -> None:
-        if not isinstance(output_tensor, FakeTensor):
+        if not is_fake(output_tensor):
             output_tensor.copy_(input_tensor.view(group.size(), -1)[group.rank()])
 
 
@@ -463,23 +492,27 @@ def _give_fake(p: Any, fake: Callable[[torch.Tensor], torch.Tensor], *, accumula
 
     part = part_of(data.view(p.padded_sharded_param_size))
     twin = nn.Parameter(p.to_sharded_dtensor(part), requires_grad=real.requires_grad)
+    if getattr(p, "_has_sharded_grad_dtype_override", False):
+        twin.grad_dtype = p.sharded_grad_dtype
     if real.grad is not None:
         twin.grad = p.to_sharded_dtensor(fake(local_part(real.grad).detach()))
     elif accumulating and real.requires_grad:
         twin.grad = p.to_sharded_dtensor(part_of(torch.empty_like(data).view(p.padded_sharded_param_size)))
     p._sharded_param_data, p.sharded_param, p.all_gather_outputs = data, twin, []
-    p._unsharded_inner_tensors, p.unsharded_accumulated_grad = [], None
+    p._unsharded_inner_tensors = []
+    if _keeps_apart(p):
+        p.unsharded_accumulated_grad = None
     vars(p).pop("_unsharded_param", None)
     p._setattr_on_modules(twin)
 
 
 def _give_whole_gradient(p: Any) -> torch.Tensor:
     """Give a parameter of the engine a gradient that isn't reduced, where the engine would keep it."""
-    made = torch.empty_like(p._unsharded_param, dtype=p.reduce_dtype, requires_grad=False)
-    if made.dtype == p._unsharded_param.dtype:
-        p._unsharded_param.grad = made
-    else:
+    made = torch.empty_like(p._unsharded_param, dtype=reduced_dtype(p), requires_grad=False)
+    if made.dtype != p._unsharded_param.dtype and _keeps_apart(p):
         p.unsharded_accumulated_grad = made
+    else:
+        p._unsharded_param.grad = made
     return made
 
 

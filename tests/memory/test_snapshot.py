@@ -309,6 +309,14 @@ def test_an_expandable_segment_begins_where_the_record_maps_its_lowest_page() ->
     assert replay_history(read_history(snapshot)).first_difference is None
 
 
+def test_annotations_of_allocations_are_no_events() -> None:
+    """PyTorch 2.15 records them as entries of their own."""
+    snapshot = snapshot_of(HISTORY, *AFTER_HISTORY)
+    plain = events_of(read_history(snapshot))
+    snapshot["device_traces"][0].insert(4, entry("annotate", A, 0) | {"user_metadata": "weights"})
+    assert events_of(read_history(snapshot)) == plain
+
+
 def test_older_formats() -> None:
     """No devices, pools, addresses of blocks or settings; the other name of a block that waits."""
     entries = [entry("segment_alloc", A, 20 * M), entry("alloc", A, 5 * M), entry("alloc", A + 5 * M, 6 * M)]

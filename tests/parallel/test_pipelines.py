@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from measured_step import measured
+from measured_step import apart, measured
 from ranks import Ranks
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
@@ -42,7 +42,10 @@ def train(model: nn.Module, schedule: Any, input_bytes: int) -> tuple[list[torch
     """Train; losses and parameters, and the peak of the later steps, without what the stage receives into."""
     torch.manual_seed(5)
     rank = dist.get_rank()
-    runs = schedule(PipelineStage(model, rank, 2, torch.device("cpu")), MICRO_BATCHES, loss_fn=loss_fn)
+    stage = PipelineStage(model, rank, 2, torch.device("cpu"))
+    for name in ("get_fwd_recv_ops", "get_bwd_recv_ops"):  # before PyTorch 2.15 there is memory for all before a step
+        setattr(stage, name, apart(getattr(stage, name)))
+    runs = schedule(stage, MICRO_BATCHES, loss_fn=loss_fn)
     x, target = torch.randn(2, MICRO_BATCHES * ROWS, 64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     results, peaks = [], []
@@ -84,6 +87,7 @@ def compared(name: str) -> dict[str, Any]:
         "peak": peak,
         "plan": plan,
         "sent_bytes": x.nbytes,
+        "outputs_bytes": count * x.nbytes,
         "plain": plain_peak,
     }
 
@@ -96,4 +100,6 @@ def test_stages_train_as_without_a_plan_and_within_their_budgets(two: Ranks, nam
         assert found["acts"]
         # Gloo's thread lets go of an output some time after it is sent.
         assert found["peak"] - found["sent_bytes"] <= plan.budget_bytes < found["plain"] - found["sent_bytes"]
-        assert found["peak"] == pytest.approx(plan.needed_bytes, rel=0.03)
+        # From PyTorch 2.15 on a stage lets go of its outputs once they are sent; the plan has them until backward.
+        assert found["peak"] <= 1.03 * plan.needed_bytes
+        assert found["peak"] + found["outputs_bytes"] >= 0.97 * plan.needed_bytes

@@ -10,6 +10,7 @@ import torch
 from measured_phases import measure_phases
 from torch import nn
 from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
 
 import ckptplan
 from ckptplan.core.request import Training
@@ -65,6 +66,14 @@ FORMULAS: dict[str, Callable[[torch.Tensor], Any]] = {
     "trace": lambda x: x.trace(),
     # in place on other results
     "clamp": lambda x: x.clamp(OTHER * 0.1, OTHER * 2),
+    "clamp from below": lambda x: x.clamp(min=OTHER * 0.1),
+    "clamp from above": lambda x: x.clamp(max=OTHER * 2),
+    "maximum": lambda x: torch.maximum(x, OTHER * 2),
+    "minimum of two": lambda x: torch.minimum(x, x.flip(0)),
+    "fmax": lambda x: torch.fmax(x, OTHER * 2),
+    "fmin": lambda x: torch.fmin(x, OTHER * 2),
+    "clamp_min": lambda x: x.clamp_min(OTHER * 0.1),
+    "clamp_max": lambda x: x.clamp_max(OTHER * 2),
     "cross entropy's target": lambda x: F.binary_cross_entropy(OTHER, x.sigmoid()),
     "cross entropy of logits": lambda x: F.binary_cross_entropy_with_logits(x, OTHER),
     "with weights": lambda x: F.binary_cross_entropy_with_logits(x, OTHER, weight=OTHER, pos_weight=OTHER),
@@ -110,5 +119,13 @@ def test_backward_takes_what_real_tensors_take(name: str) -> None:
     found = ckptplan.estimate(model, ())
     (real,) = (p for p in measure_phases(make_step(model, Training(())), steps=1).phases if p.name == "backward")
     beside_bytes = found.phase("loaded").end_bytes - model.x.nbytes  # what the formula reads of this module's variables
-    assert found.phase("backward").peak_bytes - beside_bytes == real.peak_bytes
+    peak_bytes = found.phase("backward").peak_bytes - beside_bytes
+    assert peak_bytes == real.peak_bytes or (_selects(name) and peak_bytes > real.peak_bytes)
     assert found.phase("backward").end_bytes - beside_bytes == real.end_bytes
+
+
+def _selects(name: str) -> bool:
+    """Whether PyTorch looks for a quantile on the CPU without sorting (from 2.14 on), which fake tensors don't show."""
+    with profile(activities=[ProfilerActivity.CPU]) as run:
+        Formula(name)()
+    return name == "quantile" and not any(event.name == "aten::sort" for event in run.events())

@@ -22,6 +22,7 @@ from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.core.plan import Plan
 from ckptplan.core.segment import Segment
 from ckptplan.runtime.handle import apply
+from ckptplan.runtime.sharded import give_whole_gradients, parameter_groups, whole_gradient_bytes, whole_gradients
 from ckptplan.runtime.swap.record import Record
 
 dist = pytest.importorskip("torch.distributed")
@@ -131,6 +132,21 @@ def test_a_sharded_model(mesh: Any, where: str, policy: str, what: str, monkeypa
         assert stats.swapped_out_bytes > 0
         # No activation is of a weight's shape, as it is or transposed.
         assert [t.shape for t in moved if t.dim() == 2 and {t.shape, t.t().shape} & shapes] == []
+
+
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float32, torch.bfloat16])
+def test_whole_gradients_have_the_type_that_pytorch_gives_them(mesh: Any, reduce_dtype: torch.dtype | None) -> None:
+    """Without a `reduce_dtype` it differs by version."""
+    model = sharded(mesh, "blocks", fsdp.MixedPrecisionPolicy(torch.bfloat16, reduce_dtype))
+    groups = parameter_groups(model)
+    planned = whole_gradient_bytes(groups)
+    model.set_requires_gradient_sync(False)  # type: ignore[operator]
+    model(build("transformer")[1]).float().mean().backward()
+    found = [gradient.nbytes for gradient in whole_gradients(groups)]
+    assert found
+    assert found == list(planned.values())
+    give_whole_gradients(model)
+    assert [(t.nbytes, bool(t.any())) for t in whole_gradients(groups)] == [(nbytes, False) for nbytes in found]
 
 
 def _gathers(monkeypatch: pytest.MonkeyPatch) -> list[int]:

@@ -1,7 +1,7 @@
 """PyTorch's recorded memory history as events for the allocator model, which is checked against the record.
 
 The input is a dict as `torch.cuda.memory._snapshot()` returns it after `_record_memory_history()` (PyTorch 2.1 to
-2.13), or the file that `_dump_snapshot` writes. It needn't begin with the first allocation: the state before the first
+2.15), or the file that `_dump_snapshot` writes. It needn't begin with the first allocation: the state before the first
 entry is derived from the state at the snapshot by undoing the entries one by one. For example, the entries "alloc A"
 and "free_requested B" before a snapshot in which A is allocated and B waits for events mean that at the start A was
 free and B allocated.
@@ -397,10 +397,18 @@ def _segment(found: Mapping[str, Any]) -> SegmentInfo:
 
 
 def entries_of(snapshot: Mapping[str, Any], device: int) -> tuple[Entry, ...]:
-    """Return the entries of a device's record, oldest first; empty if nothing was recorded."""
+    """Return the entries of a device's record, oldest first; empty if nothing was recorded.
+
+    Entries that only name an allocation ("annotate", from PyTorch 2.15 on) are left out.
+    """
     _require_device(snapshot, device)
     traces = snapshot["device_traces"]
-    return tuple(_entry(index, entry) for index, entry in enumerate(traces[device] if device < len(traces) else ()))
+    found = enumerate(traces[device] if device < len(traces) else ())
+    return tuple(_entry(index, entry) for index, entry in found if not _is_annotation(entry))
+
+
+def _is_annotation(entry: Any) -> bool:
+    return isinstance(entry, Mapping) and entry.get("action") == "annotate"
 
 
 def segments_of(snapshot: Mapping[str, Any], device: int) -> tuple[SegmentInfo, ...]:

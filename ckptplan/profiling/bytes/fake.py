@@ -21,13 +21,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
     UnsupportedOperatorException,
     unset_fake_temporarily,
 )
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ckptplan.core.errors import CkptPlanError
@@ -51,6 +49,7 @@ from ckptplan.profiling.values.answers import (
 from ckptplan.profiling.values.compiled import compiled_as_noted
 from ckptplan.profiling.values.constants import Constants
 from ckptplan.runtime.observe.measure import tensors_in
+from ckptplan.runtime.private import FakeTensor, FakeTensorMode, TorchDispatchMode, current_node, is_fake
 from ckptplan.runtime.sharded import engine_parameters, fake_shards
 from ckptplan.runtime.state.modes import Stacks
 from ckptplan.runtime.state.restore import beside
@@ -112,7 +111,7 @@ _plain_subclass = torch.Tensor.as_subclass
 
 def _as_subclass(tensor: torch.Tensor, kind: type) -> torch.Tensor:
     """`tensor` as one of a subclass; PyTorch's own method can't give a fake one a second Python object."""
-    if not isinstance(tensor, FakeTensor):
+    if not is_fake(tensor):
         return _plain_subclass(tensor, kind)
     made = torch.ops.aten.alias.default(tensor)
     made.__class__ = FakeTensor if kind is torch.Tensor else _fake_kind(kind)
@@ -270,7 +269,7 @@ class FakeWorld(TorchDispatchMode):
         if answers.wants(func, args):
             question = Question.now(phase, func)
             self.answer = self._take(question, (args, kwargs))
-            if self._drew or any(isinstance(t, FakeTensor) for t in operands.tensors):
+            if self._drew or any(is_fake(t) for t in operands.tensors):
                 answers.used.setdefault(question)
                 self.reads += 1
             if self.answer.is_number:
@@ -290,7 +289,7 @@ class FakeWorld(TorchDispatchMode):
     def _with_values(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Operands) -> Any:
         """Run one operation as `_run` does, and on known values beside it."""
         known = None
-        if torch._C._current_autograd_node() is None:  # nothing is read in backward
+        if current_node() is None:  # nothing is read in backward
             known = self._constants.operands(func, args, kwargs, operands.tensors)
         if known is None:
             self._constants.forget_written(func, args, kwargs)
@@ -308,7 +307,7 @@ class FakeWorld(TorchDispatchMode):
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Operands) -> Any:
         tensors = operands.tensors
-        real = [t for t in tensors if not isinstance(t, FakeTensor)]
+        real = [t for t in tensors if not is_fake(t)]
         on_meta = sum(t.is_meta for t in real)  # such tensors stay there, but nothing is copied from there or read
         possible = not on_meta or (on_meta == len(real) and "device" not in kwargs and not reads_values(func))
         if tensors and possible and len(real) == len(tensors) and all(map(readable, real)):
@@ -318,7 +317,7 @@ class FakeWorld(TorchDispatchMode):
                 return result
         if real:
             args, kwargs = pytree.tree_map_only(
-                torch.Tensor, lambda t: t if isinstance(t, FakeTensor) else self.fake(t), (args, kwargs)
+                torch.Tensor, lambda t: t if is_fake(t) else self.fake(t), (args, kwargs)
             )
             operands = Operands(args, kwargs)
         if func is torch.ops.aten._local_scalar_dense.default and self.number_read is not None:
@@ -356,7 +355,7 @@ class FakeWorld(TorchDispatchMode):
     # --- answers of the real run ---
 
     def _phase(self) -> Phase:
-        if self._again is None and torch._C._current_autograd_node() is not None:
+        if self._again is None and current_node() is not None:
             return "backward"
         return "forward" if self._training else "inference"
 
@@ -372,7 +371,7 @@ class FakeWorld(TorchDispatchMode):
         """`result` with the values that the real run drew, in its tensors that have values."""
 
         def put(tensor: Any, value: Any) -> None:
-            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, FakeTensor):
+            if isinstance(tensor, torch.Tensor) and not is_fake(tensor):
                 tensor.copy_(value)
 
         with unset_fake_temporarily(), torch.no_grad():
@@ -383,11 +382,11 @@ class FakeWorld(TorchDispatchMode):
         """The array that reading `tensor` returned in the real run; None for a real tensor that wasn't read there."""
         phase = self._phase()
         if self._answers is None or READ_ARRAY not in self._answers.failed or phase not in self._answers.phases:
-            if isinstance(tensor, FakeTensor) or self._values_may_be_drawn:
+            if is_fake(tensor) or self._values_may_be_drawn:
                 raise NeedsValues(READ_ARRAY, phase)
             return None
         question = Question.now(phase, READ_ARRAY)
-        if self._drew or isinstance(tensor, FakeTensor):
+        if self._drew or is_fake(tensor):
             self._answers.used.setdefault(question)
             self.reads += 1
         array = self._take(question, tensor).values
@@ -462,7 +461,7 @@ class FakeWorld(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE:  # autograd asks for it several times per operation
-            return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
+            return args[0].fake_device if is_fake(args[0]) else func(*args)
         if any(kind is not FakeTensor and is_traceable_wrapper_subclass_type(kind) for kind in types):
             return NotImplemented  # the class runs it on the tensors inside, which come here
         return self.dispatched(func, args, kwargs or {})

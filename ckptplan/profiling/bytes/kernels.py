@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+
+from ckptplan.runtime.private import is_fake
 
 aten = torch.ops.aten
 
@@ -92,7 +93,7 @@ def _on_fakes(overload: Any, kernel: Callable[..., Any]) -> Callable[..., Any]:
     """`kernel` for fake tensors; PyTorch's own for real ones, and where `kernel` returns `NotImplemented`."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        result = kernel(*args, **kwargs) if any(isinstance(x, FakeTensor) for x in args) else NotImplemented
+        result = kernel(*args, **kwargs) if any(is_fake(x) for x in args) else NotImplemented
         return overload.decompose(*args, **kwargs) if result is NotImplemented else result
 
     return run
@@ -109,7 +110,7 @@ def _in_float32(overload: Any) -> Callable[..., Any]:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(autocast):
-            if kwargs.get("dtype") is None and any(isinstance(x, FakeTensor) for x in args):
+            if kwargs.get("dtype") is None and any(is_fake(x) for x in args):
                 args = tuple(map(up, args))
             return overload(*args, **kwargs)
 
@@ -122,9 +123,16 @@ _FILL = {"index_add", "index_put", "masked_scatter", "put", "scatter", "scatter_
 _IN_PLACE = {
     "BinaryCrossEntropyBackward0": {"mul"},
     "BinaryCrossEntropyWithLogitsBackward0": {"mul", "sub"},
-    "ClampBackward0": {"logical_and", "logical_or"},
+    "ClampBackward0": {"masked_fill"} if torch.__version__ >= "2.14" else {"logical_and", "logical_or"},
     "CumprodBackward0": {"div", "mul"},
     "TraceBackward0": {"index_fill"},
+    # from PyTorch 2.14 on
+    "ClampMaxBackward1": {"masked_fill"},
+    "ClampMinBackward1": {"masked_fill"},
+    "FmaxBackward0": {"masked_fill"},
+    "FminBackward0": {"masked_fill"},
+    "MaximumBackward0": {"masked_fill"},
+    "MinimumBackward0": {"masked_fill"},
 }
 """Backward node -> operations that it runs in place on results of its own, unless a tensor is of a subclass.
 

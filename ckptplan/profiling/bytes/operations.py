@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckptplan.runtime.observe.measure import tensors_in
+from ckptplan.runtime.private import FakeTensor, TorchDispatchMode
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,6 +69,7 @@ from ckptplan.runtime.controller import Controller, is_glue
 from ckptplan.runtime.guard.shapes import stage_inputs
 from ckptplan.runtime.observe.measure import collection_off, tensors_in
 from ckptplan.runtime.observer import Observer
+from ckptplan.runtime.private import current_graph_task
 from ckptplan.runtime.recompute.call import cached_weights, shares_containers
 from ckptplan.runtime.sharded import engine_parameters, gathered, parameter_groups, whole_gradients
 from ckptplan.runtime.state.cells import Snapshot, below
@@ -382,7 +383,7 @@ class _Watcher(Observer):
     def is_inner(self, stage: int) -> bool:
         """Whether the backward that begins in `stage` is one of forward's own, and note it."""
         if self._forward:
-            task = torch._C._current_graph_task_id(), torch.is_grad_enabled()
+            task = current_graph_task(), torch.is_grad_enabled()
             self._differentiates(self._segments[stage]).add(task)
         return self._forward
 

@@ -19,8 +19,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ckptplan.profiling.bytes.fake import FakeWorld
 from ckptplan.profiling.bytes.kernels import REDUCED_TO_ONE, in_place
@@ -30,6 +28,7 @@ from ckptplan.profiling.target import ON_CPU, Target
 from ckptplan.profiling.values.answers import with_seen
 from ckptplan.profiling.values.repeatable import is_repeatable
 from ckptplan.runtime.observe.measure import tensors_in
+from ckptplan.runtime.private import current_node, disable_current_modes, is_fake, next_sequence_number
 from ckptplan.runtime.recompute.selective import is_mark, is_numbered
 from ckptplan.runtime.swap.own import local_part
 from ckptplan.runtime.swap.positions import has_position
@@ -199,7 +198,7 @@ class Tracker(FakeWorld):
         self._current_end()
         self._segment = segment
         self._made = self._gathers = 0
-        self._starts.append(torch._C._autograd._get_sequence_nr())  # type: ignore[attr-defined]
+        self._starts.append(next_sequence_number())
         self._begin(segment)
 
     def enter_backward(self, segment: int | None = None) -> None:
@@ -238,7 +237,7 @@ class Tracker(FakeWorld):
 
     def _locate(self) -> None:
         """Enter the segment whose forward made the backward node that runs."""
-        node = torch._C._current_autograd_node()
+        node = current_node()
         if node is not None and node._sequence_nr() < _MOST_SEQUENCE_NR:
             self.enter_backward(max(bisect.bisect_right(self._starts, node._sequence_nr()) - 1, 0))
 
@@ -280,7 +279,7 @@ class Tracker(FakeWorld):
         self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         """A new fake tensor that counts as one from before the step."""
-        with _disable_current_modes(), self.fake_mode, torch.no_grad():
+        with disable_current_modes(), self.fake_mode, torch.no_grad():
             made = torch.empty_strided(shape, stride, dtype=dtype, device=device)
         self.outside(made)
         return made
@@ -306,7 +305,7 @@ class Tracker(FakeWorld):
         sid = ("backward" if self._in_backward else "forward", self._segment, self._made)
         self._alive[key] = sid
         self._made += 1
-        node = torch._C._current_autograd_node() if self._in_backward else None
+        node = current_node() if self._in_backward else None
         self._made_by[key] = None if node is None else node._sequence_nr()
         self._counted[key] = 0
         self._recount(key, storage)
@@ -362,7 +361,7 @@ class Tracker(FakeWorld):
             return False
         if self._target.spec is None:
             return tensor.device != self._target.device
-        return self.numbers_on_host and tensor.dim() == 0 and not isinstance(tensor, FakeTensor)
+        return self.numbers_on_host and tensor.dim() == 0 and not is_fake(tensor)
 
     def _freed(self, key: int) -> None:
         sid = self._alive.pop(key, None)
@@ -378,7 +377,7 @@ class Tracker(FakeWorld):
             return func(*args, **kwargs)
         if self._in_backward:
             self._locate()
-        if func is _DETACH and isinstance(args[0], FakeTensor) and id(args[0].untyped_storage()) in self._alive:
+        if func is _DETACH and is_fake(args[0]) and id(args[0].untyped_storage()) in self._alive:
             self._table[self._segment].ops.append(DETACHED)
             return self._target.layouts.run(self.fake_mode, func, args, kwargs)
         return self.operation(func, args, kwargs)
@@ -390,7 +389,7 @@ class Tracker(FakeWorld):
         operands = Operands(args, kwargs)
         given = operands.tensors
         for tensor in given if not (func is _LIFTED and given[0].dim()) else ():
-            if not isinstance(tensor, FakeTensor) and id(tensor.untyped_storage()) not in self._alive:
+            if not is_fake(tensor) and id(tensor.untyped_storage()) not in self._alive:
                 if tensor.dim() == 0 and tensor.device.type == "cpu" and not self._on_cuda:
                     self._add(tensor)  # a number that PyTorch has just wrapped, and that autograd may save
                 else:
@@ -462,7 +461,7 @@ class Tracker(FakeWorld):
 
         On real tensors it makes the gradient first, of zeros, and looks for NaNs in the result alone.
         """
-        node = torch._C._current_autograd_node()
+        node = current_node()
         if node is None or self._on_cuda or node.name() not in REDUCED_TO_ONE or not _called_by_the_engine():
             return None
         if func is torch.ops.aten.isnan.default and self._even is None:
@@ -476,8 +475,8 @@ class Tracker(FakeWorld):
 
     def _as_on_real_tensors(self, func: Any, args: tuple[Any, ...]) -> Any:
         """The operation in place that a node of backward runs on real tensors instead of `func`, or `func` itself."""
-        node = torch._C._current_autograd_node() if self._in_backward else None
-        if node is None or not args or not isinstance(args[0], FakeTensor):
+        node = current_node() if self._in_backward else None
+        if node is None or not args or not is_fake(args[0]):
             return func
         changed = id(args[0].untyped_storage())
         runs = in_place(func, node.name(), fills=changed == self._zeros)
@@ -509,7 +508,7 @@ class Tracker(FakeWorld):
         """
         if not self._in_backward or func is not torch.ops.aten.add.Tensor or kwargs or torch.is_grad_enabled():
             return False
-        pair = [x for x in args if isinstance(x, FakeTensor)]
+        pair = [x for x in args if is_fake(x)]
         if (
             not _called_by_the_engine()
             or len(pair) != 2

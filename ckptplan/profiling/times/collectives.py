@@ -35,7 +35,7 @@ from ckptplan.core.profile import COLLECTIVES, Profile
 from ckptplan.core.stage import Stage
 from ckptplan.runtime.accelerator import synchronize
 from ckptplan.runtime.group import GroupCall
-from ckptplan.runtime.sharded import outermost, parameter_groups, resharded_over, sizes_of, states
+from ckptplan.runtime.sharded import outermost, parameter_groups, reduced_dtype, resharded_over, sizes_of, states
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,13 +183,12 @@ def _holds(module: str, stage: str) -> bool:
 def _unit(state: Any, names: dict[nn.Module, str], device: Device | Links, outer: Collection[Any]) -> _Unit:
     gather_s = again_s = reduce_s = 0.0
     for group in state._fsdp_param_groups:
-        policy, (ranks, replicas) = group.mp_policy, sizes_of(group)
+        ranks, replicas = sizes_of(group)
         gathered = reduced = 0
         for p in group.fsdp_params:
             count = p._sharded_param_data.numel() * ranks
-            param_dtype = policy.param_dtype or p.sharded_param.dtype
-            gathered += count * param_dtype.itemsize
-            reduced += count * (policy.reduce_dtype or param_dtype).itemsize * p.sharded_param.requires_grad
+            gathered += count * (p.mp_policy.param_dtype or p.sharded_param.dtype).itemsize
+            reduced += count * reduced_dtype(p).itemsize * p.sharded_param.requires_grad
         again = resharded_over(state, group, outer)
         gather_s += ring_s(gathered, ranks, device)
         again_s += 0.0 if again is None else ring_s(gathered, again, device)

@@ -25,13 +25,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
 from ckptplan.core.device import Device
 from ckptplan.profiling.bytes.operations import TensorSpec, by_name
 from ckptplan.runtime.observe.measure import tensors_in
+from ckptplan.runtime.private import FakeTensorMode
 
 _aten = torch.ops.aten
 

@@ -43,6 +43,7 @@ from ckptplan.runtime.accelerator import is_accelerator
 from ckptplan.runtime.observe.counters import Counters
 from ckptplan.runtime.observe.measure import same_bits, tensors_in
 from ckptplan.runtime.patching import PatchedForward, installed
+from ckptplan.runtime.private import next_sequence_number
 from ckptplan.runtime.recompute.call import Call, PlannedStage, caching
 from ckptplan.runtime.recompute.frames import Enough, run_recomputed
 from ckptplan.runtime.sharded import states, undisturbed
@@ -458,7 +459,7 @@ class _Timing:
             if way is not None:
                 choice = Decision("recompute", ops=way)
                 stage = PlannedStage(module, choice, self.device, Counters(), planned_bytes=again[way])
-            since = torch._C._autograd._get_sequence_nr()  # type: ignore[attr-defined]
+            since = next_sequence_number()
             span = self.watch.begin((kind, way, "forward"))
             with caching(parametrize._cache_enabled):
                 if stage is None:

@@ -41,14 +41,13 @@ from unittest import mock
 import numpy as np
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
 import ckptplan
 from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.runtime.observe.measure import tensors_in
 from ckptplan.runtime.patching import PatchedForward, installed
+from ckptplan.runtime.private import disable_current_modes, is_fake
 from ckptplan.runtime.recompute.selective import is_random
 
 Phase = Literal["forward", "backward", "inference"]
@@ -368,7 +367,7 @@ def reading_watched(
 
     def text(tensor: torch.Tensor, spec: str) -> str:
         single = threading.get_ident() == here and tensor.dim() == 0
-        if single and (isinstance(tensor, FakeTensor) or by_item()):
+        if single and (is_fake(tensor) or by_item()):
             return format(tensor.detach().item(), spec)
         return plain_text(tensor, spec)
 
@@ -377,10 +376,10 @@ def reading_watched(
             args += tuple(kwargs.pop(name) for name in ("data", "obj") if name in kwargs)
             given = args[at] if len(args) > at and threading.get_ident() == here else None
             numbers = tensors_in(given) if isinstance(given, list | tuple) else []
-            if not numbers or not (by_item() or any(isinstance(t, FakeTensor) for t in numbers)):
+            if not numbers or not (by_item() or any(is_fake(t) for t in numbers)):
                 return make(*args, **kwargs)
             if make is not plain_new and kwargs.get("dtype") is None:
-                with _disable_current_modes():
+                with disable_current_modes():
                     like = pytree.tree_map_only(torch.Tensor, lambda t: torch.zeros((), dtype=t.dtype), given)
                     kwargs["dtype"] = plain_tensor(like).dtype
             return make(*args[:at], pytree.tree_map_only(torch.Tensor, items, given), **kwargs)

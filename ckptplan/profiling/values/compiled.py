@@ -39,7 +39,6 @@ import torch
 from torch import nn
 from torch.profiler import record_function
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.profiling.values.answers import VALUES_LIMIT, Layout, StandIn
@@ -47,6 +46,7 @@ from ckptplan.profiling.values.cut import fresh
 from ckptplan.runtime import accelerator
 from ckptplan.runtime.observe.measure import no_cycles_collected, recorded_allocations, tensors_in
 from ckptplan.runtime.patching import installed
+from ckptplan.runtime.private import disable_current_modes
 from ckptplan.runtime.state.compiled import compiled_modules, out_of_sight
 from ckptplan.runtime.state.restore import random_state
 from ckptplan.runtime.step import TrainingStep
@@ -448,7 +448,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
     def runner(name: str, module: nn.Module) -> Callable[..., Any]:
         def run(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            with _disable_current_modes():
+            with disable_current_modes():
                 return original(*args, **kwargs)
 
         return run
@@ -622,7 +622,7 @@ class _Counting(torch.autograd.Function):
 def _lone_owners() -> int:
     """References to a gradient that only the autograd engine holds, counted in a backward as in `_Played`."""
     counts: list[int] = []
-    with _disable_current_modes(), torch.enable_grad():
+    with disable_current_modes(), torch.enable_grad():
         x = torch.ones(4, requires_grad=True)
         (_Counting.apply(x, counts) * 2).sum().backward()
     return counts[0]

@@ -14,16 +14,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ckptplan.profiling.bytes.operations import written_to
 from ckptplan.profiling.target import is_here
 from ckptplan.profiling.values.answers import readable
 from ckptplan.runtime.observe.measure import tensors_in
+from ckptplan.runtime.private import OpOverload, disable_current_modes, is_fake
 from ckptplan.runtime.recompute.selective import is_random
 
 _MOST_ELEMENTS = 1 << 18
@@ -48,12 +46,12 @@ def is_mask(tensor: torch.Tensor) -> bool:
     Its values are part of what a step is, as those of integers are: programs read them.
     """
     if (
-        type(tensor) is not torch.Tensor or tensor.requires_grad or tensor.is_meta or isinstance(tensor, FakeTensor)
+        type(tensor) is not torch.Tensor or tensor.requires_grad or tensor.is_meta or is_fake(tensor)
         or tensor.layout is not torch.strided or not tensor.is_floating_point() or tensor.dtype.itemsize < 2
         or tensor.untyped_storage().nbytes() > _MOST_ELEMENTS * tensor.dtype.itemsize
     ):  # fmt: skip
         return False
-    with _disable_current_modes(), torch.no_grad():
+    with disable_current_modes(), torch.no_grad():
         lowest = torch.finfo(tensor.dtype).min
         return bool(((tensor == 0) | (tensor == 1) | (tensor <= lowest)).all())
 
@@ -100,32 +98,32 @@ class Constants:
     def take(result: Any) -> bool:
         """Whether the values of a fake result are kept."""
         made = tensors_in(result)
-        return all(isinstance(t, FakeTensor) and t.is_floating_point() and _elements(t) <= _MOST_ELEMENTS for t in made)
+        return all(is_fake(t) and t.is_floating_point() and _elements(t) <= _MOST_ELEMENTS for t in made)
 
     @staticmethod
     def _any_like(tensor: torch.Tensor) -> torch.Tensor | None:
         """A tensor of the same layout, if it is small."""
         if tensor.numel() > _MOST_ELEMENTS or tensor.is_meta:
             return None
-        with _disable_current_modes():
+        with disable_current_modes():
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
     def _put(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         if storage not in self._values and self.take(tensor) and tensor.dtype is value.dtype:
-            with _disable_current_modes(), torch.no_grad():
+            with disable_current_modes(), torch.no_grad():
                 flat = torch.zeros(_elements(tensor), dtype=value.dtype, device=value.device)
                 there = flat.as_strided(tensor.shape, tensor.stride(), int(tensor.storage_offset()))
                 overlaps = torch._debug_has_internal_overlap(there) == 1  # which can't be written to
                 self._values[storage] = None if overlaps else (there.copy_(value), flat)[1]
 
     def _value(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        if not isinstance(tensor, FakeTensor):
+        if not is_fake(tensor):
             return tensor if readable(tensor) and not tensor.is_meta else None
         flat = self._values.get(tensor.untyped_storage()) if self._values else None
         if flat is None or flat.dtype is not tensor.dtype:
             return None
-        with _disable_current_modes():
+        with disable_current_modes():
             return flat.as_strided(tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
 

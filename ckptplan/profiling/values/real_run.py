@@ -17,7 +17,6 @@ import torch
 from torch import nn
 from torch.profiler import record_function
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.core.plan import KEEP, Decision, Decisions
@@ -44,6 +43,7 @@ from ckptplan.profiling.values.compiled import note_compiled, undisturbed
 from ckptplan.runtime.accelerator import allocated_by, is_accelerator, ranges_do_nothing
 from ckptplan.runtime.controller import Controller
 from ckptplan.runtime.observe.measure import peaks_within, recorded_allocations, tensors_in
+from ckptplan.runtime.private import TorchDispatchMode, current_node
 from ckptplan.runtime.replicated import apart
 from ckptplan.runtime.state.compiled import compiled_modules
 from ckptplan.runtime.step import TrainingStep, without_graph
@@ -226,7 +226,7 @@ class _Witness(TorchDispatchMode):
         """Whether the present operation is of the phase that is noted; a backward's recomputes aren't part of it."""
         if self._phase != "backward":
             return True
-        return self._in_forward == 0 and torch._C._current_autograd_node() is not None
+        return self._in_forward == 0 and current_node() is not None
 
     def _read(self, tensor: torch.Tensor) -> np.ndarray[Any, Any] | None:
         if self._listens and READ_ARRAY in self._answers.failed:

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.stage import InputTensor
 from ckptplan.profiling.bytes.fake import FakeWorld, fake_parameters
 from ckptplan.profiling.target import Target
 from ckptplan.runtime.guard.shapes import tensors_at
+from ckptplan.runtime.private import TorchDispatchMode
 from ckptplan.runtime.step import TrainingStep
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]

@@ -12,7 +12,6 @@ from unittest import mock
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import optimizer as module
 
 from ckptplan.core.errors import InvalidInputError, UnsupportedModelError
@@ -21,6 +20,7 @@ from ckptplan.profiling.target import Target
 from ckptplan.profiling.workload.optimizer_names import NAMED, check_name
 from ckptplan.profiling.workload.stand_ins import StandIns
 from ckptplan.runtime.observe.measure import no_cycles_collected
+from ckptplan.runtime.private import FakeTensor
 from ckptplan.runtime.swap.own import local_part, plain_tensors, storages_of
 
 OptimizerLike = torch.optim.Optimizer | type[torch.optim.Optimizer] | str | Callable[..., torch.optim.Optimizer]

@@ -26,10 +26,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ckptplan.profiling.values.answers import readable
+from ckptplan.runtime.private import is_fake, is_traceable_wrapper_subclass
 from ckptplan.runtime.state.cells import (
     ATOMS,
     CLASS,
@@ -163,7 +162,7 @@ class StandIns:
         return value
 
     def _of_tensor(self, tensor: torch.Tensor, in_module: bool) -> torch.Tensor:
-        if id(tensor) in self._made or isinstance(tensor, FakeTensor):
+        if id(tensor) in self._made or is_fake(tensor):
             return tensor
         if id(tensor) not in self._twins:
             small = readable(tensor) and tensor.numel() <= READ_LIMIT and tensor.device.type == "cpu"

@@ -34,14 +34,21 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ckptplan.core.errors import CheckError
 from ckptplan.runtime import accelerator
 from ckptplan.runtime.accelerator import generator_states
 from ckptplan.runtime.guard.spots import INTEGERS, Sheet, Spot, dimensions, is_written_whole, read, spot_of
+from ckptplan.runtime.private import (
+    DisableTorchFunction,
+    NormBase,
+    current_graph_task,
+    dispatch_modes,
+    function_modes,
+    is_traceable_wrapper_subclass,
+    neg_view,
+)
 from ckptplan.runtime.state.cells import Snapshot, below, changing
 from ckptplan.runtime.state.flags import FLAGS, flags
 from ckptplan.runtime.state.generators import Generators
@@ -158,7 +165,7 @@ def _blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     if plain.is_conj():
         plain = plain.conj()
     if plain.is_neg():
-        plain = torch._neg_view(plain)
+        plain = neg_view(plain)
     if plain.is_complex():
         plain = torch.view_as_real(plain)
     if plain.numel() == 0:
@@ -252,11 +259,11 @@ def _sum_up(block: torch.Tensor, sums: torch.Tensor, spare: torch.Tensor) -> Non
 
 def undisturbed() -> contextlib.AbstractContextManager[Any]:
     """Return a context in which no function mode or dispatch mode sees operations."""
-    if not torch._C._len_torch_dispatch_stack() and not torch._C._len_torch_function_stack():
+    if not dispatch_modes() and not function_modes():
         return contextlib.nullcontext()
     stack = contextlib.ExitStack()
     stack.enter_context(torch._C._DisableTorchDispatch())
-    stack.enter_context(torch._C.DisableTorchFunction())
+    stack.enter_context(DisableTorchFunction())
     return stack
 
 
@@ -390,7 +397,7 @@ class Checks(_Pass):
 
     def begin(self, stages: Sequence[str]) -> Checks | Spots | None:
         """Begin a pass of `stages`; return what compares in it, None if nothing does."""
-        if torch._C._current_graph_task_id() == -1:
+        if current_graph_task() == -1:
             self.forget()
         self.settle()
         self.stages = self._spots.stages = stages
@@ -454,7 +461,7 @@ class Checks(_Pass):
         """Record a pair, which is compared when the present backward has ended."""
         with self.lock:
             self._pairs.append(pair)
-            task = torch._C._current_graph_task_id()
+            task = current_graph_task()
             if task == -1:  # a saved tensor is read outside of any backward
                 self.finish()
             elif task != self._task:
@@ -533,7 +540,7 @@ class Spots(_Pass):
 
     def take(self, tensor: torch.Tensor) -> Spot | None:
         """Return the spot of `tensor`, which needs no gradient, as it is now; None if none is taken of it."""
-        if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+        if dispatch_modes() or function_modes():
             with undisturbed():
                 return self._take(tensor)
         return self._take(tensor)
@@ -629,7 +636,7 @@ class StageSpots(_Stage):
         before = [
             (name, buffer, self._spots.take(buffer))
             for m in self._module.modules()
-            if not isinstance(m, _NormBase)  # whose running statistics are copies in a recompute
+            if not isinstance(m, NormBase)  # whose running statistics are copies in a recompute
             for name, buffer in m._buffers.items()
             if buffer is not None
         ]

@@ -25,13 +25,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.plan import Plan
 from ckptplan.core.units import format_bytes
 from ckptplan.runtime.guard.differences import Differences
 from ckptplan.runtime.observer import Observer
+from ckptplan.runtime.private import is_traceable_wrapper_subclass
 from ckptplan.runtime.sharded import (
     WITH_WHOLE_GRADIENTS,
     give_whole_gradients,

@@ -52,7 +52,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.modules.batchnorm import _NormBase
 
 from ckptplan.core import allocator_settings as allocator
 from ckptplan.core.errors import SwapError
@@ -62,6 +61,7 @@ from ckptplan.core.stage import Phase
 from ckptplan.runtime.accelerator import device_bytes, empty_cache, is_accelerator
 from ckptplan.runtime.controller import Place
 from ckptplan.runtime.guard.optimizer_steps import around_steps
+from ckptplan.runtime.private import NormBase
 from ckptplan.runtime.recompute.call import Call
 from ckptplan.runtime.state.cells import Tables, below, plain_attributes, write_items
 from ckptplan.runtime.state.generators import KINDS as GENERATORS
@@ -339,7 +339,7 @@ class StepStart:
             (m, name)
             for m, name, buffer, version, _ in self._buffers
             # Batch norm's kernels update running statistics without raising the version.
-            if m._buffers.get(name) is buffer and version_of(buffer) == version and not isinstance(m, _NormBase)
+            if m._buffers.get(name) is buffer and version_of(buffer) == version and not isinstance(m, NormBase)
         }
 
     def undo(self) -> tuple[bool, bool]:
@@ -355,7 +355,7 @@ class StepStart:
         with torch.no_grad():
             for m, name, buffer, version, copy in self._buffers:
                 m._buffers[name] = buffer
-                written = version_of(buffer) != version or isinstance(m, _NormBase)
+                written = version_of(buffer) != version or isinstance(m, NormBase)
                 if written and copy is not None:
                     buffer.copy_(copy)
                 half |= written and copy is None  # not copied: no earlier step wrote to it

@@ -32,6 +32,7 @@ from torch import nn
 from ckptplan.core.units import format_bytes
 from ckptplan.runtime.guard.differences import Differences
 from ckptplan.runtime.observe.measure import tensors_in
+from ckptplan.runtime.private import next_sequence_number
 from ckptplan.runtime.swap.own import OwnNames, OwnStorages
 from ckptplan.runtime.swap.views import plain
 
@@ -45,7 +46,7 @@ _LEAST_BYTES = 512
 
 def made_nodes() -> int:
     """Return the number of the next node that autograd makes in this thread."""
-    return int(torch._C._autograd._get_sequence_nr())  # type: ignore[attr-defined]
+    return int(next_sequence_number())
 
 
 class Paths:

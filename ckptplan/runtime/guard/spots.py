@@ -31,6 +31,7 @@ from torch import nn
 from torch.autograd.function import BackwardCFunction
 
 from ckptplan.runtime import accelerator
+from ckptplan.runtime.private import neg_view, next_sequence_number
 from ckptplan.runtime.swap.views import ITEMSIZES
 
 _COUNT = 16
@@ -170,7 +171,7 @@ class Recorder:
 
 def _newest() -> int:
     """Return the number of the node that was made last on this thread."""
-    return torch._C._autograd._get_sequence_nr() - 1  # type: ignore[attr-defined, no-any-return]
+    return next_sequence_number() - 1
 
 
 @dataclass(eq=False, slots=True)
@@ -239,7 +240,7 @@ class Sheet:
             if self._sent is not None:
                 stream.wait_event(self._sent[0])  # the copy reads the rows that are written again
         view = view.real if view.is_complex() else view
-        view = torch._neg_view(view) if view.is_neg() else view
+        view = neg_view(view) if view.is_neg() else view
         row = self._memory()[0].as_strided((view.numel(),), (1,), len(self._unread) * _COUNT)
         row.view(view.shape).copy_(view.view(INTEGERS[view.itemsize]))
         spot = Spot(strides)

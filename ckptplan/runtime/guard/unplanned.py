@@ -48,6 +48,7 @@ from ckptplan.runtime.guard.differences import Differences
 from ckptplan.runtime.guard.shapes import ByName, Limits
 from ckptplan.runtime.observer import Observer
 from ckptplan.runtime.patching import PatchedForward, is_patchable
+from ckptplan.runtime.private import current_graph_task
 from ckptplan.runtime.state.cells import below
 from ckptplan.runtime.state.compiled import compiles
 from ckptplan.runtime.step import present_autocast
@@ -205,7 +206,7 @@ class Unplanned(Observer):
     def _run(
         self, name: str, active: Callable[[], bool], original: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     ) -> Any:
-        if active() and torch._C._current_graph_task_id() == -1:  # a recompute does what its forward did
+        if active() and current_graph_task() == -1:  # a recompute does what its forward did
             # A plan for a forward's inputs can't include what the loop calls besides.
             kind = "module" if self._in_forward or self._inputs is None else "beside"
             self._differences.note(kind, f"{name!r} runs, which the planned step didn't call; solve with this step")

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ckptplan.core.units import format_bytes
 from ckptplan.runtime.applied import Applied
 from ckptplan.runtime.observe.measure import optimizer_tensors, unique_bytes
 from ckptplan.runtime.patching import COPIES
+from ckptplan.runtime.private import is_fake
 
 
 @dataclasses.dataclass(slots=True)
@@ -50,7 +50,7 @@ def noticing_updates(applied: Applied) -> Iterator[None]:
     def stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         nonlocal noted_bytes
         applied, groups = watched(), optimizer.param_groups
-        traced = any(isinstance(next(iter(group["params"]), None), FakeTensor) for group in groups)
+        traced = any(is_fake(next(iter(group["params"]), None)) for group in groups)
         if applied is None or not applied.is_on or traced:
             return
         seen = every.get(optimizer)

@@ -12,11 +12,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.core.plan import Decision
@@ -24,6 +21,7 @@ from ckptplan.runtime.guard.paths import Paths
 from ckptplan.runtime.guard.spots import Sinks
 from ckptplan.runtime.observe.counters import Counters
 from ckptplan.runtime.observe.meter import KINDS, RECOMPUTE
+from ckptplan.runtime.private import FakeTensor, NormBase, is_traceable_wrapper_subclass
 from ckptplan.runtime.recompute.put_back import Steps, enter, put_back
 from ckptplan.runtime.state.cells import Snapshot, Tables, alone, below, changing
 from ckptplan.runtime.state.code import read_by
@@ -341,7 +339,7 @@ class _State:
             if (
                 m._buffers.get(name) is not buffer
                 or version_of(buffer) != version
-                or isinstance(m, _NormBase)
+                or isinstance(m, NormBase)
                 or self._was_seen_written(m, name, buffer)
             ):
                 updated.add(_storage_key(buffer))

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from ckptplan.core.errors import PlanMismatchError, UnsupportedModelError
 from ckptplan.runtime.guard.check import Checks, Spots, StageCheck, StageSpots
+from ckptplan.runtime.private import current_graph_task, current_node, next_sequence_number
 from ckptplan.runtime.recompute.call import Call, PlannedStage
 from ckptplan.runtime.recompute.selective import Selection
 from ckptplan.runtime.state.compiled import out_of_sight
@@ -137,7 +138,7 @@ class Frame:
         it saves new memory for the noise immediately before its input or result, which is of the same shape.
         """
         # The node of the operation that saves has the newest number.
-        like = torch._C._autograd._get_sequence_nr(), tensor.shape, tensor.dtype  # type: ignore[attr-defined]
+        like = next_sequence_number(), tensor.shape, tensor.dtype
         if tensor.requires_grad:
             if like == self._fresh:
                 number = len(self._slots) - 2
@@ -247,7 +248,7 @@ class LoneFrame(Frame):
 
     def saved(self, number: int) -> torch.Tensor:
         """Return the tensor of slot `number` for the backward that runs now, recomputed if necessary."""
-        key = torch._C._current_graph_task_id()
+        key = current_graph_task()
         table = self._tables.get(key)
         if table is None:
             table = {}
@@ -282,7 +283,7 @@ def taken(table: dict[int, Held], number: int, name: str) -> torch.Tensor:
     UnsupportedModelError
         If the tensor was removed by an earlier read.
     """
-    again = isinstance(torch._C._current_autograd_node(), BackwardCFunction)
+    again = isinstance(current_node(), BackwardCFunction)
     held = table.get(number) if again else table.pop(number, None)
     if held is None:
         raise UnsupportedModelError(

@@ -44,6 +44,7 @@ from torch.utils import _pytree as pytree
 from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.core.segment import Segment
 from ckptplan.runtime.guard.check import StageCheck, StageSpots
+from ckptplan.runtime.private import current_graph_task
 from ckptplan.runtime.recompute.call import Call, NotRepeatableError, PlannedStage
 from ckptplan.runtime.recompute.frames import Frame, Handed, Slot, at_end_of_task, hold, taken
 from ckptplan.runtime.state.objects import tensors_in_objects
@@ -187,7 +188,7 @@ class SegmentRun:
             task.saved.get(index, {}).pop(number, None)
 
     def _task(self) -> tuple[int, _Task]:
-        key = torch._C._current_graph_task_id()
+        key = current_graph_task()
         if key == -1:  # a saved tensor is read outside of any backward
             return key, _Task()
         task = self._tasks.get(key)

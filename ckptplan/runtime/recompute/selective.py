@@ -26,11 +26,11 @@ from typing import Any
 import torch
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckptplan.core.errors import PlanMismatchError
 from ckptplan.runtime.guard.check import Digest, StageCheck, StageSpots
 from ckptplan.runtime.observe.measure import tensors_in
+from ckptplan.runtime.private import TorchDispatchMode
 from ckptplan.runtime.swap.packing import Held
 from ckptplan.runtime.swap.positions import has_position
 

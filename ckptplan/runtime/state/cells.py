@@ -51,8 +51,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
+from ckptplan.runtime.private import is_fake
 from ckptplan.runtime.recompute.put_back import Steps, put_back
 from ckptplan.runtime.state.generators import KINDS as GENERATORS
 
@@ -349,7 +349,7 @@ class Changing:
         if self.calls >= 3 and (self.calls + 1) % 100:
             self.calls += 1
             return False
-        if any(isinstance(p, FakeTensor) for m in modules for p in m._parameters.values()):
+        if any(is_fake(p) for m in modules for p in m._parameters.values()):
             return False
         self.calls += 1
         return True

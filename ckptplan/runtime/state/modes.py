@@ -11,6 +11,8 @@ from torch import overrides
 from torch.utils import _device, _python_dispatch
 from torch.utils._device import DeviceContext
 
+from ckptplan.runtime.private import dispatch_modes, function_modes
+
 # Getter of a stack of modes, the innermost last, and its push and pop. A mode's own `__enter__` may do more than to
 # push it, such as resetting its counters.
 _STACKS: tuple[Any, ...] = (
@@ -25,7 +27,6 @@ _STACKS: tuple[Any, ...] = (
         lambda mode: torch._C._pop_torch_dispatch_stack(getattr(mode, "_mode_key", None)),
     ),
 )
-_functions, _operations = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
 _Lists = Sequence[list[Any]]
 """Function modes and dispatch modes, the innermost last."""
 _NONE: _Lists = ([], [])
@@ -33,7 +34,7 @@ _NONE: _Lists = ([], [])
 
 def _now(*, whole: bool = False) -> _Lists:
     """Return the active modes; unless `whole`, without the default device's, at the bottom of the function modes."""
-    if not _functions() and not _operations():
+    if not function_modes() and not dispatch_modes():
         return _NONE
     return [[mode for mode in stack() if whole or type(mode) is not DeviceContext] for stack, _, _ in _STACKS]
 

@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from ckptplan.runtime.accelerator import keep_generators
+from ckptplan.runtime.private import disable_current_modes, is_fake, is_traceable_wrapper_subclass
 from ckptplan.runtime.replicated import without_reduction
 from ckptplan.runtime.sharded import without_group
 from ckptplan.runtime.state.cells import Changing, Snapshot, below
@@ -48,7 +47,7 @@ def data_state(tensors: Iterable[torch.Tensor]) -> Callable[[], None]:
     A momentum encoder as published gives its parameters other memory in forward (`p.data = 0.9 * p.data + ...`).
     """
     own = {id(t): t for t in map(local_part, tensors) if not is_traceable_wrapper_subclass(t)}
-    saved = [(tensor, tensor.data) for tensor in own.values() if not isinstance(tensor, FakeTensor)]
+    saved = [(tensor, tensor.data) for tensor in own.values() if not is_fake(tensor)]
 
     def restore() -> None:
         for tensor, data in saved:
@@ -76,7 +75,7 @@ def tensor_state(tensors: Iterable[torch.Tensor]) -> Callable[[], None]:
     saved = [
         (tensor, tensor.detach().to("cpu", copy=True))
         for tensor in {id(t): t for t in tensors}.values()
-        if not tensor.is_meta and not isinstance(tensor, FakeTensor)
+        if not tensor.is_meta and not is_fake(tensor)
     ]
     counted = tuple(tensor for tensor, _ in saved if not tensor.is_inference())
     versions = torch.autograd._unsafe_preserve_version_counter(counted)  # type: ignore[attr-defined]
@@ -178,11 +177,11 @@ def _stepped() -> Iterator[Callable[[], None]]:
     found: dict[int, tuple[torch.optim.Optimizer, Callable[[], None], Callable[[], None]]] = {}
 
     def note(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        traced = any(isinstance(p, FakeTensor) for group in optimizer.param_groups for p in group["params"])
+        traced = any(is_fake(p) for group in optimizer.param_groups for p in group["params"])
         if id(optimizer) not in found and not traced:
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             held = [v for table in _tables(optimizer) for v in table.values() if isinstance(v, torch.Tensor)]
-            with _disable_current_modes():  # an optimizer made before has real parameters, also while a step is traced
+            with disable_current_modes():  # an optimizer made before has real parameters, also while a step is traced
                 found[id(optimizer)] = optimizer, optimizer_tables(optimizer), tensor_state([*parameters, *held])
 
     def put() -> None:

@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 
 from ckptplan.runtime.accelerator import current_stream, has_generator, own_module, run_on
+from ckptplan.runtime.private import function_modes
 from ckptplan.runtime.recompute.put_back import Steps, enter
 from ckptplan.runtime.state.flags import flags, set_flags
 from ckptplan.runtime.state.modes import Modes
@@ -90,7 +91,7 @@ _CPU = torch.device("cpu")
 
 def _default_device() -> torch.device:
     """Return the default device of new tensors; without a function mode it is the CPU."""
-    return torch.get_default_device() if torch._C._len_torch_function_stack() else _CPU
+    return torch.get_default_device() if function_modes() else _CPU
 
 
 @functools.cache

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ckptplan.runtime.private import is_traceable_wrapper_subclass
 from ckptplan.runtime.state.cells import below
 
 

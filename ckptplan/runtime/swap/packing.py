@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ckptplan.runtime.accelerator import is_accelerator
+from ckptplan.runtime.private import next_sequence_number
 from ckptplan.runtime.state.compiled import out_of_sight
 from ckptplan.runtime.swap.record import Record, home_of
 from ckptplan.runtime.swap.users_hooks import Compare, Kept, UsersHooks
@@ -81,7 +82,7 @@ def unowned(tensor: torch.Tensor) -> torch.Tensor:
     it would keep alive the node that keeps it alive, and both would leak if backward never runs.
     """
     node = tensor.grad_fn
-    newest = torch._C._autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
+    newest = next_sequence_number() - 1
     return tensor.detach() if node is not None and node._sequence_nr() == newest else tensor
 
 

@@ -57,11 +57,11 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ckptplan.core.errors import CkptPlanError
 from ckptplan.runtime.accelerator import current_stream, is_accelerator, on_stream
 from ckptplan.runtime.observe.counters import Counters
+from ckptplan.runtime.private import is_fake
 from ckptplan.runtime.swap.stores import Store, Ticket
 from ckptplan.runtime.swap.views import Geometry, covers, modified_error, version_of, whole_storage
 
@@ -82,7 +82,7 @@ class State(enum.Enum):
 def home_of(tensor: torch.Tensor) -> Any:
     """Return the current stream of the tensor's device; None for fake tensors and on devices without streams."""
     device = tensor.device
-    return current_stream(device) if is_accelerator(device) and not isinstance(tensor, FakeTensor) else None
+    return current_stream(device) if is_accelerator(device) and not is_fake(tensor) else None
 
 
 class _Group:
@@ -267,7 +267,7 @@ class Record:
         self._tell_allocator(self._users)
         self._storage = weakref.ref(whole.untyped_storage())
         self._like = whole.size(), whole.dtype
-        self._fake = whole.new_empty(0) if isinstance(whole, FakeTensor) else None
+        self._fake = whole.new_empty(0) if is_fake(whole) else None
         self._whole = self._watch = None
         self.state = State.AWAY
 

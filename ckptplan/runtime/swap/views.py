@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+
+from ckptplan.runtime.private import FakeTensor, neg_view
 
 _PLAIN: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 _STRIDED = torch.strided
@@ -34,7 +35,7 @@ def plain_storage(tensor: torch.Tensor, sizes: Mapping[torch.dtype, int]) -> tup
 def _lazy(tensor: torch.Tensor, *, conj: bool, neg: bool) -> torch.Tensor:
     """Return a view of the same bytes, with the lazy conjugation (`conj`) or negation (`neg`) flag flipped."""
     if neg:
-        tensor = torch._neg_view(tensor)
+        tensor = neg_view(tensor)
     return torch._conj(tensor) if conj else tensor
 
 
