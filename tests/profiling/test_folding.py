@@ -477,10 +477,9 @@ def test_layers_with_other_settings_inside_an_object_are_not_equal() -> None:
     assert folding.find_runs(nn.ModuleList(other)) == []
 
 
-@pytest.mark.parametrize(
-    ("name", "shared", "alone"), [("vit", 9, 10), ("few", 7, 7), ("held by hooks", 11, 11), ("unused", 19, 19)]
-)
-def test_stages_that_are_alike_share_replays(name: str, shared: int, alone: int) -> None:
+@pytest.mark.parametrize(("name", "saved"), [("vit", 1), ("few", 0), ("held by hooks", 0), ("unused", 0)])
+def test_stages_that_are_alike_share_replays(name: str, saved: int) -> None:
+    """By how many replays: how many options there are depends on the operations that this version of PyTorch runs."""
     model, inputs, options = built(name)
     counted: list[int] = []
     found = []
@@ -502,8 +501,9 @@ def test_stages_that_are_alike_share_replays(name: str, shared: int, alone: int)
                 patch.setattr(f"ckptplan.profiling.bytes.trace.{target}", value)
             found.append(ckptplan.profile(model, inputs, **options))
     assert found[0] == found[1] == found[2]
-    assert (counted[0], counted[2]) == (shared, alone)
-    assert counted[1] >= alone  # those that share prove to differ, so each option is run by all that have it
+    shared, each, alone = counted
+    assert shared == alone - saved
+    assert each >= alone  # those that share prove to differ, so each option is run by all that have it
 
 
 @pytest.mark.parametrize("name", ["stack", "every_fifth"])

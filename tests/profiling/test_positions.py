@@ -52,12 +52,10 @@ def test_what_a_stage_makes_on_a_cuda_device_has_positions(device: str) -> None:
             tracker.outside(tensor)
         with tracker:
             assert block(given).device == CUDA
-    made = {op.key[0]._opname: list(op.made.values()) for op in tracker.forward[0].ops if isinstance(op.key, tuple)}
+    made = {op.key[0]._opname: list(op.made.values()) for op in tracker.forward[0].ops if op.made}  # no views
     tokens = 4 * 16
     assert made == {
         "native_layer_norm": [(tokens * 64 * 4, True), (512, True), (512, True)],
-        "view": [],
-        "t": [],
         "addmm": [(tokens * 64 * 4, True)],
         "gelu": [(tokens * 128 * 4, True)],
         "add": [(tokens * 64 * 4, True)],
