@@ -1155,7 +1155,7 @@ PROMISES: tuple[Promise, ...] = (
             "test_baselines",
             "test_comparison_table_has_a_line_per_planner_and_a_dash_where_nothing_fits",
             "test_plot_is_a_png",
-            "test_plot_without_matplotlib_names_the_extra",
+            "test_plot_without_matplotlib_names_it",
         )
         + _in("test_tiers", "test_command_line_and_tables")
         + _in("test_runtime", "test_stats_read_well"),

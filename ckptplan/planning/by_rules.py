@@ -18,8 +18,8 @@ QUICK = (
     "capuchin", "lms", "auto_perf_maxing", "sac_ilp", "chen_greedy",
 )  # fmt: skip
 """Rules that plan within one or two seconds at 80 stages, the quickest and the best ones first."""
-SHARE = 0.1
-"""Of the time limit, after which no further rule is begun: of some, time grows with the square of the stages."""
+SHARE, LEAST_S = 0.1, 1.0
+"""Share of the time limit, and at least seconds, after which no further rule is begun: on long chains some take long."""
 
 
 def plans_by_rules(
@@ -31,7 +31,7 @@ def plans_by_rules(
     """
     if rules is None:
         rules = [rule for rule in QUICK if rule != "uniform" or profile.step_error]
-    deadline = time.monotonic() + SHARE * limits.time_limit_s
+    deadline = time.monotonic() + max(SHARE * limits.time_limit_s, LEAST_S)
     found: list[Plan] = []
     for rule in rules:
         if time.monotonic() > deadline:
