@@ -33,14 +33,15 @@ def _owners(tensor: torch.Tensor) -> int:
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]
 
 
-_calls = itertools.count()
+_calls: list[str] = []
 
 
 def apart(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return `function`, whose allocations don't count: each call is a span of the profiler with a name of its own."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with record_function(f"{_STAGING}{next(_calls)}"):
+        _calls.append(f"{_STAGING}{len(_calls)}")
+        with record_function(_calls[-1]):
             return function(*args, **kwargs)
 
     return run

@@ -43,7 +43,7 @@ def test_public_names_are_written_alike_in_all_three_places() -> None:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("ckptplan."):
             seen |= {alias.name: node.module for alias in node.names}
     assert seen == ckptplan._MODULES
-    assert set(ckptplan.__all__) == set(seen)
+    assert {*ckptplan.__all__, "__version__"} == set(seen)
     assert set(ckptplan.__all__) <= set(dir(ckptplan))
     # Importing a submodule sets it as an attribute, which would hide a public name.
     assert not set(seen) & {module.name for module in pkgutil.iter_modules(ckptplan.__path__)}

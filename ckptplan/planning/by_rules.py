@@ -19,7 +19,7 @@ QUICK = (
 )  # fmt: skip
 """Rules that plan within one or two seconds at 80 stages, the quickest and the best ones first."""
 SHARE, LEAST_S = 0.1, 1.0
-"""Share of the time limit, and at least seconds, after which no further rule is begun: on long chains some take long."""
+"""Share of the time limit, and seconds at least, after which no further rule is begun: some are slow on long chains."""
 
 
 def plans_by_rules(

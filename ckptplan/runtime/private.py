@@ -108,7 +108,7 @@ try:
 except (ImportError, AttributeError) as error:
     raise CkptPlanError(
         f"PyTorch {torch.__version__} lacks a private name that ckptplan needs ({error}); supported are PyTorch "
-        f"{SUPPORTED}: install one of these, or a newer ckptplan"
+        f"{SUPPORTED}: install one of these, or a newer version of this package"
     ) from error
 
 __all__ = [

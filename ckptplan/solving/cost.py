@@ -46,7 +46,6 @@ Menu = Sequence[Sequence[int]]
 """Per stage, the codes it may take."""
 Segments = tuple[Segment, ...]
 
-_SETTLING = 2  # rounds after which hardly any plan changes further
 KEEP = 0
 """The code of "keep", the first option of every menu."""
 
@@ -372,7 +371,9 @@ class Evaluator:
             np.array([stage.options.index(in_place(stage, option, set())) for option in stage.options], np.int8)
             for stage in self.profile.stages
         ]
-        for _ in range(_SETTLING):  # what stays may spare bytes, and with them other moves
+        before = None
+        while before is None or not np.array_equal(codes, before):
+            before = codes  # what stays may spare bytes, and with them other moves
             fits, lazy = self._lazy(codes, budget_bytes, segments)
             staying = fits[:, None] & (lazy.moved == 0)
             codes = np.column_stack(

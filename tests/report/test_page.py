@@ -437,7 +437,10 @@ def test_no_point_flattens_the_trade_off(opened: Any) -> None:
     base = plans[0].baseline_step_s
 
     def opening(first: float, *others: tuple[str, float]) -> tuple[float, str]:
-        rivals = [Rival(name, plans[-1].counted_bytes, base * (1 + slower / 100)) for name, slower in others]
+        rivals = [
+            Rival(name, plans[-1].counted_bytes, replace(plans[-1], step_s=base * (1 + slower / 100)))
+            for name, slower in others
+        ]
         leanest = replace(plans[0], step_s=base * (1 + first / 100))
         page = opened(plan_report(profile, plans[-1], frontier=[leanest, *plans[1:]], rivals=rivals))
         return page.evaluate("report.charts.frontier.scales.y.max"), page.locator("#beyond").inner_text()

