@@ -187,7 +187,7 @@ def test_flags_that_are_put_back_leave_pytorchs_first_choice(monkeypatch: pytest
     monkeypatch.setattr(flags_, "_chosen", False)
     monkeypatch.setattr(accelerator, "IS_BUILT", True)
     monkeypatch.setattr(accelerator.module, "is_initialized", lambda: started[0])
-    monkeypatch.setattr(accelerator, "current_index", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch, "empty", lambda *size, device=None, **options: empty(*size, **options))
     monkeypatch.setattr(torch, "_fused_sdp_choice", first_attention)
     try:
