@@ -103,11 +103,12 @@ class FirstForward(Handle):
 
     @contextlib.contextmanager
     def _unplanned(self) -> Iterator[None]:
+        was_on = self._patch.is_installed
         self._patch.remove()
         try:
             yield
         finally:
-            if self._planner is not None:
+            if was_on and self._planner is not None:
                 self._patch.install()
 
     def unmetered(self) -> contextlib.AbstractContextManager[None]:

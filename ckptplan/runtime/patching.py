@@ -159,6 +159,11 @@ class PatchedForward:
         self._placed = True
 
     @property
+    def is_installed(self) -> bool:
+        """Whether calls of the module run this."""
+        return self._active
+
+    @property
     def is_compiled(self) -> bool:
         """Whether the module was compiled when this object was made."""
         return self.attribute == "_compiled_call_impl"

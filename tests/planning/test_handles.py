@@ -125,3 +125,17 @@ def test_a_budget_beyond_the_device_is_warned_of() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ckptplan.solve(blocks(), there - 1, inputs=X, time_limit_s=1)
+
+
+@pytest.mark.parametrize("applied", WAYS)
+def test_solving_in_a_pause_ends_no_pause(applied: Callable[..., None]) -> None:
+    model = blocks()
+    handle = ckptplan.apply(model, planned(model)) if applied is by_plan else None
+    handle = handle or ckptplan.apply(model, budget="50%", loss_fn=loss_of, time_limit_s=1)
+    if applied is by_budget_and_forward:
+        loss_of(model(X)).backward()
+    with handle.paused():
+        planned(model)
+        assert is_plain(model)
+    assert not is_plain(model)
+    handle.remove()
