@@ -41,13 +41,13 @@ from ckptplan.cli.arguments import (
     parts_of,
     to_actions,
     to_bytes,
+    to_fsdp,
 )
 from ckptplan.cli.output import INTERRUPTED, check_writable, finishing, save_plan, show_interrupt, terminal, writing
 from ckptplan.cli.subject import model_of, profile_of, subject_of
 from ckptplan.core.display import progress
 from ckptplan.core.errors import CkptPlanError, InfeasibleBudgetError, InvalidInputError
 from ckptplan.core.frontier import Frontier
-from ckptplan.core.fsdp import FSDP
 from ckptplan.core.plan import KEEP, Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.progress import Message, limited
@@ -96,7 +96,7 @@ def profile(
             amp=amp,
             accumulate=accumulate,
             ddp=ddp,
-            fsdp=None if fsdp is None else FSDP.from_text(fsdp),
+            fsdp=to_fsdp(fsdp),
             swap_dir=swap_dir,
             cache=cache,
             on_progress=shown,

@@ -43,7 +43,7 @@ from ckptplan.runtime.group import GroupCall, group_call
 from ckptplan.runtime.guard.check import When
 from ckptplan.runtime.guard.gradients import rewinding, starting_gradient_bytes
 from ckptplan.runtime.guard.retry import OnOom
-from ckptplan.runtime.handle import Handle, handle_of
+from ckptplan.runtime.handle import Handle, handle_of, without_plan
 from ckptplan.runtime.handle import apply as apply_plan
 from ckptplan.runtime.observe.measure import run_step, unique_bytes
 from ckptplan.runtime.replicated import added_bytes, apart, ddp_under, unwrapped
@@ -180,12 +180,10 @@ def apply(
 def _replacing(model: nn.Module) -> Iterator[None]:
     """Take the present plan off a model, if there is one; put it back if what is inside fails."""
     former = handle_of(model)
-    if former is None:
+    with without_plan(model):
         yield
-        return
-    with former.paused():
-        yield
-        former.remove()
+        if former is not None:
+            former.remove()
 
 
 def _later(model: nn.Module, inputs: Any, wanted: dict[str, Any], how: dict[str, Any]) -> Handle:

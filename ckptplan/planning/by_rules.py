@@ -11,7 +11,8 @@ from ckptplan.core.errors import InfeasibleBudgetError
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.request import Limits
-from ckptplan.referee.validate import examine
+from ckptplan.referee.simulate import Timeline
+from ckptplan.referee.validate import Violation, examine
 
 QUICK = (
     "recompute_all", "swap_all", "vdnn_conv", "vdnn_dyn", "chen_sqrt", "meng_swap", "uniform", "superneurons",
@@ -38,14 +39,15 @@ def plans_by_rules(
             break
         with contextlib.suppress(InfeasibleBudgetError):
             plan = BASELINES[rule](profile, budget_bytes)
-            if allowed(profile, plan, limits):
+            broken, _ = examined(profile, plan, limits)
+            if not broken:
                 found.append(plan)
     return found
 
 
-def allowed(profile: Profile, plan: Plan, limits: Limits) -> bool:
-    """Whether the referee accepts a plan within its budget and `limits`."""
-    broken, _ = examine(
+def examined(profile: Profile, plan: Plan, limits: Limits) -> tuple[tuple[Violation, ...], Timeline | None]:
+    """What the referee says of a plan within its budget and `limits` (`referee.validate.examine`)."""
+    return examine(
         profile,
         plan,
         plan.budget_bytes,
@@ -54,4 +56,3 @@ def allowed(profile: Profile, plan: Plan, limits: Limits) -> bool:
         actions=limits.actions,
         segments=limits.segments,
     )
-    return not broken

@@ -27,11 +27,10 @@ from ckptplan.core.progress import Message, limited, search_state
 from ckptplan.core.request import Limits
 from ckptplan.core.schedule import EQUAL_S
 from ckptplan.core.units import GIB, format_bytes
-from ckptplan.planning.by_rules import SHARE, plans_by_rules
+from ckptplan.planning.by_rules import SHARE, examined, plans_by_rules
 from ckptplan.planning.in_flight import solve_in_flight, with_others
 from ckptplan.planning.points import away_longest
 from ckptplan.referee.simulate import simulate
-from ckptplan.referee.validate import examine
 from ckptplan.solving.planner import OnProgress, smallest_peak, solve_profile
 from ckptplan.solving.tiers import check_disk
 
@@ -374,16 +373,7 @@ class Job:
 
     def sound(self, plan: Plan) -> Plan:
         """Return `plan`, if the referee accepts it, with the peak of its forward and the bytes between the passes."""
-        limits = self.limits
-        broken, found = examine(
-            self.profile,
-            plan,
-            plan.budget_bytes,
-            host_bytes=limits.host_bytes,
-            disk_bytes=limits.disk_bytes,
-            actions=limits.actions,
-            segments=limits.segments,
-        )
+        broken, found = examined(self.profile, plan, self.limits)
         if broken or found is None:
             raise CkptPlanError(
                 "the referee rejects the solver's plan, please report it: "
