@@ -208,7 +208,7 @@ def test_bad_input_is_refused(model: nn.Module, arguments: dict[str, object], te
 
 def test_a_plan_that_the_referee_rejects_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = Violation("budget", "blocks.0", "made up")
-    monkeypatch.setattr(jobs, "examine", lambda *args, **kwargs: ((broken,), None))
+    monkeypatch.setattr(jobs, "examined", lambda *args, **kwargs: ((broken,), None))
     with pytest.raises(ckptplan.CkptPlanError, match="referee rejects"):
         ckptplan.max_batch_size(layers(1), rows, BUDGET / GIB, time_limit_s=0.2, limit=1)
 
