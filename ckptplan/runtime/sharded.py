@@ -36,12 +36,21 @@ from ckptplan.core.errors import InvalidInputError, PlanMismatchError, Unsupport
 from ckptplan.core.fsdp import FSDP
 from ckptplan.core.plan import Plan
 from ckptplan.runtime.observer import Observer
-from ckptplan.runtime.private import is_fake
+from ckptplan.runtime.private import SUPPORTED, is_fake
 from ckptplan.runtime.state.cells import below
 from ckptplan.runtime.swap.own import is_sharded_unit, local_part, sharded_units
 
 _CONTAINERS = (list, dict, set)
 _NUMBERS = (bool, int, float)
+_OF_STATES = """_auto_reshard_after_forward _comm_ctx _fsdp_param_groups _lazy_init _modules _state_ctx _training_state
+    _states_to_backward_prefetch _states_to_forward_prefetch"""
+_OF_GROUPS = """_all_gather_comm _all_gather_process_group _all_reduce_hook _post_forward_indices _reduce_scatter_comm
+    _to_sharded _training_state all_reduce_grads comm_ctx device fsdp_params is_unsharded mesh_info modules
+    offload_policy post_forward_mesh_info reduce_grads unshard wait_for_unshard"""
+_OF_PARAMETERS = """_orig_size _setattr_on_modules _sharded_local_tensor _sharded_param_data _unsharded_inner_tensors
+    all_gather_outputs free_unsharded_param fsdp_placement init_all_gather_outputs init_unsharded_param is_dtensor
+    mp_policy padded_sharded_param_size sharded_param sharded_size to_sharded_dtensor"""
+"""Attributes of the engine's states, groups and parameters that are used here (seen in PyTorch 2.9 to 2.15)."""
 
 
 def states(model: nn.Module) -> list[Any]:
@@ -67,7 +76,10 @@ def engine_parameters(model: nn.Module) -> list[Any]:
 
 
 def check_planned(model: nn.Module) -> None:
-    """Raise `UnsupportedModelError` for settings of `fully_shard` whose bytes aren't planned."""
+    """Raise `UnsupportedModelError` for settings of `fully_shard` whose bytes aren't planned, and for other engines."""
+    _check_engine(states(model), _OF_STATES)
+    _check_engine(parameter_groups(model), _OF_GROUPS)
+    _check_engine(engine_parameters(model), _OF_PARAMETERS)
     for group in parameter_groups(model):
         why = None
         if type(group.offload_policy).__name__ == "CPUOffloadPolicy":
@@ -91,6 +103,15 @@ def check_planned(model: nn.Module) -> None:
 
 
 _UNPLANNED = "the model is sharded by fully_shard, and plans can't go with it"
+
+
+def _check_engine(objects: Sequence[Any], names: str) -> None:
+    for found in objects[:1]:
+        if missing := [name for name in names.split() if not hasattr(found, name)]:
+            raise UnsupportedModelError(
+                f"{_UNPLANNED}: in PyTorch {torch.__version__} a {type(found).__name__} has no {', '.join(missing)}; "
+                f"supported are PyTorch {SUPPORTED}"
+            )
 
 
 def unit_settings(module: nn.Module) -> tuple[Any, ...]:

@@ -247,6 +247,28 @@ def test_what_is_not_planned(mesh: Any) -> None:
         ckptplan.solve(fsdp.FullyShardedDataParallel(build("mlp")[0], device_id=torch.device("cpu")), 1, inputs=inputs)
 
 
+def test_settings_of_newer_versions_are_refused(mesh: Any) -> None:
+    model, inputs = build("mlp")
+    sharded_model = fsdp.fully_shard(model, mesh=mesh)
+    if not hasattr(sharded_model, "set_manual_backward_finalization"):
+        pytest.skip("this version of PyTorch has no such settings")
+    sharded_model.set_manual_backward_finalization(True)
+    with pytest.raises(UnsupportedModelError, match="finalize_backward"):
+        ckptplan.solve(model, 1, inputs=inputs)
+    sharded_model.set_manual_backward_finalization(False)
+    sharded_model.set_keep_unsharded_storage(True)
+    with pytest.raises(UnsupportedModelError, match="set_keep_unsharded_storage"):
+        ckptplan.solve(model, 1, inputs=inputs)
+
+
+def test_an_engine_of_an_unknown_version_is_refused(mesh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = build("mlp")
+    fsdp.fully_shard(model, mesh=mesh)
+    monkeypatch.delattr(parameter_groups(model)[0], "reduce_grads")
+    with pytest.raises(UnsupportedModelError, match=r"a FSDPParamGroup has no reduce_grads; supported are PyTorch 2.9"):
+        ckptplan.solve(model, 1, inputs=inputs)
+
+
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
 @pytest.mark.parametrize("where", ["blocks", "inside"])
 def test_distributed_checkpoints(mesh: Any, where: str, tmp_path: Path) -> None:
