@@ -18,7 +18,7 @@ import pytest
 import torch
 from small_models import assert_same, build, gradients, measured, plan_of, scheduled
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from ckptplan.core.errors import InvalidInputError, PlanMismatchError, UnsupportedModelError
 from ckptplan.core.plan import KEEP, Decision, Plan
@@ -616,21 +616,29 @@ def test_what_a_stage_runs_again_from_is_checked_for_writes_where_hooks_keep_it(
             loss.backward()
 
 
+SOME = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+
+
 class _Checkpoints(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, **how: Any) -> None:
         super().__init__()
+        self.how = how
         self.inner = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Dropout(0.1), nn.Linear(96, 64))
         self.norm = nn.LayerNorm(64)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.norm(x + checkpoint(self.inner, x, use_reentrant=False)))
+        return torch.tanh(self.norm(x + checkpoint(self.inner, x, use_reentrant=False, **self.how)))
 
 
+@pytest.mark.parametrize("how", [{}, {"context_fn": SOME}], ids=["checkpoint", "selective"])
 @pytest.mark.parametrize("what", ["keep", "swap", "recompute", "segment"])
-def test_stages_that_checkpoint_inside(what: str) -> None:
-    """Whole blocks, around a checkpoint of the user's own, which a profile would leave outside of its stages."""
+def test_stages_that_checkpoint_inside(what: str, how: dict[str, Any]) -> None:
+    """Whole blocks, around a checkpoint of the user's own, which a profile would leave outside of its stages.
+
+    A selective one isn't warned of hooks that aren't the user's (PyTorch 2.14).
+    """
     torch.manual_seed(0)
-    model, x = nn.Sequential(*(_Checkpoints() for _ in range(4))), torch.randn(32, 64)
+    model, x = nn.Sequential(*(_Checkpoints(**how) for _ in range(4))), torch.randn(32, 64)
     plain = copy.deepcopy(model)
     choice = {
         "keep": [KEEP] * 4,

@@ -24,8 +24,11 @@ ROUND_LARGE_BYTES = 2 * MIB
 LARGE_SEGMENT_BYTES = 20 * MIB  # default of `large_segment_size_mb`
 INTERVALS = 16  # interval i has the sizes from 2**(20+i) to 2**(21+i) - 1 bytes; the first and last have no bound
 
-# Settings of pinned host memory, a lock, or CUDA graph capture, which have no effect in this model.
+# Settings of pinned host memory, a lock, CUDA graph capture, or reserved addresses (PyTorch 2.15), which have no effect
+# in this model.
 WITHOUT_EFFECT = (
+    "expandable_segments_reserve",
+    "expandable_segments_reserve_by_class",
     "graph_capture_record_stream_reuse",
     "pinned_free_catch_all",
     "pinned_max_cached_size_mb",
@@ -117,8 +120,8 @@ class AllocatorSettings:
     def from_string(cls, text: str) -> AllocatorSettings:
         """Return the settings in the text of PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF.
 
-        Known names without an effect on device memory (pinned memory, locks, graph capture) are accepted. Of a name
-        given twice the last value counts, as in PyTorch.
+        Known names without an effect on device memory (pinned memory, locks, graph capture, reserved addresses) are
+        accepted. Of a name given twice the last value counts, as in PyTorch.
 
         Raises
         ------

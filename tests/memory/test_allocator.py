@@ -745,7 +745,7 @@ def test_settings_from_string() -> None:
     found = AllocatorSettings.from_string(
         " expandable_segments : True, max_split_size_mb:128,garbage_collection_threshold:0.8,"
         "roundup_power2_divisions:[256:1, 512:2,1024:4,>:8],large_segment_size_mb:40,max_non_split_rounding_mb:50,"
-        "per_process_memory_fraction:0.9,backend:native,pinned_num_register_threads:8,"
+        "per_process_memory_fraction:0.9,backend:native,pinned_num_register_threads:8,expandable_segments_reserve:40G,"
     )
     assert found == AllocatorSettings(
         expandable_segments=True,

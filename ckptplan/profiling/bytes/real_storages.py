@@ -38,6 +38,7 @@ from ckptplan.runtime.sharded import engine_parameters, gathered
 from ckptplan.runtime.swap.own import storages_of
 from ckptplan.runtime.swap.packing import unowned
 from ckptplan.runtime.swap.positions import has_position
+from ckptplan.runtime.swap.users_hooks import OwnHooks
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ class RealStorages:
 
     def hooks(self) -> contextlib.AbstractContextManager[Any]:
         """Inside, tensors that autograd saves are recorded."""
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+        return OwnHooks(self._pack, lambda tensor: tensor)
 
     def begin(self, segment: int, given: Any = ()) -> None:
         """A segment begins, with these arguments."""

@@ -80,6 +80,7 @@ from ckptplan.runtime.swap.own import sharded_units, storages_of
 from ckptplan.runtime.swap.packing import unowned
 from ckptplan.runtime.swap.positions import has_position
 from ckptplan.runtime.swap.stores import NULL_STORES
+from ckptplan.runtime.swap.users_hooks import OwnHooks
 
 DRAWS = "forward draws random numbers from Python's or numpy's generators"
 """Beginning of a note."""
@@ -541,7 +542,7 @@ def replay(
             graphs.add(saved, sid)
             return saved
 
-        hooks = torch.autograd.graph.saved_tensors_hooks(pack, watcher.give_back)
+        hooks = OwnHooks(pack, watcher.give_back)
         controller.counters.runs = _Runs(tracker.stage_next)
         controller.is_inner = watcher.is_inner
         controller.install()

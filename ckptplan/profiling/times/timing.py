@@ -54,6 +54,7 @@ from ckptplan.runtime.state.flags import FLAGS, flags, set_flags
 from ckptplan.runtime.state.objects import attributes_of
 from ckptplan.runtime.state.restore import beside
 from ckptplan.runtime.step import TrainingStep, without_graph
+from ckptplan.runtime.swap.users_hooks import OwnHooks
 
 Way = tuple[int, ...] | None
 """How a stage runs: None for plain, otherwise recomputed with the outputs of these operations saved."""
@@ -135,7 +136,7 @@ def _saving(call: Call, tensors: list[torch.Tensor], *, most: int | None = None)
         if count == most:
             raise Enough
 
-    with torch.autograd.graph.saved_tensors_hooks(out_of_sight(save), lambda nothing: nothing):
+    with OwnHooks(out_of_sight(save), lambda nothing: nothing):
         return [t.detach() for t in _tensors(call(*tensors))], count
 
 

@@ -50,6 +50,7 @@ from ckptplan.runtime.private import disable_current_modes
 from ckptplan.runtime.state.compiled import compiled_modules, out_of_sight
 from ckptplan.runtime.state.restore import random_state
 from ckptplan.runtime.step import TrainingStep
+from ckptplan.runtime.swap.users_hooks import OwnHooks
 
 if TYPE_CHECKING:
     from ckptplan.profiling.bytes.fake import FakeWorld
@@ -206,7 +207,7 @@ def note_compiled(step: TrainingStep, target: Target) -> None:
             key = _key(name, module, args, kwargs)
             if key not in noted:
                 # Autograd saves tensors as usual, whichever hooks are installed around.
-                with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+                with OwnHooks(lambda tensor: tensor, lambda tensor: tensor):
                     noted[key] = _note(name, module, original, args, kwargs, device, key)
             return original(*args, **kwargs)
 
@@ -214,7 +215,7 @@ def note_compiled(step: TrainingStep, target: Target) -> None:
 
     with (
         _patched(found, runner),
-        torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing),
+        OwnHooks(lambda tensor: None, lambda nothing: nothing),
     ):
         step.forward()
 
@@ -310,7 +311,7 @@ def _described(name: str, module: nn.Module, trial: _Trial) -> dict[str, Any]:
         saved.append(storages.find(tensor))
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(out_of_sight(pack), lambda tensor: tensor):
+    with OwnHooks(out_of_sight(pack), lambda tensor: tensor):
         output = trial()
     if [t._version for t in inputs] != versions:
         raise UnsupportedModelError(

@@ -48,6 +48,7 @@ from ckptplan.runtime.replicated import apart
 from ckptplan.runtime.state.compiled import compiled_modules
 from ckptplan.runtime.step import TrainingStep, without_graph
 from ckptplan.runtime.swap.stores import NULL_STORES
+from ckptplan.runtime.swap.users_hooks import OwnHooks
 from ckptplan.runtime.swap.views import whole_storage
 
 T = TypeVar("T")
@@ -158,7 +159,7 @@ def _witness(phase: Phase, answers: Answers, step: TrainingStep, target: Target,
             finally:
                 controller.remove()
         return
-    saves_nothing = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, _nothing_saved)
+    saves_nothing = OwnHooks(lambda tensor: None, _nothing_saved)
     with torch.enable_grad() if phase == "forward" else without_graph(), saves_nothing:
         witness.watch(step.forward)
 

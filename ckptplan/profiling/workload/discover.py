@@ -30,6 +30,7 @@ from ckptplan.runtime.state.compiled import compiled_modules
 from ckptplan.runtime.step import TrainingStep
 from ckptplan.runtime.swap.own import storages_of
 from ckptplan.runtime.swap.packing import unowned
+from ckptplan.runtime.swap.users_hooks import OwnHooks
 
 _WORTH = 0.01  # a call outside of the blocks becomes a stage from this share of all saved bytes on
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -281,7 +282,7 @@ def _record(
         if is_foreign(module, own_modules):
             foreign[type(module).__qualname__] = None
 
-    saving = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    saving = OwnHooks(pack, lambda tensor: tensor)
     with register_module_forward_pre_hook(note), installed(patches), world() as here, saving:
         step.forward()
     return calls

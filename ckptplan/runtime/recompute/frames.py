@@ -21,7 +21,7 @@ from ckptplan.runtime.recompute.selective import Selection
 from ckptplan.runtime.state.compiled import out_of_sight
 from ckptplan.runtime.swap.packing import Held, Packing, unpack
 from ckptplan.runtime.swap.session import SwapSession
-from ckptplan.runtime.swap.users_hooks import UsersHooks, innermost, keep_values
+from ckptplan.runtime.swap.users_hooks import OwnHooks, UsersHooks, innermost, keep_values
 from ckptplan.runtime.swap.views import plain, version_of
 
 
@@ -106,7 +106,7 @@ class Frame:
         self._users = UsersHooks.around()
         save = self._save if self._users is None else self._users.through(self._save)
         try:
-            with torch.autograd.graph.saved_tensors_hooks(out_of_sight(save), unpack):
+            with OwnHooks(out_of_sight(save), unpack):
                 output = self._call(*tensors)
         finally:
             if self.check is not None:
@@ -213,7 +213,7 @@ class Frame:
         # Emptied afterwards to break a reference cycle that Python's collector can't see: the graph holds this hook,
         # the hook the frame, and the frame may hold the graph, by a list to which a module's hook appends features.
         saves = [save]
-        hooks = torch.autograd.graph.saved_tensors_hooks(out_of_sight(lambda t: saves[0](t)), nothing_saved)
+        hooks = OwnHooks(out_of_sight(lambda t: saves[0](t)), nothing_saved)
         try:
             with unchanged, torch.enable_grad(), hooks:
                 return pytree.tree_leaves(self._call(*inputs))

@@ -12,7 +12,7 @@ from ckptplan.runtime.accelerator import is_accelerator
 from ckptplan.runtime.private import next_sequence_number
 from ckptplan.runtime.state.compiled import out_of_sight
 from ckptplan.runtime.swap.record import Record, home_of
-from ckptplan.runtime.swap.users_hooks import Compare, Kept, UsersHooks
+from ckptplan.runtime.swap.users_hooks import Compare, Kept, OwnHooks, UsersHooks
 from ckptplan.runtime.swap.views import Geometry, modified_error
 
 
@@ -104,14 +104,10 @@ class Packing:
         """Count `tensor` in the order without holding it."""
         self.saved.append(_Counted(tensor))
 
-    def hooks(
-        self, compared: Callable[[torch.Tensor], Compare] | None = None
-    ) -> torch.autograd.graph.saved_tensors_hooks:
+    def hooks(self, compared: Callable[[torch.Tensor], Compare] | None = None) -> OwnHooks:
         """Return saved-tensor hooks that collect what autograd saves; for `compared` see `UsersHooks.through`."""
         users = UsersHooks.around()
-        return torch.autograd.graph.saved_tensors_hooks(
-            self.pack if users is None else out_of_sight(users.through(self.pack, compared)), unpack
-        )
+        return OwnHooks(self.pack if users is None else out_of_sight(users.through(self.pack, compared)), unpack)
 
 
 unpack: Callable[[Kept], torch.Tensor] = operator.methodcaller("tensor")

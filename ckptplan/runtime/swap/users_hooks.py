@@ -40,6 +40,31 @@ innermost: Callable[[bool], tuple[Pack, Unpack] | None] = torch._C._autograd._to
 """Return the saved-tensor hooks that autograd would call now, None without any; its argument is always False."""
 
 
+class OwnHooks(torch.autograd.graph.saved_tensors_hooks):
+    """Saved-tensor hooks of this package, past which PyTorch looks for the user's.
+
+    From PyTorch 2.14 on, selective checkpointing can pass what it saves through the hooks around it
+    (`respect_saved_tensors_hooks`), and warns of hooks that it doesn't know unless it was told which. It looks past
+    hooks that have the mark of its own (`torch.utils.checkpoint`, `_checkpoint_internal_hook`).
+    """
+
+    def __init__(self, pack: Pack, unpack: Unpack) -> None:
+        super().__init__(lambda tensor: pack(tensor), unpack)  # a function of its own, which can have attributes
+        self._mark: dict[str, Any] = vars(self.pack_hook)
+        self._mark["_checkpoint_internal"] = True
+
+    def __enter__(self) -> None:
+        hooks = innermost(False)
+        while hooks is not None and getattr(hooks[0], "_checkpoint_internal", False):
+            hooks = hooks[0]._user_hooks  # type: ignore[attr-defined]
+        self._mark["_user_hooks"] = hooks
+        super().__enter__()
+
+    def __exit__(self, *args: object) -> None:
+        del self._mark["_user_hooks"]  # which a graph would hold with the hook
+        super().__exit__(*args)
+
+
 class Kept(Protocol):
     """An object that stands for a saved tensor."""
 
