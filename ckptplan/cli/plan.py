@@ -135,10 +135,9 @@ def solve(
 ) -> None:
     """Find the fastest plan within a budget, or the plan with the smallest peak within a slowdown, with a proven bound.
 
-    A model is profiled first, and its plan is replayed on it; with an optimizer, autocast or for another device, profile
-    it by [bold]ckptplan profile[/bold], and solve that file. Plans found on the way are shown. Exits with 2 if no plan
-    fits; the message names the smallest budget that works. Ctrl-C prints and writes the best plan so far, and exits with
-    130.
+    A model is profiled first, and its plan is replayed on it. With an optimizer, autocast or for another device, run
+    [bold]ckptplan profile[/bold] and solve its file. Plans found on the way are shown. Exits with 2 if no plan fits;
+    the message names the smallest budget that works. Ctrl-C prints and writes the best plan so far, and exits with 130.
 
     Example: [bold]ckptplan solve profile.json --budget-gb 12 -o plan.json[/bold]
     """
