@@ -95,6 +95,9 @@ KINDS: dict[str, tuple[Any, dict[str, tuple[int, ...]]]] = {
     ),
 }  # fmt: skip
 
+SMALL = ("--device", "a100-40gb", "--budget-gb", "0.018")
+"""Of so small a budget the largest batch is soon found."""
+
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_inputs_follow_from_the_head(kind: str, run: Run, tmp_path: Path) -> None:
@@ -103,7 +106,7 @@ def test_inputs_follow_from_the_head(kind: str, run: Run, tmp_path: Path) -> Non
     path.write_text(json.dumps(config.to_dict()))
     make, _ = configs.make_inputs(configs.make_model(configs.Job(str(path))), None)
     assert {name: tuple(t.shape) for name, t in make(3).items()} == shapes
-    found = run("fit", "--config", str(path), "--device", "a100-40gb", "--optimizer", "adamw")
+    found = run("fit", "--config", str(path), *SMALL, "--optimizer", "adamw")
     assert found.exit_code == 0, found.output
     if kind == "sequence":
         assert_clean_error(run("fit", "--config", str(path), "--seq", "64"), "the model has 48 positions")
@@ -284,7 +287,7 @@ def test_fit_and_estimate_take_files(run: Run, folder: Path) -> None:
         "PeftModel, 0.0 M parameters (0.0 M in bfloat16 and 0.0 M in float32), 0.0 M trained; 2 x 64 tokens; optimizer "
         "paged_adamw_8bit, autocast bfloat16"
     )
-    for command in (["fit", "--device", "a100-40gb"], ["estimate", "--device", "a100-40gb"]):
+    for command in (["fit", *SMALL], ["estimate", "--device", "a100-40gb"]):
         found = run(*command, "--axolotl", str(folder / "lora.yaml"))
         assert found.exit_code == 0, found.output
         assert described in found.stdout
@@ -327,5 +330,5 @@ def test_sharded_models_of_files(adapter: str, run: Run, folder: Path) -> None:
         state = next(line for line in found.stdout.splitlines() if line.startswith("optimizer state"))
         values = 2 * (ATTENTION + MLP) + EMBEDDINGS + NORMS
         assert state.split()[2:] == [f"{2 * 4 * values // 2 / 2**10:.2f}", "KiB"]
-    fits = run("fit", "--axolotl", path, "--fsdp", "2", "--device", "a100-40gb")
+    fits = run("fit", "--axolotl", path, "--fsdp", "2", *SMALL)
     assert fits.exit_code == 0, fits.output

@@ -203,7 +203,11 @@ class Unused(nn.Module):
 
 
 def stack(*layers: nn.Module, **options: Any) -> Built:
-    return nn.Sequential(nn.Linear(32, 32), *layers, nn.Linear(32, 8)), torch.randn(16, 40, 32), options
+    return (
+        nn.Sequential(nn.Linear(32, 32), *layers, nn.Linear(32, 8)),
+        torch.randn(16, 40, 32),
+        {"menus": False, **options},
+    )
 
 
 def language(model: nn.Module, **options: Any) -> Built:
@@ -284,10 +288,10 @@ CASES: dict[str, Case] = {
     "vit": Case(vit),
     "hidden states": Case(lambda: gpt2(hidden=True, menus=False)),
     "accumulating": Case(lambda: gpt2(accumulate=True, optimizer="adamw", menus=False)),
-    "absent": Case(lambda: gpt2(**A100)),
+    "absent": Case(lambda: gpt2(menus=False, **A100)),
     "sharded": Case(lambda: llama(8, device="a100-40gb", fsdp=SHARDED, menus=False)),
     "sharded, whole": Case(lambda: bert(7, menus=False, fsdp=ckptplan.FSDP(3, reshard_after_forward=False))),
-    "stack": Case(lambda: stack(*(Residual(place=k) for k in range(9)))),
+    "stack": Case(lambda: stack(*(Residual(place=k) for k in range(9)), menus=True)),
     "two in turn": Case(lambda: stack(*(Residual(64 + 64 * (k % 2)) for k in range(12)))),
     "others behind": Case(lambda: stack(*(Residual() for _ in range(8)), Residual(64), Residual())),
     "some frozen": Case(frozen),

@@ -131,6 +131,7 @@ def test_code_that_is_checkpointed_by_the_model() -> None:
     assert f"aten.add in 1, {line(Block, 2)}" in origins(found, "1")
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # from the compiler, as in `test_compile.py`
 def test_compiled_code_has_no_operations() -> None:
     model = nn.Sequential(Inner(), nn.Sequential(nn.Linear(64, 64), nn.Tanh()), nn.Linear(64, 64))
     model[1].compile(backend="aot_eager")
