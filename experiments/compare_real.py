@@ -1,6 +1,7 @@
 """What does ckptplan cost beside the switches PyTorch users have today, at the peak each of them really reaches?
 
     python experiments/compare_real.py --out experiments/results
+    python experiments/compare_real.py --out experiments/results --recompute-alone
     python experiments/compare_real.py --out /tmp/compiled --models gpt2,resnet50 --compiled 0.25,0.5,1
     python experiments/compare_real.py --out /tmp/quick --quick
 
@@ -8,7 +9,8 @@ Every rival trains its own copy of the same model on the same inputs. Its peak i
 `ckptplan.solve` plans for that peak (see `ours`). Then all of them take steps in turn, every rival right beside ours,
 so that each ratio is between neighbours in time. A cell is one rival on one model: won where the bootstrap interval of
 the median ratio lies below 1, lost where it lies above. Dropout is off: a compiled model draws other random numbers
-than an eager one, and without dropout all rivals compute the very same step.
+than an eager one, and without dropout all rivals compute the very same step. On a CPU swaps go to a file in the same
+memory; with `--recompute-alone` plans have none, and neither have the rivals.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import ckptplan
 from ckptplan.baselines import BASELINES
 from ckptplan.core.errors import InfeasibleBudgetError
+from ckptplan.core.option import ACTIONS
 from ckptplan.core.schedule import residency
 from ckptplan.runtime.observe.measure import held_tensors, peak_above_start, unique_bytes
 from ckptplan.solving import smallest_peak
@@ -69,6 +72,9 @@ WHAT = {
     "its kernels hold outside of torch's allocator isn't seen",
 }
 """Kind of rival -> what runs."""
+
+RECOMPUTE_ALONE = ("plain", "hf", "hf/every2", "sequential/2", "sequential/4", "chen_greedy")
+"""The rivals that don't copy anything."""
 
 GREEDY = ("chen_greedy", "superneurons", "capuchin")
 RESAMPLES = 10_000
@@ -302,11 +308,18 @@ def deviation(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
 
 
 def compare(
-    name: str, *, quick: bool, segments: Sequence[int], ratios: Sequence[float], rounds: int, say: Callable[[str], None]
+    name: str,
+    *,
+    quick: bool,
+    segments: Sequence[int],
+    ratios: Sequence[float],
+    rounds: int,
+    swaps: bool,
+    say: Callable[[str], None],
 ) -> tuple[list[Pair], tuple[float, float]]:
     """Enter every rival, then ours at its peak; race them; lay them side by side. Also the plain step's rounding."""
     with contextlib.ExitStack() as stack:
-        return _compare(name, quick, segments, ratios, rounds, say, stack)
+        return _compare(name, quick, segments, ratios, rounds, swaps, say, stack)
 
 
 def _compare(
@@ -315,6 +328,7 @@ def _compare(
     segments: Sequence[int],
     ratios: Sequence[float],
     rounds: int,
+    swaps: bool,
     say: Callable[[str], None],
     stack: contextlib.ExitStack,
 ) -> tuple[list[Pair], tuple[float, float]]:
@@ -324,6 +338,8 @@ def _compare(
     missing: list[Pair] = []
     profile = ckptplan.profile(copy.deepcopy(model), inputs)
     for rival, way in entrants(name, profile, segments, ratios).items():
+        if not swaps and rival not in RECOMPUTE_ALONE:
+            continue
         say(f"{name}: {rival}")
         mine = copy.deepcopy(model)
         try:
@@ -332,7 +348,7 @@ def _compare(
         except Exception as error:  # a rival that doesn't run is a result, whatever stops it
             missing.append(Pair(Row(rival, reason=f"{type(error).__name__}: {str(error).strip().splitlines()[0]}")))
             continue
-        entered.append((contender, *ours(model, inputs, contender, stack)))
+        entered.append((contender, *ours(model, inputs, contender, stack, swaps)))
     say(f"{name}: {rounds} rounds of {sum(1 + (own is not None) for _, own, _ in entered)} steps")
     race([c for pair in entered for c in pair[:2] if c], rounds)
     torch._dynamo.reset()
@@ -372,7 +388,7 @@ def outcome(pair: Pair) -> str:
 
 
 def ours(
-    model: nn.Module, inputs: Inputs, rival: Contender, stack: contextlib.ExitStack
+    model: nn.Module, inputs: Inputs, rival: Contender, stack: contextlib.ExitStack, swaps: bool
 ) -> tuple[Contender | None, dict[str, Any]]:
     """Plan for the rival's measured peak.
 
@@ -382,9 +398,12 @@ def ours(
     """
     for slack in (SLACK, 0.0):
         mine = copy.deepcopy(model)
+        budget_gb = rival.peak_bytes * (1 + slack) / GIB
         began = time.perf_counter()
         try:
-            plan = ckptplan.solve(mine, budget_gb=rival.peak_bytes * (1 + slack) / GIB, inputs=inputs, gap=0.0)
+            plan = ckptplan.solve(
+                mine, budget_gb, inputs=inputs, gap=0.0, actions=ACTIONS if swaps else ("keep", "recompute")
+            )
         except InfeasibleBudgetError as error:
             facts = {"status": "infeasible", "min_peak_bytes": error.min_peak_bytes, "stage": error.stage}
             return None, {"planning_s": time.perf_counter() - began, "plan": facts}
@@ -462,6 +481,7 @@ def main() -> None:
     parser.add_argument("--compiled", default="", help="comma-separated activation_memory_budget ratios; 1 is none")
     parser.add_argument("--segments", default="2,4", help="segment counts of checkpoint_sequential")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of torch")
+    parser.add_argument("--recompute-alone", action="store_true", help="plans without swaps, beside rivals without")
     parser.add_argument("--quick", action="store_true", help="one model of two blocks, little data, 3 rounds")
     args = parser.parse_args()
     began = time.perf_counter()
@@ -477,6 +497,7 @@ def main() -> None:
         "environment": documents.environment(args.threads),
         "rounds": args.rounds,
         "quick": args.quick,
+        "recompute_alone": args.recompute_alone,
         "dropout": 0,
         "slack": SLACK,
         "what": WHAT,
@@ -491,6 +512,7 @@ def main() -> None:
             segments=[int(x) for x in args.segments.split(",")],
             ratios=[float(x) for x in args.compiled.split(",") if x],
             rounds=args.rounds,
+            swaps=not args.recompute_alone,
             say=lambda text: print(f"{time.perf_counter() - began:5.0f} s  {text}", file=sys.stderr, flush=True),
         )
         document["cases"][name] = {
@@ -498,7 +520,9 @@ def main() -> None:
             "pairs": [asdict(pair) | {"outcome": outcome(pair)} for pair in pairs],
         }
         document["wrong"] += complaints(name, pairs)
-        documents.write(document, args.out / "compare_real.json")
+        documents.write(
+            document, args.out / ("compare_recompute.json" if args.recompute_alone else "compare_real.json")
+        )
         print(table(name, pairs), flush=True)
     for text in document["wrong"]:
         print(f"VIOLATION {text}")
