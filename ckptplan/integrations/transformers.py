@@ -195,7 +195,7 @@ class _Run:
         # The function, among whose variables are those that are put back, and the Trainer, of which it sees a part.
         code, of, batch = self.compute_loss, None, self._batch
         if getattr(code, "__self__", None) is trainer:
-            code, of = code.__func__, Loop(trainer, frozenset(("compute_loss",)))  # type: ignore[attr-defined]
+            code, of = code.__func__, Loop(trainer, frozenset(("compute_loss", "callback_handler")))  # type: ignore[attr-defined]
 
         def loss_fn(output: Any) -> torch.Tensor:
             given = iter([output])
