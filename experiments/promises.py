@@ -1136,20 +1136,6 @@ PROMISES: tuple[Promise, ...] = (
     ),
     Promise(
         "Reports",
-        "Measured bytes and times correct the profile, and a better plan takes the place of the old one",
-        _in(
-            "test_stats",
-            "test_refine_puts_the_better_plan_in_place",
-            "test_refine_changes_nothing_within_the_threshold",
-        )
-        + _in(
-            "test_refine",
-            "test_corrected_profile_predicts_what_was_measured",
-            "test_a_link_said_to_be_fast_is_found_slow_and_recompute_is_chosen",
-        ),
-    ),
-    Promise(
-        "Reports",
         "Tables and plots show every planner, and say what is lacking",
         _in(
             "test_baselines",
@@ -1260,7 +1246,6 @@ PROMISES: tuple[Promise, ...] = (
         "What is measured",
         "Predicted step times are near the measured ones",
         _in("test_stats", "test_each_stage_has_its_own_seconds")
-        + _in("test_refine", "test_corrected_profile_predicts_what_was_measured")
         + _in("test_verify", "test_timed_steps_are_not_metered"),
         ("predicted_steps",),
     ),

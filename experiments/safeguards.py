@@ -1746,22 +1746,6 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     ),
     Safeguard(
         30,
-        "a refined plan has the measured link",
-        "corrected",
-        "link=_link(profile.link, measured.host)",
-        "link=profile.link",
-        ("tests/planning/test_refine.py::test_a_link_said_to_be_fast_is_found_slow_and_recompute_is_chosen",),
-    ),
-    Safeguard(
-        30,
-        "measured bytes above the prediction count",
-        "corrected",
-        "over = max((measured.peak_bytes or 0) - timeline.peak_bytes - plan.others_bytes, 0)",
-        "over = 0",
-        ("tests/planning/test_refine.py::test_measured_bytes_lead_to_a_leaner_plan_or_to_none",),
-    ),
-    Safeguard(
-        30,
         "steps that something else times are not metered",
         "Meter.begin",
         "(self._off or left_out or",

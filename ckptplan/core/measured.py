@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,32 +51,6 @@ class DeviceBytes:
     requested_bytes: int
     allocated_bytes: int
     reserved_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """Measurements of training steps with a plan.
-
-    Attributes
-    ----------
-    stages : tuple of StageTimes
-        Medians over the steps, in the form of `as_measured`.
-    step_s : float
-        Median time from the beginning of forward to the end of backward.
-    steps : int
-        Number of measured steps.
-    host, disk : Copied
-        The median step's copies to memory on the host and to disk.
-    peak_bytes : int or None
-        Peak of the bytes in tensors on the device; None: not known.
-    """
-
-    stages: tuple[StageTimes, ...]
-    step_s: float
-    steps: int
-    host: Copied = field(default_factory=Copied)
-    disk: Copied = field(default_factory=Copied)
-    peak_bytes: int | None = None
 
 
 def backward_groups(glue: Sequence[bool]) -> tuple[tuple[int, ...], ...]:

@@ -1,4 +1,4 @@
-"""New plans from the profile of an applied plan, corrected by measurements. Imports no torch."""
+"""Predictions and new plans from the profile of an applied plan. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ from typing import Any
 
 from ckptplan.core.errors import InfeasibleBudgetError
 from ckptplan.core.late import late
-from ckptplan.core.measured import Measured, StageTimes
+from ckptplan.core.measured import StageTimes
 from ckptplan.core.plan import Plan
 from ckptplan.core.shortage import Shortage
 from ckptplan.core.stage import Phase
 from ckptplan.core.trace import DrawnStep
-from ckptplan.planning.in_flight import with_others
 from ckptplan.planning.job import Job
-from ckptplan.referee import simulate
 from ckptplan.report.page.render import Report
-from ckptplan.report.refine import corrected, drawn, stage_times
+from ckptplan.report.predicted import drawn, stage_times
 from ckptplan.report.shortage import corrections, planned_bytes, with_predictions
 
 
@@ -72,38 +70,3 @@ class Adviser:
         return late("reporting", "report_of_plan")(  # type: ignore[no-any-return]
             self.job.profile, plan, stats=stats, **options
         )
-
-    def refined(self, plan: Plan, measured: Measured) -> tuple[Plan, Plan]:
-        """Return the fastest plan of the profile corrected by measurements, and `plan` with corrected predictions.
-
-        Raises
-        ------
-        InfeasibleBudgetError
-            If none fits.
-        """
-        job = replace(self.job, profile=corrected(self.job.profile, plan, measured))
-        # Another plan's rounding and fragments aren't known; they are assumed to be those of this plan.
-        limit = plan.tensor_budget_bytes
-        found = job.solved(limit)
-        timeline = simulate(job.profile, plan)
-        before = replace(
-            plan,
-            peak_bytes=timeline.peak_bytes,
-            step_s=timeline.makespan_s,
-            baseline_step_s=job.profile.baseline_step_s,
-            lower_bound_s=min(found.lower_bound_s, timeline.makespan_s),
-            status="feasible",
-            space=found.space,
-        )
-        before = with_others(job.profile, before, timeline)
-        if plan.reserved_bytes is not None:
-            found, before = (
-                replace(each, reserved_bytes=each.peak_bytes + plan.fragment_bytes).within(
-                    plan.budget_bytes, job.profile.baseline_step_s
-                )
-                for each in (found, before)
-            )
-        self.job = job
-        if before.needed_bytes <= limit and timeline.makespan_s <= found.step_s:
-            return replace(before, status=found.status if timeline.makespan_s == found.step_s else "feasible"), before
-        return found, before

@@ -111,7 +111,7 @@ def apply(
         by the measurement, solve again, and run the step with the new plan. Steps outside `handle.step` are as with
         "raise".
     profile : Profile, optional
-        The profile that the plan was made from; needed for "replan" and `handle.refine`. With it, reports,
+        The profile that the plan was made from; needed for "replan". With it, reports,
         `handle.stats` and `handle.trace` have predictions for each stage, not only for the step.
     retries : int
         Largest number of new plans for one step, 1 or more.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ckptplan.core.measured import Measured, StageTimes
+from ckptplan.core.measured import StageTimes
 from ckptplan.core.plan import Plan
 from ckptplan.core.shortage import Shortage
 from ckptplan.core.stage import Phase
@@ -31,6 +31,3 @@ class Adviser(Protocol):
 
     def report(self, plan: Plan, stats: object, **options: Any) -> Report:
         """Return the page of `plan`, with what was measured in training; options as of `Plan.report`."""
-
-    def refined(self, plan: Plan, measured: Measured) -> tuple[Plan, Plan]:
-        """Return the best plan for the profile corrected by `measured`, and `plan` with predictions from it."""

@@ -37,7 +37,6 @@ from ckptplan.runtime.guard.updates import noticing_updates
 from ckptplan.runtime.observe import report
 from ckptplan.runtime.observe.counters import Counters
 from ckptplan.runtime.observe.meter import Meter
-from ckptplan.runtime.observe.refine import Refinement
 from ckptplan.runtime.observe.stats import Stats
 from ckptplan.runtime.replicated import ddp_under, unwrapped
 from ckptplan.runtime.sharded import PlannedSharding, unlike
@@ -236,28 +235,6 @@ class Handle:
         """
         return report.page(self._applied, self._adviser, options)
 
-    def refine(self, threshold: float = 0.1) -> Refinement:
-        """Plan again from the measured times and bytes of the last steps, if they differ from the prediction.
-
-        The profile is corrected by the measured times of stages, the rates of copies, and the peak if one was measured.
-        Then it is solved within the same budget, and the new plan replaces the present one. The corrected profile is
-        kept: a later call starts from it.
-
-        Parameters
-        ----------
-        threshold : float
-            Nothing is changed while the measured step is within this fraction of the predicted one, and its peak
-            within the budget.
-
-        Raises
-        ------
-        InvalidInputError
-            If the profile isn't known, or too few steps were measured.
-        InfeasibleBudgetError
-            If with the measured bytes no plan fits the budget. The former plan stays.
-        """
-        return report.refine(self._applied, self._adviser, threshold)
-
     def __enter__(self) -> Handle:
         return self
 
@@ -291,7 +268,7 @@ def apply(
     on_oom : OnOom, optional
         The rule of `Handle.step` for out-of-memory errors; None: they are raised.
     adviser : Adviser, optional
-        Supplies predictions for `Handle.stats` and `Handle.trace`, and plans again for `Handle.refine`.
+        Supplies predictions for `Handle.stats` and `Handle.trace`, and plans for `Handle.step` out of memory.
     on_larger : OnLarger, optional
         Makes another plan for a forward whose inputs are larger than planned; None: it follows the present one.
     """

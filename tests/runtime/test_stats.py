@@ -14,14 +14,12 @@ from small_models import assert_same, build, measured, plan_of, scheduled
 from torch import nn
 
 import ckptplan
-from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.link import Link
 from ckptplan.core.measured import Copied, StageTimes
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.segment import Segment
 from ckptplan.profiling.profiler import profile
-from ckptplan.referee import simulate
 from ckptplan.runtime import accelerator
 from ckptplan.runtime.observe import meter as meters
 from ckptplan.runtime.observe.meter import BACKWARD, FORWARD, KINDS, RECOMPUTE, STALL, Meter
@@ -345,80 +343,6 @@ def test_no_other_thread_s_wait_is_a_stall(made: Made) -> None:
         before = len(meter._step.marks)
         del output
         assert len(meter._step.marks) == before
-
-
-def test_refine_says_when_it_can_t(made: Made) -> None:
-    plan = made.plan("keep", "recompute", "keep", "keep")
-    with ckptplan.apply(made.model, plan) as handle, pytest.raises(InvalidInputError, match="profile=profile"):
-        handle.refine()
-    with ckptplan.apply(made.model, plan, profile=made.profile) as handle:
-        for bad in (-0.1, float("nan"), True, "much"):
-            with pytest.raises(InvalidInputError, match="threshold"):
-                handle.refine(bad)  # type: ignore[arg-type]
-        made.step()
-        with pytest.raises(InvalidInputError, match=r"0 steps .* needs 3"):
-            handle.refine()
-    with pytest.raises(InvalidInputError, match="isn't applied"):
-        handle.refine()
-    with pytest.raises(InvalidInputError, match="isn't applied"):
-        handle.trace(made.step)
-
-
-def test_refine_changes_nothing_within_the_threshold(made: Made) -> None:
-    with ckptplan.apply(made.model, made.plan("keep", "recompute", "keep", "keep"), profile=made.profile) as handle:
-        for _ in range(5):
-            made.step()
-        plan, controller = handle.plan, handle._applied.controller
-        found = handle.refine(0.01)
-        assert not found.corrected
-        assert not found.changed
-        assert "nothing was changed" in str(found)
-        assert handle.plan is plan
-        assert handle._applied.controller is controller
-
-
-def test_refine_puts_the_better_plan_in_place(made: Made) -> None:
-    """Stages said to take a hundredth of what they do: recompute seemed free, so swapping was shunned."""
-
-    def hundredth(stage: Any) -> Any:
-        options = tuple(dataclasses.replace(o, recompute_s=o.recompute_s / 100) for o in stage.options)
-        return dataclasses.replace(
-            stage, forward_s=stage.forward_s / 100, backward_s=stage.backward_s / 100, options=options
-        )
-
-    slow = Link(1e8, 1e8)  # some milliseconds for each stage
-    false = dataclasses.replace(made.profile, stages=tuple(map(hundredth, made.profile.stages)), link=slow)
-    full = simulate(false, [ckptplan.Decision("keep")] * len(false.stages)).peak_bytes
-    plan = ckptplan.solve(false, (full - 90000) / 2**30, time_limit_s=0.2)
-    assert plan.host_bytes == 0
-    assert any(choice.action == "recompute" for choice in plan.choices)
-    made.step()
-    wanted = {name: p.grad.clone() for name, p in made.model.named_parameters() if p.grad is not None}
-    with ckptplan.apply(made.model, plan, profile=false, time_limit_s=0.2) as handle:
-        for _ in range(5):
-            made.step()
-        forwards = handle.stats().forwards
-        found = handle.refine()
-        assert found.corrected
-        assert found.measured.step_s > 50 * plan.step_s
-        assert found.told.step_s == pytest.approx(found.measured.step_s, rel=1e-6)
-        assert found.changed
-        assert handle.plan is found.after
-        assert found.after.host_bytes > 0
-        assert found.after.peak_bytes <= plan.budget_bytes
-        assert "new plan" in str(found)
-        assert handle.stats().step_s is None, "another plan's steps"
-        made.step()
-        for name, p in made.model.named_parameters():
-            assert p.grad is not None
-            assert torch.equal(p.grad, wanted[name])
-        assert handle.stats().forwards == forwards + 1
-        for _ in range(4):
-            made.step()
-        # The fake clock stands still while copies run, so that the new plan takes its compute alone.
-        again = handle.refine(0.2)
-        assert again.measured.step_s == pytest.approx(sum(f + b for f, b in TIMES), rel=1e-6)
-    assert "forward" not in made.model.stages[0].__dict__
 
 
 def test_pools_and_peaks_are_laid_beside_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:

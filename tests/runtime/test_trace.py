@@ -18,7 +18,7 @@ from ckptplan.core.plan import Plan
 from ckptplan.core.segment import Segment
 from ckptplan.core.trace import Trace
 from ckptplan.referee import simulate
-from ckptplan.report.refine import drawn
+from ckptplan.report.predicted import drawn
 
 PLANS = ("keep", "swap", "recompute", "mixed", "segment")
 
@@ -142,7 +142,7 @@ def test_memory_is_drawn_at_its_time() -> None:
 
 
 def test_gradients_that_go_inside_hide_the_peak() -> None:
-    """When they go isn't recorded, and a peak that is too high would make `refine` plan for memory that nobody uses."""
+    """When they go isn't recorded, and a peak that is too high would count memory that nobody uses."""
     model, inputs = build("mlp")
     with ckptplan.apply(model, planned("mlp", "keep"), profile=measured("mlp")) as handle:
 

@@ -1,4 +1,4 @@
-"""Reports on an applied plan's steps: statistics, the trace of one step, and a plan refined by measurements.
+"""Reports on an applied plan's steps: statistics, and the trace of one step.
 
 Predictions beside the measurements are those of an adviser, if there is one.
 """
@@ -17,7 +17,6 @@ from ckptplan.core.trace import Trace
 from ckptplan.runtime.adviser import Adviser
 from ckptplan.runtime.applied import Applied
 from ckptplan.runtime.observe.measure import held_tensors, optimizer_tensors, tensors_in, unique_bytes
-from ckptplan.runtime.observe.refine import Refinement, checked_threshold, measured_steps
 from ckptplan.runtime.observe.stats import Stats, stage_stats
 from ckptplan.runtime.observe.traced import record_step
 from ckptplan.runtime.replicated import unseen_bucket_bytes
@@ -65,25 +64,6 @@ def trace(
 def page(applied: Applied, adviser: Adviser | None, options: dict[str, Any]) -> Report:
     """See `Handle.report`."""
     return _known(adviser, "report draws").report(applied.plan, stats(applied, adviser), **options)
-
-
-def refine(applied: Applied, adviser: Adviser | None, threshold: float) -> Refinement:
-    """See `Handle.refine`."""
-    limit = checked_threshold(threshold)
-    if not applied.is_on:
-        raise InvalidInputError("the plan isn't applied now, so there is nothing to refine")
-    adviser = _known(adviser, "refine corrects")
-    before = applied.plan
-    measured = measured_steps(applied.controller.counters.meter.steps(), before, applied.peaks.bytes)
-    over = measured.peak_bytes is not None and measured.peak_bytes > before.tensor_budget_bytes
-    if not over and abs(measured.step_s - before.step_s) <= limit * before.step_s:
-        return Refinement(limit, measured, before, before, before)
-    after, told = adviser.refined(before, measured)
-    if (after.choices, after.segments) == (before.choices, before.segments):
-        applied.plan = after
-    else:
-        applied.take(after)
-    return Refinement(limit, measured, before, told, after)
 
 
 def _known(adviser: Adviser | None, what: str) -> Adviser:
