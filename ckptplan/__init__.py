@@ -21,7 +21,6 @@ if TYPE_CHECKING:
         CkptPlanError,
         InfeasibleBudgetError,
         InvalidInputError,
-        OutOfMemoryError,
         PlanMismatchError,
         RankError,
         SwapError,
@@ -57,7 +56,6 @@ __all__ = [
     "Frontier",
     "InfeasibleBudgetError",
     "InvalidInputError",
-    "OutOfMemoryError",
     "Plan",
     "PlanMismatchError",
     "Profile",
@@ -91,7 +89,7 @@ _NAMES = {
     "core.fsdp": "FSDP",
     "core.device": "Device",
     "core.display": "progress",
-    "core.errors": "CheckError CkptPlanError InfeasibleBudgetError InvalidInputError OutOfMemoryError "
+    "core.errors": "CheckError CkptPlanError InfeasibleBudgetError InvalidInputError "
     "PlanMismatchError RankError SwapError UnsupportedModelError",
     "core.estimate": "Estimate",
     "core.plan": "Decision Plan Transfer",

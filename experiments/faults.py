@@ -4,8 +4,8 @@
 
 Small models under the plans of bitwise.py are trained with faults of these kinds: an exception in forward, in a
 recompute, in backward; a copy out or back that fails; a full disk; a worker thread that is killed; a swap file that is
-cut off, or whose bytes are changed; an interrupt (SIGINT's) at any moment; an operation that is out of memory, with and
-without `handle.step`. A plan stays applied through hundreds of them. After each fault:
+cut off, or whose bytes are changed; an interrupt (SIGINT's) at any moment; an operation that is out of memory. A plan
+stays applied through hundreds of them. After each fault:
 
 - the step raised an error of the kind that belongs to it, or, where the fault hit nothing, its gradients are right;
 - parameters, buffers, training flags, hooks and random states are what the same fault leaves of a plain step;
@@ -44,7 +44,7 @@ import small_models
 from bitwise import plans, two_files
 
 import ckptplan
-from ckptplan.core.errors import CkptPlanError, OutOfMemoryError, SwapError
+from ckptplan.core.errors import CkptPlanError, SwapError
 from ckptplan.runtime.step import default_loss
 from ckptplan.runtime.swap.stores import DiskStore, disk
 
@@ -299,7 +299,6 @@ KINDS: dict[str, tuple[Injector, tuple[type[BaseException], ...]]] = {
     "corrupted file": (damaged_file, (SwapError,)),
     "interrupt": (interrupt, (KeyboardInterrupt,)),
     "out of memory": (out_of_memory, (torch.OutOfMemoryError,)),
-    "out of memory, handled": (out_of_memory, (OutOfMemoryError,)),
 }
 
 
@@ -347,7 +346,7 @@ def run_one(subject: Subject, kind: str, seed: int) -> dict[str, Any]:
 
     try:
         with inject(subject, rng, fault):
-            result = subject.handle.step(faulty) if kind == "out of memory, handled" else faulty()
+            result = faulty()
         if not same(result, subject.wanted):
             wrong.append("SILENT: no error, and wrong gradients")
         del result
@@ -359,7 +358,7 @@ def run_one(subject: Subject, kind: str, seed: int) -> dict[str, Any]:
             wrong += traceback.format_exception(error)[-3:]
         if isinstance(error, CkptPlanError) and len(str(error)) < 40:
             wrong.append(f"unclear error: {error}")
-        if "forward ended" in states and kind != "out of memory, handled":
+        if "forward ended" in states:
             moved = not torch.equal(torch.get_rng_state(), states["forward ended"])
             wrong += ["random state moved in backward"] * moved
     raised_as = type(error).__name__ if error is not None else ""
@@ -369,7 +368,7 @@ def run_one(subject: Subject, kind: str, seed: int) -> dict[str, Any]:
     while (after := surroundings(subject)) != before and time.monotonic() < deadline:
         time.sleep(0.01)
     wrong += [f"{name}: {before[name]} before, {after[name]} after" for name in after if after[name] != before[name]]
-    in_backward = raised_as and "forward ended" in states and kind != "out of memory, handled"
+    in_backward = raised_as and "forward ended" in states
     while not in_backward and subject.used_bytes and time.monotonic() < deadline:
         time.sleep(0.01)
     if not in_backward and subject.used_bytes:
@@ -399,7 +398,7 @@ def subjects(seed: int) -> Iterator[Subject]:
         for what, plan in plans(profile, f"{name} {seed}").items():
             model, inputs = small_models.build(name)
             with two_files(checksums=True):
-                handle = ckptplan.apply(model, plan, on_oom="report")
+                handle = ckptplan.apply(model, plan)
             subject = Subject(name, what, model, inputs, handle, wanted)
             subject.buffers = [b.clone() for b in model.buffers()]
             assert same(clean_step(model, inputs), wanted), (name, what)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from ckptplan.core.shortage import Shortage
+from typing import Any
 
 
 class CkptPlanError(Exception):
@@ -94,24 +91,6 @@ class RankError(CkptPlanError):
     def __init__(self, message: str, *, rank: int) -> None:
         super().__init__(message)
         self.rank = rank
-
-
-class OutOfMemoryError(CkptPlanError, MemoryError):
-    """A step ran out of memory although a plan is applied; the allocator's own error is the cause.
-
-    Attributes
-    ----------
-    shortage : Shortage
-        The moment of the error, with predicted and measured bytes; its text is the report.
-    replans : int
-        Number of plans that were tried for this step before.
-    """
-
-    def __init__(self, shortage: Shortage, *, replans: int = 0, note: str = "") -> None:
-        tried = f"\n  tried     {replans} plans with corrected models before" if replans else ""
-        super().__init__(f"{shortage}{tried}{note}")
-        self.shortage = shortage
-        self.replans = replans
 
 
 class CheckError(CkptPlanError):

@@ -126,10 +126,19 @@ class ApplyOrSolveKeywords(StepKeywords, PlanKeywords, total=False):
     """Options of `apply`: without a plan, those of `solve`; with one, `ApplyKeywords`."""
 
 
+_GONE = {
+    "on_oom": "an out-of-memory error passes through, with a note that says where it was and what helps",
+    "retries": "a step that runs out of memory isn't repeated",
+}
+"""Options of earlier versions, and what there is in their place."""
+
+
 def require_known(call: Callable[..., object], options: Iterable[str], keywords: type) -> None:
     """Raise `InvalidInputError` for the first of `options` that the TypedDict `keywords` of `call` lacks."""
     known: frozenset[str] = keywords.__optional_keys__  # type: ignore[attr-defined]
     for name in options:
+        if name in _GONE:
+            raise InvalidInputError(f"{call.__name__}() has no option {name!r} any more: {_GONE[name]}; leave it out")
         if name not in known:
             named = [p.name for p in inspect.signature(call).parameters.values() if p.kind is not p.VAR_KEYWORD]
             near = difflib.get_close_matches(name, [*known, *named], n=1)

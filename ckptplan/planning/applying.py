@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from ckptplan.core.budget import Budget
-from ckptplan.core.checks import is_int
 from ckptplan.core.errors import InvalidInputError, PlanMismatchError, RankError
 from ckptplan.core.late import late
 from ckptplan.core.plan import Plan, require_plan
@@ -42,7 +41,6 @@ from ckptplan.profiling.target import PLANNED, find_target
 from ckptplan.runtime.group import GroupCall, group_call
 from ckptplan.runtime.guard.check import When
 from ckptplan.runtime.guard.gradients import rewinding, starting_gradient_bytes
-from ckptplan.runtime.guard.retry import OnOom
 from ckptplan.runtime.handle import Handle, handle_of, without_plan
 from ckptplan.runtime.handle import apply as apply_plan
 from ckptplan.runtime.observe.measure import run_step, unique_bytes
@@ -65,9 +63,7 @@ def apply(
     synchronous: bool = False,
     check: When = "sampled",
     strict: bool = False,
-    on_oom: Literal["raise", "report", "replan"] = "raise",
     profile: Profile | None = None,
-    retries: int = 3,
     on_larger: Literal["follow", "replan"] | None = None,
     inputs: Any = None,
     replace: bool = False,
@@ -105,16 +101,9 @@ def apply(
     strict : bool
         Whether a step that differs from the planned one raises `PlanMismatchError`. By default it follows the plan's
         decisions, is warned of once for each kind of difference, and is counted in `handle.stats().differences`.
-    on_oom : "raise", "report" or "replan"
-        Action of `handle.step(fn)` if memory runs out in `fn`. "raise": raise the allocator's error. "report": undo the
-        step and raise `OutOfMemoryError`, with measured and planned bytes. "replan": undo the step, correct the profile
-        by the measurement, solve again, and run the step with the new plan. Steps outside `handle.step` are as with
-        "raise".
     profile : Profile, optional
-        The profile that the plan was made from; needed for "replan". With it, reports,
-        `handle.stats` and `handle.trace` have predictions for each stage, not only for the step.
-    retries : int
-        Largest number of new plans for one step, 1 or more.
+        The profile that the plan was made from. With it, `handle.stats`, `handle.trace` and notes on out-of-memory
+        errors have predictions for each stage, not only for the step.
     on_larger : "follow" or "replan", optional
         Action at a forward whose inputs are larger in a dimension than the plan is valid for, and after a step that
         differed from the planned one in another way. "follow": follow the plan's decisions. "replan": profile the
@@ -152,8 +141,7 @@ def apply(
         if plan is None:
             wanted: dict[str, Any] = {"budget_gb": budget_gb, "budget": budget, "swap_dir": swap_dir, **options}
             how: dict[str, Any] = {"swap_dir": swap_dir, "checksums": checksums, "synchronous": synchronous}
-            how |= {"check": check, "strict": strict, "on_oom": on_oom, "profile": profile, "retries": retries}
-            how["on_larger"] = on_larger
+            how |= {"check": check, "strict": strict, "profile": profile, "on_larger": on_larger}
             return _later(model, inputs, wanted, how)
         if (budget_gb, budget) != (None, None):
             raise InvalidInputError("a plan has its budget; leave out budget_gb= and budget=, or the plan to make one")
@@ -166,8 +154,8 @@ def apply(
                     _require_one_plan(call, plan)
                 handle = _applied(
                     model, plan, profile, inputs, dict(options), 1 if call is None else call.local_count(),
-                    on_oom=on_oom, retries=retries, on_larger=on_larger, swap_dir=swap_dir, checksums=checksums,
-                    synchronous=synchronous, check=check, strict=strict,
+                    on_larger=on_larger, swap_dir=swap_dir, checksums=checksums, synchronous=synchronous, check=check,
+                    strict=strict,
                 )  # fmt: skip
         except BaseException:
             if handle is not None:  # here it went well
@@ -232,8 +220,6 @@ def _applied(
     options: dict[str, Any],
     local_ranks: int,
     *,
-    on_oom: str,
-    retries: int,
     on_larger: str | None,
     swap_dir: str | Path | None,
     **how: Any,
@@ -254,25 +240,6 @@ def _applied(
     training = Training.of(options, inputs)
     if plan.fingerprint.device.startswith(PLANNED):
         plan = _arrived(model, plan, training)
-    if on_oom not in ("raise", "report", "replan"):
-        raise InvalidInputError(f"on_oom={on_oom!r}; it is 'raise', 'report' or 'replan'")
-    if on_oom == "replan" and (plan.fingerprint.parallel or ranks_of(model)):
-        raise InvalidInputError(
-            "on_oom='replan' runs a step again, and other ranks take no part in its collectives; use 'report' for a "
-            "model that is replicated or sharded"
-        )
-    if on_oom == "replan" and plan.in_flight > 1:
-        raise InvalidInputError(
-            f"on_oom='replan' runs a step of one forward again, and the plan is for {plan.in_flight} in flight; use "
-            "'report'"
-        )
-    if on_oom == "replan" and profile is None:
-        raise InvalidInputError(
-            "on_oom='replan' needs the profile that the plan was made from: "
-            "p = ckptplan.profile(model, ...); plan = ckptplan.solve(p, ...); pass profile=p"
-        )
-    if not is_int(retries) or retries < (on_oom == "replan"):
-        raise InvalidInputError(f"retries={retries!r}; give the number of plans to try for a step, 1 or more")
     if on_larger not in (None, "follow", "replan"):
         raise InvalidInputError(f"on_larger={on_larger!r}; it is 'follow' or 'replan', and strict=True raises")
     if on_larger is None and known is not None and not how["strict"]:
@@ -282,7 +249,6 @@ def _applied(
     if profile is not None:
         plan.require_profile(profile)
         adviser = Adviser(Job(profile, limits))
-    rule = None if on_oom == "raise" else OnOom(adviser, retries if on_oom == "replan" else 0)
     enlarger = None
     if on_larger == "replan":
         training = replace(training, ddp=ddp_under(model, plan))
@@ -293,7 +259,6 @@ def _applied(
         swap_dir=swap_dir,
         host_bytes=host_bytes,
         disk_bytes=disk_bytes,
-        on_oom=rule,
         adviser=adviser,
         on_larger=enlarger,
         **how,

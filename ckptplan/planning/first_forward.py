@@ -11,11 +11,9 @@ import torch
 from torch import nn
 
 from ckptplan.core.errors import InvalidInputError
-from ckptplan.runtime.adviser import Adviser
 from ckptplan.runtime.applied import Applied, Replan
-from ckptplan.runtime.guard.retry import Retry
 from ckptplan.runtime.guard.shapes import ByName
-from ckptplan.runtime.handle import Handle, Result
+from ckptplan.runtime.handle import Handle
 from ckptplan.runtime.observe.measure import tensors_in
 from ckptplan.runtime.patching import PatchedForward
 from ckptplan.runtime.replicated import unwrapped
@@ -67,14 +65,6 @@ class FirstForward(Handle):
         return self._handle()._applied
 
     @property
-    def _adviser(self) -> Adviser | None:  # type: ignore[override]
-        return self._handle()._adviser
-
-    @property
-    def _retry(self) -> Retry | None:  # type: ignore[override]
-        return self._handle()._retry
-
-    @property
     def replans(self) -> tuple[Replan, ...]:
         """Replacements of the plan, in order."""
         return () if self._made is None else self._made.replans
@@ -83,10 +73,6 @@ class FirstForward(Handle):
     def returns(self) -> int:
         """Number of times that an earlier plan was put back."""
         return 0 if self._made is None else self._made.returns
-
-    def step(self, run: Callable[[], Result]) -> Result:
-        """Run one step under the rule for out-of-memory errors; see `Handle.step`."""
-        return run() if self._made is None else self._made.step(run)
 
     def remove(self) -> None:
         """Restore the model exactly; calling it again does nothing."""

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ckptplan.core.measured import StageTimes
 from ckptplan.core.plan import Plan
-from ckptplan.core.shortage import Shortage
 from ckptplan.core.stage import Phase
 from ckptplan.core.trace import DrawnStep
 
@@ -19,9 +18,6 @@ class Adviser(Protocol):
 
     def planned(self, plan: Plan, phase: Phase, stage: int | None) -> tuple[int, int] | None:
         """Return planned bytes at a stage's start and at its peak (`stage=None`: the last glue); None if not known."""
-
-    def replan(self, plan: Plan, shortage: Shortage) -> Plan:
-        """Return a plan that holds fewer bytes where `plan` ran out of memory."""
 
     def stage_times(self, plan: Plan) -> tuple[StageTimes, ...]:
         """Return the predicted times of each stage, in the form in which a running step reports them."""

@@ -13,7 +13,7 @@ from torch import nn
 
 from ckptplan.core.link import Tier
 from ckptplan.core.plan import Plan
-from ckptplan.core.shortage import Shortage
+from ckptplan.runtime.adviser import Adviser
 from ckptplan.runtime.controller import Controller, is_glue
 from ckptplan.runtime.guard.shapes import Larger
 from ckptplan.runtime.observe.stats import Peaks, Stats
@@ -29,17 +29,14 @@ class Replan:
 
     Attributes
     ----------
-    shortage : Shortage or None
-        The cause, if a step ran out of memory.
     before, after : Plan
-    larger : Larger or None
-        The cause, if a forward's inputs were larger than planned.
+    larger : Larger
+        The cause: a forward's inputs were larger than planned.
     """
 
-    shortage: Shortage | None
     before: Plan
     after: Plan
-    larger: Larger | None = None
+    larger: Larger
 
 
 class Applied:
@@ -51,6 +48,8 @@ class Applied:
         The plan that is applied now.
     controller : Controller
     stores : mapping of tier to Store
+    adviser : Adviser or None
+        Has the profile that the plan was made from; None: it isn't known.
     is_on : bool
         False while the plan is paused and after it was removed.
     replans : tuple of Replan
@@ -61,6 +60,8 @@ class Applied:
         Peaks of the device's memory, since the present plan was applied and before.
     before_forward : callable or None
         Returns the controller that runs a forward with the given inputs (`Controller.before_forward`).
+    on_error : callable or None
+        Called with an error that leaves a forward of the model (`Controller.on_error`).
     optimizer : weakref to an optimizer, or None
         The one that has updated the model; None if none or several have.
     handle : object
@@ -70,11 +71,14 @@ class Applied:
         object weakly.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, plan: Plan, place: Place) -> None:
-        self.model, self.device, self.plan = model, device, plan
+    def __init__(
+        self, model: nn.Module, device: torch.device, plan: Plan, place: Place, adviser: Adviser | None
+    ) -> None:
+        self.model, self.device, self.plan, self.adviser = model, device, plan, adviser
         self.replans: tuple[Replan, ...] = ()
         self.returns = 0
         self.before_forward: Callable[[tuple[Any, ...], dict[str, Any]], Controller] | None = None
+        self.on_error: Callable[[BaseException], None] | None = None
         self.optimizer: weakref.ref[torch.optim.Optimizer] | None = None
         self.handle: object = None
         self.guards = contextlib.ExitStack()
@@ -105,7 +109,7 @@ class Applied:
         self.controller.counters.meter.restart()
         self.controller.counters.differences.plan_again()
         self.peaks = Peaks(self.device, self.peaks)
-        self.controller.before_forward = self.before_forward
+        self.controller.before_forward, self.controller.on_error = self.before_forward, self.on_error
 
     def remove(self) -> bool:
         """Restore the model exactly; return False if it was restored before."""

@@ -56,7 +56,6 @@ from ckptplan.runtime.recompute.call import Call, NotRepeatableError, PlannedSta
 from ckptplan.runtime.recompute.frames import run_recomputed
 from ckptplan.runtime.recompute.segments import OpenSegment
 from ckptplan.runtime.swap.own import OwnNames, OwnStorages
-from ckptplan.runtime.swap.record import State
 from ckptplan.runtime.swap.session import SwapSession
 from ckptplan.runtime.swap.stores import Store
 
@@ -202,9 +201,9 @@ class Controller:
             for i in range(len(self._stages))
         )
         self.place = Place("forward", 0)
-        self.on_backward: Callable[[], None] | None = None
         self._old_graph = old_graph
         self.before_forward: Callable[[tuple[Any, ...], dict[str, Any]], Controller] | None = None
+        self.on_error: Callable[[BaseException], None] | None = None
         self.holds: object = None
         """What has to live as long as the model is patched, whether or not the caller keeps the handle."""
         self.is_inner: Callable[[int], bool] | None = None
@@ -296,28 +295,10 @@ class Controller:
         self._pass = None
         self._drop_leftovers()
 
-    def at_step_begin(self, on_backward: Callable[[], None]) -> None:
-        """Note that a step begins; `on_backward` is called when each of its backwards reaches its first stage."""
-        self.place = Place("forward", 0)
-        self.on_backward = on_backward
-
-    def forget(self) -> None:
-        """Drop the pass that was under way, because it has failed."""
-        self._pass = self._session = None
-        self._task = -1
-        if self.checks is not None:
-            self.checks.forget()
-        self._drop_leftovers()
-        self.place = Place("forward", 0)
-
     def _drop_leftovers(self) -> None:
         """Free the memory that a failed backward left behind (NOTE [Leftovers of a failed backward])."""
         if self._old_graph is not None and current_graph_task() == -1:
             self._old_graph.drop_leftovers()
-
-    def swapped(self) -> dict[State, list[int]]:
-        """Return, by state, the bytes of the storages that the present pass moves."""
-        return {} if self._session is None else self._session.states()
 
     def _active(self) -> bool:
         """Return whether a forward follows the plan: with gradients, in evaluation mode, too, where some train.
@@ -383,7 +364,7 @@ class Controller:
         for tier, store in self._stores.items():
             store.on_copy = None if tell is None else functools.partial(tell, tier)
         session = SwapSession(self._stores, self._device, own, self.counters, self._saved, checks)
-        watched = self._watches or by_call or tell is not None or self.on_backward is not None
+        watched = self._watches or by_call or tell is not None
         self._session, self._pass = session, _Pass(session, own, checks, watched=watched)
         return self._pass
 
@@ -403,8 +384,10 @@ class Controller:
         current.in_model = True
         try:
             output = original(*args, **kwargs)
-        except BaseException:  # also between stages: what an open segment holds goes with the error
+        except BaseException as error:  # also between stages: what an open segment holds goes with the error
             current.open = self._pass = None
+            if self.on_error is not None:
+                self.on_error(error)
             raise
         finally:
             current.in_model = False
@@ -650,8 +633,6 @@ class Controller:
             Variable._execution_engine.queue_callback(self._leave_backward)
             if torch.is_grad_enabled():
                 self._note_created()
-            if self.on_backward is not None:
-                self.on_backward()
 
     def _leave_backward(self) -> None:
         self.place = Place("update", self.place.stage)

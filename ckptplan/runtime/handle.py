@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import weakref
@@ -29,8 +30,8 @@ from ckptplan.runtime.guard.fused_steps import STEPS
 from ckptplan.runtime.guard.gradients import GradientGuard
 from ckptplan.runtime.guard.held_over import HeldOver
 from ckptplan.runtime.guard.larger import replace_for_larger
-from ckptplan.runtime.guard.last_words import is_of_step, last_words, tell
-from ckptplan.runtime.guard.retry import OnOom, Retry
+from ckptplan.runtime.guard.last_words import last_words, leaves
+from ckptplan.runtime.guard.oom import add_note
 from ckptplan.runtime.guard.shapes import OnLarger
 from ckptplan.runtime.guard.unplanned import Unplanned
 from ckptplan.runtime.guard.updates import noticing_updates
@@ -90,8 +91,8 @@ def remove(model: nn.Module) -> bool:
 class Handle:
     """An applied plan. Call `remove()` to restore the model, or use the handle as a context manager."""
 
-    def __init__(self, applied: Applied, adviser: Adviser | None, retry: Retry | None) -> None:
-        self._applied, self._adviser, self._retry = applied, adviser, retry
+    def __init__(self, applied: Applied) -> None:
+        self._applied = applied
         applied.handle = self
         self._register(applied.model)
         try:
@@ -120,42 +121,13 @@ class Handle:
 
     @property
     def replans(self) -> tuple[Replan, ...]:
-        """Replacements of the plan after a step ran out of memory, or for larger inputs, in order."""
+        """Replacements of the plan for larger inputs, in order."""
         return self._applied.replans
 
     @property
     def returns(self) -> int:
         """Number of times that an earlier plan was put back, because the inputs were too large for the present one."""
         return self._applied.returns
-
-    def step(self, run: Callable[[], Result]) -> Result:
-        """Run one step under the handle's rule for out-of-memory errors.
-
-        Without such a rule (`on_oom="raise"`) this is `run()`. Otherwise a step that runs out of memory is undone: its
-        graph is freed, gradients that it created are None again, and buffers are as before. Then the error is reported,
-        or the step runs again with a leaner plan from the same random state and with modules' attributes and hooks as
-        before, so that its gradients are those of a plain step.
-
-        Parameters
-        ----------
-        run : callable
-            One step: forward, backward and optionally `zero_grad` and the update. Tensors that it makes should be local
-            variables of it, since others can't be freed. It may be run twice, so it must not consume its input: fetch
-            the batch outside of it.
-
-        Returns
-        -------
-        The result of `run`.
-
-        Raises
-        ------
-        OutOfMemoryError
-            If memory runs out under such a rule, with the allocator's error as its cause. Any other error passes
-            through as it is.
-        InfeasibleBudgetError
-            If no plan fits the available memory; its cause is an OutOfMemoryError. The former plan stays.
-        """
-        return run() if self._retry is None or not self._applied.is_on else self._retry.step(run)
 
     def remove(self) -> None:
         """Restore the model exactly; calling it again does nothing.
@@ -171,8 +143,7 @@ class Handle:
         if self._applied.remove():
             self._unregister(self._applied.model)
             error = sys.exc_info()[1]
-            if is_of_step(error):  # which ends the plan before it ends the process
-                tell(self._applied, error)
+            leaves(self._applied, error)  # which ends the plan before it ends the process
             self._applied.guards.close()
             close_all(self._applied.stores)
             checks = self._applied.controller.checks
@@ -196,7 +167,7 @@ class Handle:
 
         On CUDA this waits for the device.
         """
-        return report.stats(self._applied, self._adviser)
+        return report.stats(self._applied)
 
     def trace(
         self, run: Callable[[], Any], *, inputs: Any = None, optimizer: torch.optim.Optimizer | None = None
@@ -218,7 +189,7 @@ class Handle:
         InvalidInputError
             If the plan isn't applied now, or `run` isn't one forward followed by its backward.
         """
-        return report.trace(self._applied, self._adviser, run, inputs, optimizer)
+        return report.trace(self._applied, run, inputs, optimizer)
 
     def report(self, **options: Any) -> Report:
         """A page on the applied plan, with the statistics of its steps; see `Plan.report`.
@@ -233,7 +204,7 @@ class Handle:
         InvalidInputError
             If the profile isn't known.
         """
-        return report.page(self._applied, self._adviser, options)
+        return report.page(self._applied, options)
 
     def __enter__(self) -> Handle:
         return self
@@ -253,7 +224,6 @@ def apply(
     synchronous: bool = False,
     check: When = "sampled",
     strict: bool = False,
-    on_oom: OnOom | None = None,
     adviser: Adviser | None = None,
     on_larger: OnLarger | None = None,
 ) -> Handle:
@@ -265,10 +235,8 @@ def apply(
         As there.
     host_bytes, disk_bytes : int, optional
         Limits on pinned host memory and on the swap file.
-    on_oom : OnOom, optional
-        The rule of `Handle.step` for out-of-memory errors; None: they are raised.
     adviser : Adviser, optional
-        Supplies predictions for `Handle.stats` and `Handle.trace`, and plans for `Handle.step` out of memory.
+        Supplies predictions for `Handle.stats`, `Handle.trace` and notes on out-of-memory errors.
     on_larger : OnLarger, optional
         Makes another plan for a forward whose inputs are larger than planned; None: it follows the present one.
     """
@@ -331,9 +299,9 @@ def apply(
             raise
         return controller, stores
 
-    applied = Applied(model, device, plan, place)
+    applied = Applied(model, device, plan, place, adviser)
+    applied.on_error = applied.controller.on_error = functools.partial(add_note, applied)
     if on_larger is not None:
         replace_for_larger(applied, on_larger)
     applied.guards.enter_context(fresh_state.watching())
-    retry = None if on_oom is None else Retry(applied, on_oom)
-    return Handle(applied, adviser, retry)
+    return Handle(applied)

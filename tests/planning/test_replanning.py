@@ -374,7 +374,6 @@ def test_a_handle_without_a_plan_is_removed() -> None:
     model = blocks()
     with ckptplan.apply(model, budget_gb=1.0) as handle:
         assert "forward" in vars(model)
-        assert handle.step(lambda: 3) == 3
         with handle.unmetered():
             pass
     assert not any("forward" in vars(m) for m in model.modules())

@@ -1308,7 +1308,7 @@ def test_a_skipped_stage_delays_no_release() -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"retries": -1}, "retries=-1"),
+        ({"on_oom": "replan"}, "has no option 'on_oom' any more"),
         ({"actions": ("keep", "bogus")}, "'bogus'"),
         ({"segments": 3}, "segments=3"),
         ({"time_limit_s": 0}, "time_limit_s=0"),

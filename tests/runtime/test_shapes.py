@@ -642,38 +642,6 @@ def test_shapes_in_turn_are_met_by_one_plan_or_by_two_that_are_kept(profiles: li
         assert profiles == ["[16, 32]", "[2, 32]"]
 
 
-def test_out_of_memory_after_larger_inputs_plans_for_those(profiles: list[str]) -> None:
-    """The adviser of shortages knows the new profile."""
-    model = made()
-    start = profile(made(), text(4, 16), menus=False)
-    plan = ckptplan.solve(start, 1.0)
-    handle = applied(model, plan, on_oom="replan", profile=start)
-    failures = [True]
-
-    def step() -> torch.Tensor:
-        model.zero_grad()
-        torch.manual_seed(3)
-        loss = default_loss(model(text(4, 20)))
-        if failures.pop() if failures else False:
-            raise torch.OutOfMemoryError(
-                "DefaultCPUAllocator: can't allocate memory: you tried to allocate 100000 bytes"
-            )
-        loss.backward()
-        return loss.detach()
-
-    with handle:
-        with pytest.warns(RuntimeWarning, match="goes beyond|out of memory"):
-            loss = handle.step(step)
-        larger, leaner = handle.replans
-        assert larger.larger is not None
-        assert leaner.shortage is not None
-        assert leaner.after.inputs == larger.after.inputs
-        assert leaner.after.peak_bytes < larger.after.peak_bytes
-        plain = made()
-        assert torch.equal(loss, results(plain, text(4, 20))[0])
-        assert same([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])  # type: ignore[misc]
-
-
 def test_what_can_not_be_planned_anew_is_refused_at_once() -> None:
     model = made()
     with pytest.raises(InvalidInputError, match="on_larger='bigger'; it is 'follow' or 'replan'"):

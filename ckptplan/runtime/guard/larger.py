@@ -45,12 +45,10 @@ def replace_for_larger(applied: Applied, planner: OnLarger) -> None:
         applied.put(plan)
         if plan.stages != before.stages:
             applied.controller.counters.runs.clear()  # counted by the stage's position in the plan
-        if former.on_backward is not None:
-            applied.controller.at_step_begin(former.on_backward)
         if larger is None:
             applied.returns += 1
             return applied.controller
-        applied.replans += (Replan(None, before, plan, larger),)
+        applied.replans += (Replan(before, plan, larger),)
         warnings.warn(f"{larger} (handle.replans has the plans)", RuntimeWarning, stacklevel=2)
         return applied.controller
 

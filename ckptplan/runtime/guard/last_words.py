@@ -1,10 +1,9 @@
-"""What a rank says last when a step fails: its rank and the stage, by which its output is found among all."""
+"""What is said of an error that ends a planned step: a note if memory ran out; in a group, the rank and the stage."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import sys
 import traceback
 import weakref
@@ -16,17 +15,24 @@ import torch.distributed as dist
 
 from ckptplan.runtime.applied import Applied
 from ckptplan.runtime.controller import Controller
-from ckptplan.runtime.guard.oom import located
+from ckptplan.runtime.guard.oom import add_note, located
 from ckptplan.runtime.replicated import is_distributed
 
 _LOG = logging.getLogger("ckptplan")
 
 
-def tell(applied: Applied, error: BaseException | None) -> None:
+def leaves(applied: Applied, error: BaseException | None) -> None:
+    """Say what there is to say of an error that ends a plan, if it is of a planned step."""
+    if _is_of_step(error):
+        add_note(applied, error)
+        _tell(applied, error)
+
+
+def _tell(applied: Applied, error: BaseException | None) -> None:
     """Log this process's rank, and where the planned step was, if `error` ends a step of a rank."""
     if not isinstance(error, Exception) or not is_distributed() or dist.get_world_size() == 1:
         return
-    phase, index, doing = located(error, applied.controller.place, updating=False)
+    phase, index, doing = located(error, applied.controller.place)
     stages = applied.plan.stages
     where = f"stage {stages[index]!r}" if index is not None else "the code behind the last stage"
     when = "" if phase == "update" or phase == doing else f" in {phase}"
@@ -36,18 +42,18 @@ def tell(applied: Applied, error: BaseException | None) -> None:
     )  # fmt: skip
 
 
-def is_of_step(error: BaseException | None) -> bool:
-    """Return whether an error left a planned forward, or a backward."""
+def _is_of_step(error: BaseException | None) -> bool:
+    """Return whether an error left a planned forward, a backward, or an optimizer's step."""
     steps = {f.__code__ for f in (Controller._run_model, Controller._run_stage, torch.autograd.backward)}  # type: ignore[attr-defined]
-    return error is not None and any(frame.f_code in steps for frame, _ in traceback.walk_tb(error.__traceback__))
+    return error is not None and any(
+        frame.f_code in steps or isinstance(frame.f_locals.get("self"), torch.optim.Optimizer)
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+    )
 
 
 @contextlib.contextmanager
 def last_words(applied: Applied) -> Iterator[None]:
-    """Inside, an error that nothing catches is told, after its traceback, where there are several processes."""
-    if "RANK" not in os.environ and not is_distributed():
-        yield
-        return
+    """Inside, an error that nothing catches has a note, and is told where there are several processes."""
     _HOOK.watched.add(applied)
     watched = weakref.ref(applied)
     del applied
@@ -76,9 +82,12 @@ class _Hook:
             sys.excepthook, self._previous = self._previous, None
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if _is_of_step(error):
+            for applied in list(self.watched):
+                add_note(applied, error)
         (self._previous or sys.__excepthook__)(kind, error, trace)
         for applied in list(self.watched):
-            tell(applied, error)
+            _tell(applied, error)
 
 
 _HOOK = _Hook()

@@ -14,7 +14,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ckptplan.core.ddp import DDP
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.trace import Trace
-from ckptplan.runtime.adviser import Adviser
 from ckptplan.runtime.applied import Applied
 from ckptplan.runtime.observe.measure import held_tensors, optimizer_tensors, tensors_in, unique_bytes
 from ckptplan.runtime.observe.stats import Stats, stage_stats
@@ -26,16 +25,15 @@ if TYPE_CHECKING:  # of a higher layer
     from ckptplan.report.page.render import Report
 
 
-def stats(applied: Applied, adviser: Adviser | None) -> Stats:
+def stats(applied: Applied) -> Stats:
     """See `Handle.stats`."""
     steps = applied.controller.counters.meter.steps()
-    predicted = None if adviser is None else adviser.stage_times(applied.plan)
+    predicted = None if applied.adviser is None else applied.adviser.stage_times(applied.plan)
     return stage_stats(applied.counted(), applied.plan, steps, predicted, applied.stores, applied.peaks)
 
 
 def trace(
     applied: Applied,
-    adviser: Adviser | None,
     run: Callable[[], Any],
     inputs: Any,
     optimizer: torch.optim.Optimizer | None,
@@ -58,18 +56,14 @@ def trace(
             )
         elif inputs is not None:
             applied.peaks.traced = step.peak_bytes
-    return Trace(step, None if adviser is None else adviser.drawn(plan), notes)
+    return Trace(step, None if applied.adviser is None else applied.adviser.drawn(plan), notes)
 
 
-def page(applied: Applied, adviser: Adviser | None, options: dict[str, Any]) -> Report:
+def page(applied: Applied, options: dict[str, Any]) -> Report:
     """See `Handle.report`."""
-    return _known(adviser, "report draws").report(applied.plan, stats(applied, adviser), **options)
-
-
-def _known(adviser: Adviser | None, what: str) -> Adviser:
-    if adviser is None:
+    if applied.adviser is None:
         raise InvalidInputError(
-            f"{what} the profile that the plan was made from, which isn't known: pass it to apply, "
+            "report draws the profile that the plan was made from, which isn't known: pass it to apply, "
             "ckptplan.apply(model, plan, profile=profile)"
         )
-    return adviser
+    return applied.adviser.report(applied.plan, stats(applied), **options)

@@ -21,7 +21,7 @@ from ckptplan.runtime.observe.counters import Counters
 from ckptplan.runtime.observe.measure import tensors_in
 from ckptplan.runtime.swap.packing import Held, Packing
 from ckptplan.runtime.swap.positions import positioned
-from ckptplan.runtime.swap.record import Record, State, finish_leaving, start_leaving, start_returning
+from ckptplan.runtime.swap.record import Record, finish_leaving, start_leaving, start_returning
 from ckptplan.runtime.swap.stores import Store
 
 _Key = tuple[int, int | None]
@@ -258,14 +258,6 @@ class SwapSession:
     def prefetch(self, index: int, transfer: int = 0) -> None:
         """Start the copies in of a transfer of stage `index`: its prefetch point."""
         start_returning(_alive(self._returning.get((index, transfer), ())))
-
-    def states(self) -> dict[State, list[int]]:
-        """Return, by state, the bytes of each record that a stage has sent away and that is still alive."""
-        found: dict[int, Record] = {id(r): r for refs in self._leaving.values() for r in _alive(refs)}
-        out: dict[State, list[int]] = {}
-        for record in found.values():
-            out.setdefault(record.state, []).append(record.nbytes)
-        return out
 
 
 def _alive(refs: Iterable[weakref.ref[Record]]) -> list[Record]:
