@@ -19,6 +19,7 @@ from ckptplan.core.request import Limits, SearchKeywords, SolveKeywords, Trainin
 from ckptplan.core.units import GIB, format_bytes
 from ckptplan.planning.by_rules import plans_by_rules
 from ckptplan.planning.job import Job, job_of_profile
+from ckptplan.planning.plan_file import keep, plan_in, request_text
 from ckptplan.referee.validate import examine
 from ckptplan.report.explain import Explanation, Worth
 from ckptplan.report.explain import explain as explanation
@@ -47,6 +48,7 @@ def solve(
     inputs: Any = None,
     max_overhead: float | None = None,
     swap_dir: str | Path | None = None,
+    plan_file: str | Path | None = None,
     **options: Unpack[SolveKeywords],
 ) -> Plan:
     """The fastest plan that fits the budget, and how far from the best possible it can be at most.
@@ -69,10 +71,15 @@ def solve(
         Largest slowdown against keeping everything: 0.10 for ten per cent. Not together with a budget.
     swap_dir : path, optional
         As in `profile`.
+    plan_file : path, optional
+        A file for the plan. If it has one that was made for the same budget, options of `Limits`, model, inputs,
+        optimizer and device (its fingerprint), that one is returned, and nothing is profiled. Otherwise a new plan is
+        written there. The loss and the code of the model aren't compared: delete the file when they change. It goes
+        without `step`, whose tensors can't be compared, and is for one process.
     **options
         What is trained: `loss_fn`, `optimizer`, `device`, `step`, `amp`, `accumulate`, `ddp`, `fsdp`
         (`ckptplan.core.request.Training`); what a plan may use: `actions`, `segments`, `menus`, `host_gb`, `disk_gb`,
-        `in_flight`, `time_limit_s`, `gap`, `cache`, `seed`, `workers`, `on_progress`, `on_plan`
+        `in_flight`, `time_limit_s`, `gap`, `seed`, `workers`, `on_progress`, `on_plan`
         (`ckptplan.core.request.Limits`).
 
     Returns
@@ -117,6 +124,17 @@ def solve(
             from ckptplan.planning.model_job import warn_of_more_than_there_is
 
             warn_of_more_than_there_is(wanted.nbytes, model_or_profile, training.device)
+        asked = request_text(wanted, limits, max_overhead)
+        if plan_file is not None:
+            if together is not None or training.step is not None:
+                raise InvalidInputError(
+                    "plan_file= is for one process and for inputs=; "
+                    + ("save the plan of a group" if together is not None else "save the plan of a step=")
+                    + " (Plan.save), and apply it in the next run (Plan.load)"
+                )
+            found = plan_in(plan_file, asked)
+            if found is not None and _made_for(found, model_or_profile, training, budget_bytes):
+                return found
         within = limits if together is None else together.shared(limits)
         if together is not None and training.inputs is not None and not isinstance(model_or_profile, Profile):
             training = together.widened_inputs(model_or_profile, training)
@@ -127,7 +145,8 @@ def solve(
             limits.on_progress(f"solved: {search_state(plan.step_s, plan.lower_bound_s, plan.needed_bytes)}")
             return replace(plan, notes=(*notes, *plan.notes))
 
-        return solved(budget_bytes) if together is None else together.planned(job, budget_bytes, solved)
+        plan = solved(budget_bytes) if together is None else together.planned(job, budget_bytes, solved)
+        return plan if plan_file is None else keep(plan, plan_file, asked)
 
     if isinstance(model_or_profile, Profile):
         return alone()
@@ -138,6 +157,16 @@ def solve(
         plan = solved_together(model_or_profile, options.get("ddp") or fsdp, alone)
     remember(plan, options)
     return plan
+
+
+def _made_for(plan: Plan, model_or_profile: nn.Module | Profile, training: Training, budget_bytes: int | None) -> bool:
+    """Whether a plan is one for this model or profile and its step, and fits the budget, if it is known."""
+    if isinstance(model_or_profile, Profile):
+        return plan.fingerprint == model_or_profile.fingerprint and not _broken(model_or_profile, plan)
+    from ckptplan.planning.model_job import fingerprint_of
+
+    fits = budget_bytes is None or plan.counted_bytes <= budget_bytes
+    return fits and plan.fingerprint == fingerprint_of(model_or_profile, training)
 
 
 def _sharded(
@@ -296,12 +325,19 @@ def explain(profile: Profile, plan: Plan, **options: Unpack[SearchKeywords]) -> 
 
 def _require_made_from(profile: Profile, plan: Plan) -> None:
     """Raise `PlanMismatchError` unless the profile gives what the plan predicts."""
-    broken, _ = examine(profile, plan, plan.budget_bytes, host_bytes=plan.host_bytes, disk_bytes=plan.disk_bytes)
-    if broken:
+    if broken := _broken(profile, plan):
         raise PlanMismatchError(
-            f"the plan was made from another profile of this model, or by an earlier version ({broken[0].detail}); "
+            f"the plan was made from another profile of this model, or by an earlier version ({broken}); "
             "give the profile that it was solved from, or solve this one again"
         )
+
+
+def _broken(profile: Profile, plan: Plan) -> str:
+    """Return what a profile gives otherwise than a plan predicts; empty for one that was made from it."""
+    if len(plan.stages) != len(profile.stages):
+        return "they have other stages"
+    broken, _ = examine(profile, plan, plan.budget_bytes, host_bytes=plan.host_bytes, disk_bytes=plan.disk_bytes)
+    return broken[0].detail if broken else ""
 
 
 def _job(model_or_profile: nn.Module | Profile, training: Training, swap_dir: str | Path | None, limits: Limits) -> Job:

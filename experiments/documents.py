@@ -16,8 +16,6 @@ import transformers
 
 import ckptplan
 
-os.environ["CKPTPLAN_CACHE"] = "off"  # what is measured is measured now
-
 
 def command() -> str:
     """What was typed to get here."""

@@ -4,7 +4,7 @@
 
 Twenty steps on the CPU of small models in transformers' Trainer, TRL's SFTTrainer, Lightning and a loop of accelerate,
 with what their users switch on (the cells of tests/integrations): without a plan, with one that is made anew, and with
-one whose profile comes from the cache. Held against each other: every loss and the state at the end, bit for bit; the
+that one from a file. Held against each other: every loss and the state at the end, bit for bit; the
 measured peak of each step against the budget; recomputed stages and swapped bytes, which must not be 0; and the model,
 which must be patched nowhere else afterwards. A budget is a quarter of the way from the smallest peak to everything
 kept. A process's first training makes PyTorch change classes of optimizers, so one comes first.
@@ -63,7 +63,7 @@ class Trained(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """One cell; `first_s` and `again_s` are seconds of planning, without and with a profile in the cache."""
+    """One cell; `first_s` and `again_s` are seconds of planning, without and with a plan in the file."""
 
     framework: str
     way: str
@@ -79,14 +79,14 @@ class Row:
     again_s: float
 
 
-Run = Callable[[Path, bool], Trained]
+Run = Callable[[Path, Path | None], Trained]
 
 
 def in_a_trainer(module: Any, how: dict[str, Any]) -> Run:
-    def run(folder: Path, planned: bool) -> Trained:
-        callbacks = [ActivationPlanCallback(budget=BUDGET, time_limit_s=5)] if planned else []
+    def run(folder: Path, planned: Path | None) -> Trained:
+        callbacks = [ActivationPlanCallback(budget=BUDGET, time_limit_s=5, plan_file=planned)] if planned else []
         # TRL's default is checkpointing; a plan stands beside everything kept.
-        keeps = {} if planned or module is not test_trl else {"gradient_checkpointing": False}
+        keeps = {} if planned is not None or module is not test_trl else {"gradient_checkpointing": False}
         trainer = module.trained(folder, *callbacks, **how, **keeps)
         handle, took_s = (callbacks[0].handle, callbacks[0].took_s) if planned else (None, 0.0)
         return Trained(test_transformers.losses(trainer), trainer.model, trainer.peaks, handle, took_s)
@@ -94,22 +94,25 @@ def in_a_trainer(module: Any, how: dict[str, Any]) -> Run:
     return run
 
 
-def resumed(folder: Path, planned: bool) -> Trained:
+def resumed(folder: Path, planned: Path | None) -> Trained:
     """Stopped after two steps, and trained on from what was saved."""
     how = {"options": {"save_strategy": "steps", "save_steps": 2}}
     run = in_a_trainer(test_transformers, how)
     if not planned:
-        return run(folder, False)
-    callback = ActivationPlanCallback(budget=BUDGET, time_limit_s=5)
+        return run(folder, None)
+    callback = ActivationPlanCallback(budget=BUDGET, time_limit_s=5, plan_file=planned)
     test_transformers.trained(folder, callback, test_transformers.Stops(), **how)
-    return in_a_trainer(test_transformers, how | {"resume": True})(folder, True)
+    return in_a_trainer(test_transformers, how | {"resume": True})(folder, planned)
 
 
 def in_lightning(how: dict[str, Any]) -> Run:
-    def run(folder: Path, planned: bool) -> Trained:
-        measured, planner = test_lightning.Measured(), ActivationPlanner(budget=BUDGET, time_limit_s=5)
+    def run(folder: Path, planned: Path | None) -> Trained:
+        measured, planner = (
+            test_lightning.Measured(),
+            ActivationPlanner(budget=BUDGET, time_limit_s=5, plan_file=planned),
+        )
         manual = issubclass(how.get("kind", test_lightning.Module), (test_lightning.Manual, test_lightning.Scheduled))
-        module, _ = test_lightning.fit(folder, *[measured] * manual, *[planner] * planned, **how)
+        module, _ = test_lightning.fit(folder, *[measured] * manual, *[planner] * (planned is not None), **how)
         # Planning is in one of the first two steps of a module that measures itself.
         return Trained(module.losses, module, module.peaks[2:] + measured.peaks, planner.handle, planner.took_s)
 
@@ -117,8 +120,9 @@ def in_lightning(how: dict[str, Any]) -> Run:
 
 
 def with_accelerate(precision: str) -> Run:
-    def run(folder: Path, planned: bool) -> Trained:
-        options: dict[str, Any] = {"budget": BUDGET, "time_limit_s": 5} if planned else {}
+    def run(folder: Path, planned: Path | None) -> Trained:
+        how: dict[str, Any] = {"budget": BUDGET, "time_limit_s": 5, "plan_file": planned}
+        options = {} if planned is None else how
         took_s: list[float] = []
 
         def solve(*args: Any, **kwargs: Any) -> ckptplan.Plan:
@@ -152,8 +156,8 @@ def cells() -> dict[tuple[str, str], Run]:
 
 def compare(framework: str, way: str, run: Run) -> Row:
     with tempfile.TemporaryDirectory() as name:
-        os.environ["CKPTPLAN_CACHE"] = str(Path(name) / "cache")
-        plain, first, again = (run(Path(name) / str(i), i > 0) for i in range(3))
+        file = Path(name) / "plan.json"
+        plain, first, again = (run(Path(name) / str(i), file if i else None) for i in range(3))
     assert first.handle is not None
     assert again.handle is not None
     states = [trained.model.state_dict() for trained in (plain, first, again)]

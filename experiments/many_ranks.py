@@ -248,7 +248,7 @@ def cell(name: str, way: Way) -> Row:
     wrapped = _wrapped(model, way)
     kept = ckptplan.estimate(wrapped, inputs, loss_fn=_loss).peak_bytes
     plan = ckptplan.solve(
-        wrapped, budget=way.budget, inputs=inputs, loss_fn=_loss, optimizer="sgd", time_limit_s=5, cache=False,
+        wrapped, budget=way.budget, inputs=inputs, loss_fn=_loss, optimizer="sgd", time_limit_s=5,
         host_gb=HOST_SHARE * kept * count / GIB,
     )  # fmt: skip
     with ckptplan.apply(model, plan, check="always") as handle:

@@ -136,10 +136,10 @@ def run(name: str) -> Row:
     for way in WAYS:
         try:
             if way == GPU:
-                there = ckptplan.profile(model, inputs, loss_fn=loss_of, device=GPU, cache=False, menus=False)
+                there = ckptplan.profile(model, inputs, loss_fn=loss_of, device=GPU, menus=False)
                 profiles[way] = with_times_of(profiles[WAYS[0]], there)
             else:
-                profiles[way] = ckptplan.profile(model, inputs, loss_fn=loss_of, cache=False)
+                profiles[way] = ckptplan.profile(model, inputs, loss_fn=loss_of)
         except Exception as error:
             found.append(Tried(way, "profile", failed=f"{type(error).__name__}: {error}"[:LONGEST]))
             break

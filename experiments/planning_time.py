@@ -4,7 +4,7 @@
     python experiments/planning_time.py --models bi-lstm,t5 --depths 6,12
     python experiments/planning_time.py --models bi-lstm --before FOLDER
 
-`again` is a second call, whose profile comes from the cache. With `--before`, each model is also planned by the package
+With `--before`, each model is also planned by the package
 in another checkout, right before. Each model runs in a process of its own, so that none finds PyTorch's caches filled
 by another. Its budget is a third of the way from the smallest peak to everything kept. U-Net and Flux need `diffusers`
 (0.42 or later), which no extra of the package installs; without it they are left out, and the output says so.
@@ -20,7 +20,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,15 +58,10 @@ def seconds_of(name: str) -> dict[str, Any]:
     def note(text: str) -> None:
         marks.append((text, time.perf_counter()))
 
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["CKPTPLAN_CACHE"] = folder
-        with measured(seconds, "profile"):
-            note(OTHER)
-            profile = ckptplan.profile(model, inputs, loss_fn=loss_fn, on_progress=note)
-            note(OTHER)
-        if os.listdir(folder):
-            with measured(seconds, "again"):
-                ckptplan.profile(model, inputs, loss_fn=loss_fn)
+    with measured(seconds, "profile"):
+        note(OTHER)
+        profile = ckptplan.profile(model, inputs, loss_fn=loss_fn, on_progress=note)
+        note(OTHER)
     for (part, begin), (_, end) in itertools.pairwise(marks):
         key = next((each for each in PARTS if each.split()[0] == part.split()[0]), OTHER)
         seconds[key] = seconds.get(key, 0.0) + end - begin
@@ -109,10 +103,9 @@ def row(name: str, found: dict[str, Any]) -> str:
     s = found["seconds"]
     parts = " ".join(f"{part} {s.get(part, 0.0):5.2f}," for part in PARTS)
     first = f", first plan {s['first plan']:.2f}" if "first plan" in s else ""
-    again = f"again {s['again']:.2f}" if "again" in s else "not cached"
     return (
         f"{name:12} {found['stages']:3} stages of {found['kinds']:2} kinds: profile {s['profile']:6.2f} s ({parts} "
-        f"rest {s.get(OTHER, 0.0):.2f}), {again}; smallest peak {s['smallest peak']:.2f}, solve "
+        f"rest {s.get(OTHER, 0.0):.2f}); smallest peak {s['smallest peak']:.2f}, solve "
         f"{s['solve']:.2f}{first}, gap {found['gap']:.2%}"
     )
 

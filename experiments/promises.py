@@ -809,28 +809,15 @@ PROMISES: tuple[Promise, ...] = (
     ),
     Promise(
         "Profiling",
-        "A profile from the cache is that of an equal step: a change of anything that it depends on has another key",
+        "A plan in a file is taken by a later run of the same request alone, and nothing else is overwritten",
         _in(
-            "test_cache",
-            "test_a_change_of_one_thing_gives_another_key",
-            "test_changes_of_a_librarys_model",
-            "test_steps_without_a_key",
-            "test_no_key_for_operators_of_any_code_and_under_modes",
-            "test_what_a_module_holds_is_told_apart",
-            "test_no_key_with_an_implementation_of_an_operator_of_ones_own",
-            "test_what_depends_on_values_or_chance_is_found_for_its_path",
-            "test_what_reads_values_in_backward_is_not_stored",
-            "test_the_path_of_a_step_leaves_nothing_behind",
-            "test_an_equal_step_is_measured_once",
+            "test_plan_file",
+            "test_the_next_run_takes_it",
+            "test_another_request_has_another_plan",
+            "test_nothing_else_is_overwritten",
+            "test_a_function_is_not_told_from_another",
         )
-        + _in(
-            "test_framework_loops",
-            "test_what_the_loss_reads_counts",
-            "test_code_that_the_loss_runs_counts",
-            "test_a_loop_in_other_variables_counts_as_a_whole",
-            "test_the_loop_that_a_framework_keeps_in_the_model",
-        )
-        + _in("test_second_training", "test_a_second_training_finds_its_profiles"),
+        + _in("test_transformers", "test_a_plan_in_a_file"),
         ("planning_time",),
     ),
     Promise(

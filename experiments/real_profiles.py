@@ -126,9 +126,7 @@ def main() -> None:
     for name in args.only.split(",") if args.only else MODELS:
         with torch.device("meta"):
             model, inputs = MODELS[name]()
-        profile = ckptplan.profile(
-            model.train(), inputs, amp="bfloat16", optimizer="adamw", device="rtx4090", cache=False
-        )
+        profile = ckptplan.profile(model.train(), inputs, amp="bfloat16", optimizer="adamw", device="rtx4090")
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / f"{name}.json"
             profile.save(file)

@@ -189,7 +189,7 @@ def plan(
     if isinstance(optimizer, torch.optim.LBFGS):
         options["optimizer"] = None
     if record.planned:
-        options = {"optimizer": optimizer, "cache": False, **options}
+        options = {"optimizer": optimizer, **options}
         if alone:
             handle = ckptplan.apply(model, **options)
         else:

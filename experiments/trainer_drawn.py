@@ -124,7 +124,7 @@ def run(name: str) -> Row:
         return Row(name, failed=f"without a plan: {type(error).__name__}: {error}"[:LONGEST])
     model, _ = recipe.make()
     parameters = sum(p.numel() for p in model.parameters())
-    callback = ActivationPlanCallback(budget=BUDGET, time_limit_s=5, check="always", cache=False)
+    callback = ActivationPlanCallback(budget=BUDGET, time_limit_s=5, check="always")
     try:
         planned = trained(recipe, times, callback)
     except Exception as error:

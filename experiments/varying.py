@@ -221,7 +221,7 @@ class Varying:
 
     def asked(self, record: Record) -> dict[str, Any]:
         """The budget and what else is asked of a plan."""
-        found: dict[str, Any] = {"time_limit_s": 0.3, "menus": self.spec.menus, "cache": False}
+        found: dict[str, Any] = {"time_limit_s": 0.3, "menus": self.spec.menus}
         if self.spec.share is not None:
             return {"budget": f"{self.spec.share}%", **found}
         assert record.plain is not None

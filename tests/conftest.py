@@ -36,7 +36,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    os.environ["CKPTPLAN_CACHE"] = "off"
     if not hasattr(config, "workerinput"):  # once, for all processes that run tests
         folder = tempfile.TemporaryDirectory(prefix="ckptplan-profiles-")
         os.environ["CKPTPLAN_TEST_PROFILES"] = folder.name

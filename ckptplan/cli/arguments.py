@@ -139,14 +139,6 @@ Gap = Annotated[
 ]
 
 
-Cached = Annotated[
-    bool,
-    typer.Option(
-        "--cache/--no-cache", help="Whether a model's profile may come from the user's cache folder, and go there."
-    ),
-]
-
-
 Output = Annotated[Path | None, typer.Option("-o", "--output", metavar="PLAN.json", help="Where to write the plan.")]
 
 

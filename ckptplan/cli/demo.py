@@ -416,7 +416,6 @@ def _rows(model: nn.Module, data: list[Batch], time_limit_s: float, progress: Pr
         inputs=(tokens,),
         loss_fn=lambda logits: loss_of(logits, targets),
         optimizer=torch.optim.AdamW(model.parameters()),
-        cache=False,
     )
     alone = without_swaps(profile)
     swaps = is_accelerator(tokens.device)  # elsewhere copies would go to the same memory, and take cores from training

@@ -21,7 +21,6 @@ from ckptplan.cli.arguments import (
     Actions,
     Autocast,
     Budget,
-    Cached,
     DiskLimit,
     Gap,
     HostLimit,
@@ -77,7 +76,6 @@ def profile(
             metavar="FOLDER", help="Where swapped bytes would go; its rate is measured. Default: as in training."
         ),
     ] = None,
-    cache: Cached = True,
 ) -> None:
     """Measure a model's training step: bytes and seconds of its stages, from which plans are made, here or elsewhere.
 
@@ -98,7 +96,6 @@ def profile(
             ddp=ddp,
             fsdp=to_fsdp(fsdp),
             swap_dir=swap_dir,
-            cache=cache,
             on_progress=shown,
         )
     typer.echo(str(found))
@@ -130,7 +127,6 @@ def solve(
     in_flight: InFlight = 1,
     time_limit: TimeLimit = 10.0,
     gap: Gap = NO_LIMITS.gap,
-    cache: Cached = True,
     output: Output = None,
 ) -> None:
     """Find the fastest plan within a budget, or the plan with the smallest peak within a slowdown, with a proven bound.
@@ -147,7 +143,7 @@ def solve(
             "--max-overhead, 0.1 for 10 %"
         )
     check_writable(output, "the plan")
-    options = _options(host_gb, disk_gb, actions, segments, accumulate, time_limit, gap, cache)
+    options = _options(host_gb, disk_gb, actions, segments, accumulate, time_limit, gap)
     options["in_flight"] = in_flight
     budget_in_gb = number(budget_gb, "--budget-gb")
     subject, inputs = subject_of(source)
@@ -205,7 +201,6 @@ def _options(
     accumulate: bool | None,
     time_limit: float,
     gap: float,
-    cache: bool,
 ) -> SolveKeywords:
     return SolveKeywords(
         host_gb=number(host_gb, "--host-gb", least=0),
@@ -215,7 +210,6 @@ def _options(
         accumulate=accumulate,
         time_limit_s=time_limit,
         gap=gap,
-        cache=cache,
     )
 
 
@@ -229,7 +223,6 @@ def frontier(
     accumulate: Accumulate = None,
     time_limit: Annotated[float, typer.Option(min=0.1, help="Seconds for all plans together.")] = 60.0,
     gap: Gap = NO_LIMITS.gap,
-    cache: Cached = True,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -250,7 +243,7 @@ def frontier(
     Example: [bold]ckptplan frontier profile.json --points 8 --plot frontier.png[/bold]
     """
     check_writable(plot, "the plot")
-    options = _options(host_gb, disk_gb, actions, segments, accumulate, time_limit, gap, cache)
+    options = _options(host_gb, disk_gb, actions, segments, accumulate, time_limit, gap)
     subject, inputs = subject_of(source)
     from ckptplan.api import frontier as frontier_of
 

@@ -12,7 +12,6 @@ from rich.console import Console
 
 from ckptplan.cli.arguments import Budget, to_bytes
 from ckptplan.cli.output import check_writable
-from ckptplan.cli.subject import profile_of
 from ckptplan.core.display import progress
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.estimate import Estimate
@@ -30,8 +29,7 @@ def report(
         str,
         typer.Argument(
             metavar="SOURCE",
-            help="A profile or the [bold]package.module:name[/bold] of a model, whose profile the cache has; or an "
-            "estimate by [bold]ckptplan estimate --json[/bold].",
+            help="The profile that the plan was made from, or an estimate by [bold]ckptplan estimate --json[/bold].",
         ),
     ],
     plan_file: Annotated[
@@ -89,7 +87,7 @@ def report(
         return
     if plan_file is None:
         raise InvalidInputError(f"{source} has no plan; give it too: ckptplan report {shlex.quote(source)} PLAN.json")
-    plan, profile = Plan.load(plan_file), profile_of(source)
+    plan, profile = Plan.load(plan_file), Profile.load(source)
     if budget_gb is not None:
         budget_bytes = to_bytes(budget_gb, "--budget-gb")
         if budget_bytes > plan.budget_bytes:  # the bound holds for smaller budgets alone

@@ -212,6 +212,8 @@ class Plan(Saved):
         What all but one of them hold, with their inputs, beside `peak_bytes`.
     notes : tuple of str
         Those of the profile: inputs and loss that were guessed, stages that can't be recomputed.
+    asked : str
+        What was asked of a plan that is kept in a file for later runs (`plan_file=`); empty for others.
     """
 
     SCHEMA = "ckptplan.plan/4"
@@ -251,6 +253,7 @@ class Plan(Saved):
     in_flight: int = 1
     others_bytes: int = 0
     notes: tuple[str, ...] = ()
+    asked: str = ""
 
     @staticmethod
     def upgraded(data: dict[str, Any]) -> dict[str, Any]:

@@ -102,7 +102,6 @@ class PlanKeywords(SearchKeywords, total=False):
 
     disk_gb: float | None
     menus: bool
-    cache: bool
     on_plan: OnPlan | None
     in_flight: int
 
@@ -127,6 +126,7 @@ class ApplyOrSolveKeywords(StepKeywords, PlanKeywords, total=False):
 
 
 _GONE = {
+    "cache": "profiles are kept in no folder; plan_file= keeps a plan for the next run, Profile.save a profile",
     "on_oom": "an out-of-memory error passes through, with a note that says where it was and what helps",
     "retries": "a step that runs out of memory isn't repeated",
 }
@@ -265,9 +265,6 @@ class Limits:
     gap : float
         The search ends as soon as its plan's step is proven to be at most this share above the best possible one: 0.01
         for 1 %. 0: it looks for the optimum until it is proven or the time is over.
-    cache : bool
-        Whether the profile of a model comes from the user's cache folder if an equal step was profiled before, and goes
-        there otherwise.
     seed : int
         Seed of local search and CP-SAT. The same seed and workers give the same plan unless the time limit ends the
         search.
@@ -297,7 +294,6 @@ class Limits:
     actions: tuple[Action, ...] = ACTIONS
     segments: bool = True
     menus: bool = True
-    cache: bool = True
     host_bytes: int | None = None
     disk_bytes: int | None = None
     time_limit_s: float = 10.0
@@ -310,7 +306,7 @@ class Limits:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "actions", checked_actions(self.actions))
-        for name in ("segments", "menus", "cache"):
+        for name in ("segments", "menus"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidInputError(f"{name}={getattr(self, name)!r}; it is True or False")
         limit_s = self.time_limit_s

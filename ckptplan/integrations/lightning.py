@@ -36,7 +36,6 @@ from ckptplan.core.errors import CkptPlanError, PlanMismatchError, UnsupportedMo
 from ckptplan.core.plan import Plan
 from ckptplan.integrations.training import PlannedBatch, PlanningCallback, replace, unchanged
 from ckptplan.planning.log import say
-from ckptplan.profiling.loops import Loop
 from ckptplan.profiling.workload.discover import NothingSavedError
 from ckptplan.runtime.handle import Handle
 from ckptplan.runtime.observe.measure import tensors_in
@@ -54,8 +53,9 @@ class ActivationPlanner(PlanningCallback, pl.Callback):
 
     Parameters
     ----------
-    budget_gb, budget, swap_dir
-        As in `ckptplan.solve`; with neither budget, what the device has free.
+    budget_gb, budget, swap_dir, plan_file
+        As in `ckptplan.solve`; with neither budget, what the device has free. The file's plan is applied if it was made
+        for such a batch, with these settings of trainer and module.
     check : "sampled", "always" or "off"
         As in `ckptplan.apply`.
     **options
@@ -135,11 +135,11 @@ class ActivationPlanner(PlanningCallback, pl.Callback):
             with contextlib.suppress(PlanMismatchError):  # another model: it is planned for
                 return self._planning.begin(module, Plan.from_json(saved["plan"]))
 
-        of, precision = Loop(trainer, holders=frozenset()), trainer.precision_plugin
+        precision = trainer.precision_plugin
         ddp, again = ddp_of(trainer.strategy.model or module), bool(self._made)
 
         def step() -> torch.Tensor:
-            with _planning(of.value, module) as losses, precision.train_step_context():
+            with _planning(trainer, module) as losses, precision.train_step_context():
                 output = module.training_step(*args, **kwargs)
                 if ddp is not None and ddp.find_unused_parameters:  # in training it is the wrapper's forward
                     output = copied(output)
@@ -156,7 +156,9 @@ class ActivationPlanner(PlanningCallback, pl.Callback):
         optimizers = [getattr(o, "optimizer", o) for o in trainer.optimizers]
         optimizer = optimizers[0] if len(optimizers) == 1 else _Together(optimizers) if optimizers else None
         # Lightning's own loop, and most manual ones, drop the gradients of a step after the next one's forward.
-        return self._planning.begin(module, again=again, step=step, optimizer=optimizer, accumulate=True, ddp=ddp)
+        return self._planning.begin(
+            module, again=again, of=json.dumps(asked), step=step, optimizer=optimizer, accumulate=True, ddp=ddp
+        )
 
     def _request(self, trainer: pl.Trainer, module: pl.LightningModule, batch: PlannedBatch) -> dict[str, Any]:
         """Return what a plan is made for beside the model's modules, in a form that a checkpoint keeps."""

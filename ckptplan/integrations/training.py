@@ -10,23 +10,26 @@ from pathlib import Path
 from typing import Any, Unpack
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils import _pytree as pytree
 
 from ckptplan.api import solve
 from ckptplan.core.budget import Budget
-from ckptplan.core.errors import CkptPlanError, RankError
+from ckptplan.core.errors import CkptPlanError, InvalidInputError, PlanMismatchError, RankError
 from ckptplan.core.plan import Plan
 from ckptplan.core.request import ApplyKeywords, PlanKeywords, require_known
 from ckptplan.core.request import Limits as PlanLimits
 from ckptplan.core.units import format_bytes
 from ckptplan.planning.applying import apply
 from ckptplan.planning.log import in_words, is_first_rank, planning, say
-from ckptplan.planning.model_job import NoLargestStepError
+from ckptplan.planning.model_job import NoLargestStepError, default_budget
+from ckptplan.planning.plan_file import keep, plan_in
 from ckptplan.runtime.group import Vote, alone
 from ckptplan.runtime.guard.check import When
 from ckptplan.runtime.guard.shapes import Limits, input_tensors, tensors_at
 from ckptplan.runtime.handle import Handle
+from ckptplan.runtime.replicated import is_distributed
 from ckptplan.runtime.sharded import ranks_of
 from ckptplan.runtime.state.objects import MOST_OBJECTS, attributes_of
 
@@ -41,7 +44,7 @@ class Planning:
     ----------
     owner : type
         The integration's class, which messages name.
-    budget_gb, budget, swap_dir, options
+    budget_gb, budget, swap_dir, plan_file, options
         As in `ckptplan.solve`.
     check : "sampled", "always" or "off"
         As in `ckptplan.apply`.
@@ -63,6 +66,7 @@ class Planning:
         budget_gb: float | None,
         budget: str | None,
         swap_dir: str | Path | None,
+        plan_file: str | Path | None,
         check: When,
         options: PlanKeywords,
     ) -> None:
@@ -72,6 +76,7 @@ class Planning:
         self.budget_gb, self.budget, self.swap_dir, self.check, self.options = (
             budget_gb, budget, swap_dir, check, options,
         )  # fmt: skip
+        self._plan_file = plan_file
         self.handle: Handle | None = None
         self.took_s = 0.0
         self._failures = 0
@@ -101,7 +106,9 @@ class Planning:
         )
         return self.begin(model, former, again=True)
 
-    def begin(self, model: nn.Module, plan: Plan | None = None, *, again: bool = False, **training: Any) -> Handle:
+    def begin(
+        self, model: nn.Module, plan: Plan | None = None, *, again: bool = False, of: str = "", **training: Any
+    ) -> Handle:
         """Apply a plan to `model`, by default a new one.
 
         The first plan is one for all ranks. Of a sharded model later ones, for larger batches, are so, too. Under DDP
@@ -112,11 +119,15 @@ class Planning:
         ----------
         again : bool
             Whether there was a plan in this training.
+        of : str
+            The batch and the settings that the plan is for, as far as `training` doesn't say them.
         **training
             The step, as in `ckptplan.solve`. With `inputs`, larger ones are planned for when they come.
         """
         if not again:
             self._failures = 0
+            if plan is None and self._plan_file is not None:
+                return self._begin_by_file(model, self._plan_file, f"{self.in_text()}; {of}", training)
         apart = not ranks_of(model)
         if again and apart:
             with alone():
@@ -128,6 +139,19 @@ class Planning:
                 raise
             with alone():
                 return self._begin(model, plan, training, is_told=True)
+
+    def _begin_by_file(self, model: nn.Module, file: str | Path, asked: str, training: dict[str, Any]) -> Handle:
+        """Apply the plan in a file if it was made for this request, or else a new one, which is written there."""
+        if is_distributed() and dist.get_world_size() > 1:
+            raise InvalidInputError("plan_file= is for one process, and this training has several; leave it out")
+        known, wanted = plan_in(file, asked), Budget.of(self.budget_gb, self.budget)
+        free = wanted.nbytes is None and wanted.share is None
+        if known is not None and not (free and known.counted_bytes > default_budget(model, None)):
+            with contextlib.suppress(PlanMismatchError):  # another model
+                return self._begin(model, known, training, is_told=True)
+        handle = self._begin(model, None, training, is_told=True)
+        keep(handle.plan, file, asked)
+        return handle
 
     def _begin(self, model: nn.Module, plan: Plan | None, training: dict[str, Any], *, is_told: bool) -> Handle:
         begin = time.perf_counter()
@@ -173,10 +197,11 @@ class PlanningCallback:
         *,
         budget: str | None = None,
         swap_dir: str | Path | None = None,
+        plan_file: str | Path | None = None,
         check: When = "sampled",
         **options: Unpack[PlanKeywords],
     ) -> None:
-        self._planning = Planning(type(self), budget_gb, budget, swap_dir, check, options)
+        self._planning = Planning(type(self), budget_gb, budget, swap_dir, plan_file, check, options)
 
     @property
     def handle(self) -> Handle | None:

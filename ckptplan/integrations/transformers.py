@@ -40,7 +40,6 @@ from transformers import Trainer, TrainerCallback
 from ckptplan.core.errors import CkptPlanError, InvalidInputError, UnsupportedModelError
 from ckptplan.integrations.training import PlannedBatch, Planning, PlanningCallback, replace, unchanged
 from ckptplan.planning.log import say
-from ckptplan.profiling.loops import Loop
 from ckptplan.runtime.handle import Handle
 from ckptplan.runtime.patching import PatchedForward, installed
 from ckptplan.runtime.replicated import ddp_of
@@ -58,8 +57,9 @@ class ActivationPlanCallback(PlanningCallback, TrainerCallback):
 
     Parameters
     ----------
-    budget_gb, budget, swap_dir
-        As in `ckptplan.solve`; with neither budget, what the device has free.
+    budget_gb, budget, swap_dir, plan_file
+        As in `ckptplan.solve`; with neither budget, what the device has free. The file's plan is applied if it was made
+        for such a batch, with this optimizer, precision and accumulation.
     check : "sampled", "always" or "off"
         As in `ckptplan.apply`.
     **options
@@ -110,10 +110,9 @@ class _Batch:
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
 
-    def loss(self, code: Callable[..., Any], of: Loop | None) -> torch.Tensor:
-        """Return its loss by `code`, a function or a method of the Trainer `of`."""
-        given = (self.model,) if of is None else (of.value, self.model)
-        found = code(*given, copy.copy(self.inputs), *self.args, **self.kwargs)
+    def loss(self, code: Callable[..., Any]) -> torch.Tensor:
+        """Return its loss by `code`."""
+        found = code(self.model, copy.copy(self.inputs), *self.args, **self.kwargs)
         loss: torch.Tensor = found[0] if isinstance(found, tuple) else found
         return loss
 
@@ -190,12 +189,11 @@ class _Run:
             self.handle = None
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
         accumulate = trainer.args.gradient_accumulation_steps > 1
-        more: dict[str, Any] = {"optimizer": optimizer, "accumulate": accumulate, "again": again}
+        batch = PlannedBatch(dict(self._batch.inputs), model)
+        of = [*map(str, batch.tensors), type(optimizer).__name__, accumulate, trainer.accelerator.mixed_precision]
+        more: dict[str, Any] = {"optimizer": optimizer, "accumulate": accumulate, "again": again, "of": repr(of)}
         more["ddp"] = ddp_of(self._batch.model)
-        # The function, among whose variables are those that are put back, and the Trainer, of which it sees a part.
-        code, of, batch = self.compute_loss, None, self._batch
-        if getattr(code, "__self__", None) is trainer:
-            code, of = code.__func__, Loop(trainer, frozenset(("compute_loss", "callback_handler")))  # type: ignore[attr-defined]
+        code, present = self.compute_loss, self._batch
 
         def loss_fn(output: Any) -> torch.Tensor:
             given = iter([output])
@@ -206,11 +204,11 @@ class _Run:
                 raise _SecondForward
 
             # A wrapper's, too, which would copy the output once more.
-            with installed([PatchedForward(m, give) for m in dict.fromkeys((model, batch.model))]):
-                return batch.loss(code, of)
+            with installed([PatchedForward(m, give) for m in dict.fromkeys((model, present.model))]):
+                return present.loss(code)
 
         def step() -> torch.Tensor:
-            return batch.loss(code, of)
+            return present.loss(code)
 
         forwards = self._forwards(model, step, code)
         if len(forwards) == 1:
@@ -222,7 +220,7 @@ class _Run:
                 if _SecondForward.__name__ not in str(error):  # of this rank or another
                     raise
         self.handle = self.planning.begin(model, step=step, **more)
-        self._planned_batch = PlannedBatch(dict(batch.inputs), model)
+        self._planned_batch = batch
 
     def _is_the_models(self) -> bool:
         """Return whether the Trainer's loss is the one in the model's output."""

@@ -26,7 +26,7 @@ from ckptplan.profiling.profiler import profile_step, replayed_bytes, stage_inpu
 from ckptplan.profiling.target import DeviceLike, Target, find_target
 from ckptplan.profiling.workload.enlarge import Call, tiled_to
 from ckptplan.profiling.workload.inputs import padded
-from ckptplan.profiling.workload.optimizers import OptimizerLike
+from ckptplan.profiling.workload.optimizers import OptimizerLike, make_optimizer
 from ckptplan.runtime import accelerator
 from ckptplan.runtime.group import GroupCall, group_call
 from ckptplan.runtime.guard.shapes import input_tensors, read_inputs
@@ -46,7 +46,16 @@ def job_of_model(model: nn.Module, training: Training, swap_dir: str | Path | No
     # Built once, so that profile and replay have the same inputs, whether given or found.
     step, notes = training_step(model, training, target)
     within = staged(limits) if target.is_cuda else limits
-    return job_of_step(step, notes, target, training.optimizer, swap_dir, within, cache=limits.cache)
+    return job_of_step(step, notes, target, training.optimizer, swap_dir, within)
+
+
+def fingerprint_of(model: nn.Module, training: Training) -> Fingerprint:
+    """Return the fingerprint that a plan of a model's step has."""
+    target = find_target(model, training.device)
+    check_supported(model)
+    made = None if training.optimizer is None else make_optimizer(training.optimizer, model)
+    found = fingerprint(training_step(model, training, target)[0], target.name)
+    return found if made is None else replace(found, optimizer=type(made).__name__)
 
 
 def job_of_step(
@@ -56,8 +65,6 @@ def job_of_step(
     optimizer: OptimizerLike | None,
     swap_dir: str | Path | None,
     limits: Limits,
-    *,
-    cache: bool = False,
 ) -> Job:
     """Profile a step and return the job of planning it."""
     measured = profile_step(
@@ -68,7 +75,6 @@ def job_of_step(
         menus=limits.menus,
         notes=notes,
         on_progress=limits.on_progress,
-        cache=cache,
     )
     check_disk(measured, limits.host_bytes, limits.disk_bytes)
     for other in padded(training):

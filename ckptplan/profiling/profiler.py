@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -28,19 +27,16 @@ from ckptplan.core.storage import Storage
 from ckptplan.profiling.bytes.fake import FakeWorld, fake_parameters
 from ckptplan.profiling.bytes.folding import UnlikeLayersError
 from ckptplan.profiling.bytes.real_storages import Places, RealStorages, with_real_sizes
-from ckptplan.profiling.bytes.trace import DRAWS, fake_inputs, find_stages, replay, trace_chain
+from ckptplan.profiling.bytes.trace import fake_inputs, find_stages, replay, trace_chain
 from ckptplan.profiling.bytes.traced import Traced
 from ckptplan.profiling.bytes.tracker import Tracker
 from ckptplan.profiling.bytes.unfolding import Folding
-from ckptplan.profiling.cache import find, folder, put
-from ckptplan.profiling.cache_key import key_of
-from ckptplan.profiling.installed import NoKeyError
 from ckptplan.profiling.target import Target, find_target
 from ckptplan.profiling.times.collectives import with_collectives, with_measured_collectives
 from ckptplan.profiling.times.links import measure_costs, measure_links, sharing_note
 from ckptplan.profiling.times.overheads import measure_overheads
 from ckptplan.profiling.times.timing import Again, Times, time_stages
-from ckptplan.profiling.values.real_run import answered, path_of
+from ckptplan.profiling.values.real_run import answered
 from ckptplan.profiling.workload.inputs import find_inputs
 from ckptplan.profiling.workload.optimizer_names import notes_on
 from ckptplan.profiling.workload.optimizers import OptimizerLike, make_optimizer, traced_updates
@@ -67,7 +63,6 @@ from ckptplan.runtime.step import (
 )
 from ckptplan.runtime.swap.own import storages_of
 
-_LOG = logging.getLogger(__name__)
 _MOST_BLOCK_BYTES = 64 << 20  # of a copy that measures a link: large enough that its latency doesn't count
 _LEAST_BLOCK_BYTES = 1 << 16
 
@@ -80,7 +75,6 @@ def profile(
     *,
     swap_dir: str | Path | None = None,
     menus: bool = True,
-    cache: bool = True,
     on_progress: Report | None = None,
     **training: Unpack[StepKeywords],
 ) -> Profile:
@@ -100,8 +94,6 @@ def profile(
     menus : bool
         Add options inside the stages, which keep or swap the outputs of some operations and recompute the rest. False:
         a stage is kept, swapped or recomputed as a whole.
-    cache : bool
-        As in `ckptplan.core.request.Limits`.
     on_progress : callable, optional
         Called with a description of each step of the work.
     **training
@@ -134,7 +126,6 @@ def profile(
             menus=menus,
             notes=notes,
             on_progress=reporting(on_progress),
-            cache=cache,
         )
 
 
@@ -148,22 +139,20 @@ def profile_step(
     menus: bool = True,
     notes: Sequence[str] = (),
     on_progress: Report = ignore_progress,
-    cache: bool = False,
 ) -> Profile:
     """`profile` of a given step; `notes` go into the profile."""
     made = None if optimizer is None else make_optimizer(optimizer, training.model)
-    found = _found(training, target, optimizer, swap_dir, menus, [*notes, *notes_on(made)], on_progress, cache)
+    found = _undone(training, target, optimizer, swap_dir, menus, [*notes, *notes_on(made)], on_progress)
     if made is not None:
         counted = dataclasses.replace(found.fingerprint, optimizer=type(made).__name__)
         found = dataclasses.replace(found, fingerprint=counted)
     call = present_call()
     if call is None or target.spec is not None:
         return found
-    # Also of a profile from the cache, which isn't of a group: all ranks measure together.
     return with_measured_collectives(found, training.model, training.ddp, call)
 
 
-def _found(
+def _undone(
     training: TrainingStep,
     target: Target,
     optimizer: OptimizerLike | None,
@@ -171,56 +160,15 @@ def _found(
     menus: bool,
     notes: Sequence[str],
     on_progress: Report,
-    cache: bool,
 ) -> Profile:
-    """The profile from the cache, or a new one, which goes there."""
-
-    @contextlib.contextmanager
-    def undone() -> Iterator[Callable[[], None]]:
-        runs = target.spec is None
-        with planned_config(training.model), restored(training.model, training.reached(), runs=runs) as rewind:
-            rewind()
-            with as_ours(training, "tracing"):
-                yield rewind
-
-    def path() -> str:
-        on_progress("running the step for real, since its profile holds for one path")
-        with undone() as rewind:
-            return path_of(training, target, rewind)
-
-    key = _cache_key(training, optimizer, target, swap_dir, menus, notes) if cache else None
-    if key is not None and (known := find(key, path if training.has_values else None)) is not None:
-        return known
-    with undone() as rewind:
-        found = _profile(training, optimizer, target, swap_dir, menus, list(notes), on_progress, rewind)
+    """Return the profile of a step, whose model is as before afterwards."""
+    runs = target.spec is None
+    with planned_config(training.model), restored(training.model, training.reached(), runs=runs) as rewind:
+        rewind()
+        with as_ours(training, "tracing"):
+            found = _profile(training, optimizer, target, swap_dir, menus, list(notes), on_progress, rewind)
     empty_cache(target.device)  # what stages took alone lies otherwise than what steps take
-    answers = target.answers
-    if key is None or (answers is not None and ("backward" in answers.phases or answers.compiled)):
-        return found
-    drawn = any(note.startswith(DRAWS) for note in found.notes)
-    if not drawn and (answers is None or not answers.phases):
-        put(key, found)
-    elif training.has_values:
-        put(key, found, (answers.path if answers is not None else "") or path())
     return found
-
-
-def _cache_key(
-    training: TrainingStep,
-    optimizer: OptimizerLike | None,
-    target: Target,
-    swap_dir: str | Path | None,
-    menus: bool,
-    notes: Sequence[str],
-) -> str | None:
-    """The key of a step's profile; None if the cache is off or the step can't be described."""
-    if folder() is None:
-        return None
-    try:
-        return key_of(training, optimizer, target, swap_dir, menus, notes)
-    except NoKeyError as error:
-        _LOG.info("not cached: %s", error)
-        return None
 
 
 def training_step(model: nn.Module, training: Training, target: Target) -> tuple[TrainingStep, list[str]]:

@@ -57,6 +57,7 @@ ADDED = {
         "in_flight": 1,
         "others_bytes": 0,
         "notes": [],
+        "asked": "",
     },
 }
 """Fields that a file may lack since they were added later, and what their absence means."""

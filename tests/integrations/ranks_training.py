@@ -42,7 +42,7 @@ def held(callback: Any, peaks: list[int], plain_peaks: list[int], bucket_bytes: 
 
 
 def in_a_trainer(folder: Path, **how: Any) -> Any:
-    callback = ActivationPlanCallback(budget="30%", time_limit_s=0.2, check="always", cache=False)
+    callback = ActivationPlanCallback(budget="30%", time_limit_s=0.2, check="always")
     plain = test_transformers.trained(folder, **how)
     planned = test_transformers.trained(folder, callback, **how)
     test_transformers.assert_same(planned, plain)
@@ -81,7 +81,7 @@ def in_a_trainer_that_shards(folder: Path) -> None:
 
 
 def outputs_are_copied_once(folder: Path) -> None:
-    callback = ActivationPlanCallback(budget="100%", time_limit_s=0.2, cache=False)
+    callback = ActivationPlanCallback(budget="100%", time_limit_s=0.2)
     planned = test_transformers.trained(folder, callback, **test_transformers.WAYS["label smoothing"])
     bucket_bytes = sum(p.nbytes for p in planned.model.parameters())
     assert callback.plan.needed_bytes == pytest.approx(planned.peaks[-1] + bucket_bytes, rel=0.005)
@@ -100,7 +100,7 @@ class Returning(test_lightning.Module):
 
 
 def in_lightning(folder: Path, kind: type[test_lightning.Module], strategy: Callable[[], Any]) -> None:
-    callback = ActivationPlanner(budget="20%", time_limit_s=0.2, check="always", cache=False)
+    callback = ActivationPlanner(budget="20%", time_limit_s=0.2, check="always")
 
     def fit(*callbacks: Any) -> test_lightning.Module:
         return test_lightning.fit(folder, *callbacks, kind=kind, strategy=strategy(), devices=ranks)[0]

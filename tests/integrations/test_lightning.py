@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 import ckptplan
 from ckptplan.core.errors import UnsupportedModelError
+from ckptplan.core.plan import Plan
 from ckptplan.integrations.lightning import ActivationPlanner
 
 STEPS = 8  # 20 in experiments/integrations.py
@@ -223,7 +224,7 @@ WAYS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("way", ["accumulation", "manual", "scheduled", "skipping"])  # the experiment has all
 def test_training_is_the_same(way: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "ckptplan")
-    planner = ActivationPlanner(budget="20%", time_limit_s=0.2, check="always", cache=False)
+    planner = ActivationPlanner(budget="20%", time_limit_s=0.2, check="always")
     plain, _ = fit(tmp_path, **WAYS[way])
     measured = Measured()
     manual = [measured] if issubclass(WAYS[way].get("kind", Module), (Manual, Scheduled)) else []
@@ -243,7 +244,7 @@ def test_training_is_the_same(way: str, tmp_path: Path, caplog: pytest.LogCaptur
 
 def test_larger_batches_are_planned_for(tmp_path: Path) -> None:
     batches = [32, 16, 64, 48]
-    planner = ActivationPlanner(budget_gb=0.05, time_limit_s=0.2, cache=False)
+    planner = ActivationPlanner(budget_gb=0.05, time_limit_s=0.2)
     plain, _ = fit(tmp_path, batches=batches)
     planned, _ = fit(tmp_path, planner, batches=batches)
     assert_same(planned, plain)
@@ -253,7 +254,7 @@ def test_larger_batches_are_planned_for(tmp_path: Path) -> None:
 def test_a_larger_batch_without_a_plan_follows_the_former_one(tmp_path: Path) -> None:
     batches = [32, 512, 32, 1024, 2048, 4096, 8192, 32]
     plain, _ = fit(tmp_path, batches=batches)
-    planner = ActivationPlanner(budget_gb=plain.peaks[2] / 2**30, time_limit_s=0.2, cache=False)
+    planner = ActivationPlanner(budget_gb=plain.peaks[2] / 2**30, time_limit_s=0.2)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         planned, _ = fit(tmp_path, planner, batches=batches)
@@ -284,7 +285,7 @@ def test_a_plan_that_was_made_serves_again(tmp_path: Path, monkeypatch: pytest.M
         "ckptplan.integrations.training.solve", lambda *a, **k: solved.append(solve(*a, **k)) or solved[-1]
     )
     plain, _ = fit(tmp_path, kind=Shaped, max_steps=STEPS - 1)
-    planner = ActivationPlanner(budget_gb=0.05, time_limit_s=0.2, cache=False)
+    planner = ActivationPlanner(budget_gb=0.05, time_limit_s=0.2)
     planned, _ = fit(tmp_path, planner, kind=Shaped, max_steps=STEPS - 1)
     assert_same(planned, plain)
     assert len(solved) == 2
@@ -304,6 +305,17 @@ def test_the_plan_is_in_the_checkpoint(tmp_path: Path, monkeypatch: pytest.Monke
     assert planner.handle is not None
     assert planner.handle.stats().forwards > 0
     assert_same(planned, plain)
+
+
+def test_a_plan_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    how: dict[str, Any] = {"budget": "20%", "time_limit_s": 0.2, "plan_file": tmp_path / "plan.json"}
+    first, second, third = (ActivationPlanner(**how) for _ in range(3))
+    one, _ = fit(tmp_path, first, max_steps=2)
+    with monkeypatch.context() as patch:
+        patch.setattr("ckptplan.integrations.training.solve", lambda *a, **k: pytest.fail("it has a plan"))
+        assert_same(fit(tmp_path, second, max_steps=2)[0], one)
+    fit(tmp_path, third, max_steps=2, batches=[16] * 4)
+    assert second.plan != Plan.load(how["plan_file"])
 
 
 def test_the_plan_of_another_request_is_not_taken(tmp_path: Path) -> None:

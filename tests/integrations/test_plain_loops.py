@@ -45,9 +45,7 @@ ADAPTERS: dict[str, Callable[[], Any]] = {
 
 def assert_sound(model: nn.Module, inputs: Any, loss_fn: Any = None, budget: str = "30%") -> None:
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
-    plan = ckptplan.solve(
-        model, budget=budget, inputs=inputs, loss_fn=loss_fn, optimizer=optimizer, time_limit_s=0.2, cache=False
-    )
+    plan = ckptplan.solve(model, budget=budget, inputs=inputs, loss_fn=loss_fn, optimizer=optimizer, time_limit_s=0.2)
     found = ckptplan.verify(model, plan, inputs, loss_fn, optimizer=optimizer, repeats=1)
     assert found.gradients_equal, found
     assert found.within_budget, found
@@ -122,7 +120,7 @@ def accelerated(precision: str, **options: Any) -> tuple[list[float], nn.Module,
 @pytest.mark.parametrize("precision", ["bf16"])  # the experiment has "no" as well
 def test_a_loop_of_accelerate(precision: str) -> None:
     theirs, plain, plain_peaks, _ = accelerated(precision)
-    ours, model, peaks, handle = accelerated(precision, budget="30%", time_limit_s=0.2, cache=False)
+    ours, model, peaks, handle = accelerated(precision, budget="30%", time_limit_s=0.2)
     assert ours == theirs
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
     assert handle is not None

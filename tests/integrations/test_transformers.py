@@ -15,6 +15,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 from ckptplan.core.errors import InfeasibleBudgetError, InvalidInputError, UnsupportedModelError
+from ckptplan.core.plan import Plan
 from ckptplan.integrations.transformers import ActivationPlanCallback
 
 STEPS = 8  # 20 in experiments/integrations.py
@@ -128,7 +129,7 @@ def test_training_is_the_same_and_within_the_budget(way: str, tmp_path: Path) ->
     without = dict(how)
     if way == "checkpointing":
         without["options"] = {}  # dropout's numbers are drawn as without it
-    callback = ActivationPlanCallback(budget="30%", time_limit_s=0.2, check="always", cache=False)
+    callback = ActivationPlanCallback(budget="30%", time_limit_s=0.2, check="always")
     plain = trained(tmp_path, **without)
     planned = trained(tmp_path, callback, **how)
     assert_same(planned, plain)
@@ -151,7 +152,7 @@ def test_batches_of_other_lengths(tmp_path: Path) -> None:
     lengths = [20] * 4 + [16] * 4 + [40] * 4 + [44] * 4
     options = {"label_smoothing_factor": 0.1}
     options |= {"train_sampling_strategy": "sequential"}
-    callback = ActivationPlanCallback(budget_gb=1e-2, time_limit_s=0.2, cache=False)
+    callback = ActivationPlanCallback(budget_gb=1e-2, time_limit_s=0.2)
     plain = trained(tmp_path, lengths=lengths, options=options)
     with pytest.warns(RuntimeWarning, match="planned again"):
         planned = trained(tmp_path, callback, lengths=lengths, options=options)
@@ -175,6 +176,18 @@ def test_saving_and_resuming(tmp_path: Path) -> None:
     trained(tmp_path / "planned", first, Stops(), options=options)
     again = trained(tmp_path / "planned", second, options=options, resume=True)
     assert_same(again, plain)
+
+
+def test_a_plan_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    how: dict[str, Any] = {"budget": "30%", "time_limit_s": 0.2, "plan_file": tmp_path / "plan.json"}
+    first, second, third = (ActivationPlanCallback(**how) for _ in range(3))
+    one = trained(tmp_path, first)
+    with monkeypatch.context() as patch:
+        patch.setattr("ckptplan.integrations.training.solve", lambda *a, **k: pytest.fail("it has a plan"))
+        assert_same(trained(tmp_path, second), one)
+    assert second.plan == Plan.load(how["plan_file"])
+    trained(tmp_path, third, lengths=[16] * 64)
+    assert Plan.load(how["plan_file"]) != second.plan
 
 
 class Interrupts(TrainerCallback):
@@ -250,8 +263,8 @@ def test_an_engine_that_is_not_known_is_refused_by_name(tmp_path: Path, monkeypa
 
 def test_the_sentence_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "ckptplan")
-    trained(tmp_path, ActivationPlanCallback(budget_gb=4, time_limit_s=0.2, cache=False))
-    trained(tmp_path, ActivationPlanCallback(budget="10%", time_limit_s=0.2, cache=False))
+    trained(tmp_path, ActivationPlanCallback(budget_gb=4, time_limit_s=0.2))
+    trained(tmp_path, ActivationPlanCallback(budget="10%", time_limit_s=0.2))
     begins, kept, again, planned = (record.message for record in caplog.records if record.name == "ckptplan")
     assert "planning for 4.00 GiB before this step runs" in begins
     assert "keeps everything, which fits" in kept
@@ -264,7 +277,7 @@ def test_padding_that_comes_later(kind: type[Trainer], tmp_path: Path) -> None:
     """The first batches' masks have only ones, and are left out by the model; later ones have zeros."""
     lengths = ([24] * 8 + [24, 24, 24, 20]) * 8
     options = {"train_sampling_strategy": "sequential", "max_steps": 8}
-    callback = ActivationPlanCallback(budget="30%", time_limit_s=0.2, cache=False)
+    callback = ActivationPlanCallback(budget="30%", time_limit_s=0.2)
     plain = trained(tmp_path, kind=kind, lengths=lengths, options=options)
     planned = trained(tmp_path, callback, kind=kind, lengths=lengths, options=options)
     assert_same(planned, plain)
@@ -276,7 +289,7 @@ def test_a_longer_batch_without_a_plan_follows_the_former_one(kind: type[Trainer
     lengths = [20] * 4 + [60] * 4 + [20] * 4 + [62] * 4
     options = {"train_sampling_strategy": "sequential", "max_steps": 4}
     plain = trained(tmp_path, kind=kind, lengths=lengths, options=options)
-    callback = ActivationPlanCallback(budget_gb=0.85 * plain.peaks[0] / 2**30, time_limit_s=0.2, cache=False)
+    callback = ActivationPlanCallback(budget_gb=0.85 * plain.peaks[0] / 2**30, time_limit_s=0.2)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         planned = trained(tmp_path, callback, kind=kind, lengths=lengths, options=options)

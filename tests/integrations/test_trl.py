@@ -88,7 +88,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("way", ["lora", "packing"])  # the experiment has all
 def test_training_is_the_same(way: str, tmp_path: Path) -> None:
-    callback = ActivationPlanCallback(budget="20%", time_limit_s=0.2, check="always", cache=False)
+    callback = ActivationPlanCallback(budget="20%", time_limit_s=0.2, check="always")
     plain = trained(tmp_path, **WAYS[way])
     planned = trained(tmp_path, callback, **WAYS[way])
     assert_same(planned, plain)
@@ -117,7 +117,7 @@ def test_preferences(tmp_path: Path) -> None:
         trainer.train()
         return trainer
 
-    callback = ActivationPlanCallback(budget="20%", time_limit_s=0.2, check="always", cache=False)
+    callback = ActivationPlanCallback(budget="20%", time_limit_s=0.2, check="always")
     plain, planned = train(), train(callback)
     assert_same(planned, plain)
     assert callback.handle is not None
@@ -159,7 +159,7 @@ def reward(folder: Path, *callbacks: Any) -> RewardTrainer:
 @pytest.mark.parametrize("make", [grpo, reward])
 def test_trainings_whose_batches_differ(make: Callable[..., Any], tmp_path: Path) -> None:
     """With the completions and masks of each batch: the steps are those without a plan."""
-    callback = ActivationPlanCallback(budget="5%", actions=("keep", "recompute"), time_limit_s=0.2, cache=False)
+    callback = ActivationPlanCallback(budget="5%", actions=("keep", "recompute"), time_limit_s=0.2)
     plain, planned = make(tmp_path), make(tmp_path, callback)
     for trainer in (plain, planned):
         torch.manual_seed(0)

@@ -61,7 +61,7 @@ def main(way: str, engine: str = "ddp", swap_dir: str | None = None) -> None:
         wrapped = DistributedDataParallel(model) if way != "model" else model
     x = torch.randn(64, 64)
     actions: tuple[Any, ...] = ("keep", "swap") if way == "copy" else ("keep", "recompute")
-    how: dict[str, Any] = {"inputs": x, "actions": actions, "segments": False, "cache": False, "swap_dir": swap_dir}
+    how: dict[str, Any] = {"inputs": x, "actions": actions, "segments": False, "swap_dir": swap_dir}
     if way == "model" and engine == "ddp":
         how["ddp"] = True
     if way == "memory":

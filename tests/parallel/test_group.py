@@ -51,7 +51,7 @@ def wrapped(rows: int = 64, fails: str = "", width: int = 64) -> tuple[Distribut
     return found, torch.randn(rows, width)
 
 
-HOW: dict[str, Any] = {"time_limit_s": 0.2, "cache": False}
+HOW: dict[str, Any] = {"time_limit_s": 0.2}
 
 
 def one_plan(rows: int, budget_gb: float | None, host_gb: float | None, *actions: Any) -> ckptplan.Plan:
@@ -121,7 +121,7 @@ def failing(call: str, fails: str, silent_s: float = 25.0) -> tuple[str, float]:
     begin = time.monotonic()
     calls: dict[str, Any] = {
         "solve": lambda: ckptplan.solve(model, 1e-6 if mine == "infeasible" else 1, inputs=x, **HOW),
-        "profile": lambda: ckptplan.profile(model, x, cache=False),
+        "profile": lambda: ckptplan.profile(model, x),
         "verify": lambda: ckptplan.verify(model, plan, x, repeats=1),
         "arguments": lambda: ckptplan.solve(model, 1, inputs=x, **HOW, **({"max_overhead": 0.1} if mine else {})),
         "apply": lambda: ckptplan.apply(model, plan, check="never" if mine else "off"),  # type: ignore[arg-type]
@@ -162,7 +162,7 @@ def other(what: str) -> str:
 
     def call() -> None:
         if what == "call" and second:
-            ckptplan.profile(wrapped, x, cache=False)
+            ckptplan.profile(wrapped, x)
         elif what == "call":
             ckptplan.solve(wrapped, 1, **how)
         elif what == "plan":

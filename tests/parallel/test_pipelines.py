@@ -76,7 +76,7 @@ def compared(name: str) -> dict[str, Any]:
     loss = None if first else lambda output: loss_fn(output, torch.zeros(()))
     plan = ckptplan.solve(
         model, budget="30%", inputs=x, loss_fn=loss, in_flight=count, accumulate=True, optimizer="sgd",
-        time_limit_s=0.3, cache=False,
+        time_limit_s=0.3,
     )  # fmt: skip
     with warnings.catch_warnings(action="error"), ckptplan.apply(model, plan, check="always") as handle:
         found, peak = train(model, schedule, input_bytes)

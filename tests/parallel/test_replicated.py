@@ -90,9 +90,7 @@ def compared(name: str) -> dict[str, Any]:
     model, x = made(name)
     before = {k: v.clone() for k, v in model.state_dict().items()}
     wrapped = DistributedDataParallel(model, **options)
-    plan = ckptplan.solve(
-        wrapped, budget="20%", inputs=x, loss_fn=loss_fn, time_limit_s=0.2, cache=False, accumulate=twice
-    )
+    plan = ckptplan.solve(wrapped, budget="20%", inputs=x, loss_fn=loss_fn, time_limit_s=0.2, accumulate=twice)
     estimated = ckptplan.estimate(wrapped, x, loss_fn=loss_fn, accumulate=twice).peak_bytes
     assert estimated == pytest.approx(plain[1], rel=0.03)
     unchanged = all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
@@ -113,7 +111,7 @@ def test_the_same_bits_within_the_budget(two: Ranks, name: str) -> None:
 
 def either_side() -> tuple[int, int, int]:
     """Peaks of plans: without a wrapper, for one to come, and with it; a plan for one to come goes on either."""
-    how: dict[str, Any] = {"budget_gb": 1, "loss_fn": loss_fn, "time_limit_s": 0.2, "cache": False}
+    how: dict[str, Any] = {"budget_gb": 1, "loss_fn": loss_fn, "time_limit_s": 0.2}
     model, x = made("plain")
     alone = ckptplan.solve(model, inputs=x, **how)
     coming = ckptplan.solve(model, inputs=x, ddp=True, **how)
@@ -155,7 +153,7 @@ def by_a_step() -> list[int]:
         (model, {"inputs": x, "loss_fn": loss_fn, "ddp": ckptplan.DDP(find_unused_parameters=True)}),
         (model, {"inputs": x, "loss_fn": loss_fn, "ddp": True}),
     ]
-    return [ckptplan.solve(m, 1, time_limit_s=0.2, cache=False, **how).peak_bytes for m, how in steps]
+    return [ckptplan.solve(m, 1, time_limit_s=0.2, **how).peak_bytes for m, how in steps]
 
 
 def test_copies_of_outputs_count_by_a_step(two: Ranks) -> None:

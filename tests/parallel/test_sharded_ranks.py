@@ -124,7 +124,6 @@ def compared(name: str, budget: str) -> dict[str, Any]:
         inputs=x,
         loss_fn=loss_fn,
         time_limit_s=1.0,
-        cache=False,
         accumulate=twice,
         optimizer="adam",
     )
@@ -185,7 +184,7 @@ def test_whole_gradients_are_there_until_they_are_reduced_into_those_that_remain
 
 def ahead() -> tuple[int, int]:
     """Peaks of a plan made before the model is sharded, and of one made after that."""
-    how: dict[str, Any] = {"budget_gb": 1, "loss_fn": loss_fn, "time_limit_s": 0.2, "cache": False, "optimizer": "adam"}
+    how: dict[str, Any] = {"budget_gb": 1, "loss_fn": loss_fn, "time_limit_s": 0.2, "optimizer": "adam"}
     torch.manual_seed(0)
     plain = Net().train()
     sharded, x = made("resharded")
@@ -211,7 +210,7 @@ def left_whole() -> str:
     ckptplan.estimate(model, x, loss_fn=loss_fn)
     model.set_requires_gradient_sync(True)  # type: ignore[operator]
     plan = ckptplan.solve(
-        model, budget="1%", inputs=x, loss_fn=loss_fn, time_limit_s=0.2, cache=False, accumulate=True,
+        model, budget="1%", inputs=x, loss_fn=loss_fn, time_limit_s=0.2, accumulate=True,
         actions=("keep", "swap"), segments=False,
     )  # fmt: skip
     plan = replace(plan, budget_bytes=plan.peak_bytes)
@@ -252,7 +251,7 @@ def growing() -> tuple[list[Plan], int, bool]:
     plans: list[Plan] = []
     plain = steps(None)
     how: dict[str, Any] = {"loss_fn": loss_fn, "time_limit_s": 0.2, "actions": ("keep", "recompute")}
-    plan = ckptplan.solve(model, 2.45 / 1024, inputs=x[: 96 - dist.get_rank()], cache=False, **how)
+    plan = ckptplan.solve(model, 2.45 / 1024, inputs=x[: 96 - dist.get_rank()], **how)
     with (
         ckptplan.apply(model, plan, on_larger="replan", **how) as handle,
         warnings.catch_warnings(action="ignore"),
@@ -278,7 +277,7 @@ def refused(plan: Plan) -> None:
 
 
 def test_after_a_restart_with_other_ranks_a_plan_is_made_again(two: Ranks) -> None:
-    how: dict[str, Any] = {"budget": "20%", "loss_fn": loss_fn, "time_limit_s": 0.2, "cache": False}
+    how: dict[str, Any] = {"budget": "20%", "loss_fn": loss_fn, "time_limit_s": 0.2}
     plan = ckptplan.solve(Net().train(), inputs=torch.randn(512, 64), fsdp=4, **how)
     two.good(refused, plan)
 
@@ -291,7 +290,7 @@ def test_a_plan_may_be_made_before_the_model_is_sharded(two: Ranks) -> None:
     model, x = Net().train(), torch.randn(512, 64)
     kinds, hooks = [type(m) for m in model.modules()], [len(m._forward_pre_hooks) for m in model.modules()]
     how: dict[str, Any] = {"loss_fn": loss_fn, "optimizer": "adam"}
-    plan = ckptplan.solve(model, 1, inputs=x, time_limit_s=0.2, cache=False, fsdp=2, **how)
+    plan = ckptplan.solve(model, 1, inputs=x, time_limit_s=0.2, fsdp=2, **how)
     assert plan.peak_bytes == real == ckptplan.estimate(model, x, fsdp=2, **how).peak_bytes
     assert [type(m) for m in model.modules()] == kinds
     assert [len(m._forward_pre_hooks) for m in model.modules()] == hooks

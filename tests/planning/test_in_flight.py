@@ -97,7 +97,7 @@ class Net(nn.Module):
 def planned(count: int, budget: str = "30%") -> tuple[nn.Module, torch.Tensor, Plan]:
     torch.manual_seed(0)
     model, x = Net().train(), torch.randn(256, 64)
-    plan = ckptplan.solve(model, budget=budget, inputs=x, in_flight=count, time_limit_s=0.5, cache=False)
+    plan = ckptplan.solve(model, budget=budget, inputs=x, in_flight=count, time_limit_s=0.5)
     return model, x, plan
 
 
@@ -168,7 +168,7 @@ def test_what_is_for_one_forward_says_so() -> None:
         ckptplan.solve(profile, 1, in_flight=0)
     model, x, _ = planned(2)
     with pytest.raises(InvalidInputError, match="in_flight=2 of steps that start without gradients"):
-        ckptplan.solve(model, 1, inputs=x, in_flight=2, accumulate=False, cache=False)
+        ckptplan.solve(model, 1, inputs=x, in_flight=2, accumulate=False)
     with pytest.raises(InvalidInputError, match="max_overhead is for one forward in flight"):
         ckptplan.solve(profile, max_overhead=0.1, in_flight=2)
     with pytest.raises(InvalidInputError, match="frontier is for one forward in flight"):

@@ -151,7 +151,7 @@ def test_the_state_of_an_optimizer_that_was_not_given_is_planned_for(kind: type[
 
 def test_a_first_forward_that_trains_nothing_is_not_planned_for() -> None:
     model = blocks().requires_grad_(False)
-    with ckptplan.apply(model, budget="60%", loss_fn=loss_of, time_limit_s=0.5, cache=False) as handle:
+    with ckptplan.apply(model, budget="60%", loss_fn=loss_of, time_limit_s=0.5) as handle:
         model(X)
         with pytest.raises(InvalidInputError, match="no plan yet"):
             handle.plan  # noqa: B018

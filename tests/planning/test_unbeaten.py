@@ -38,7 +38,7 @@ def chain(request: pytest.FixtureRequest) -> Profile:
 
 
 def solved(profile: Profile, budget: str = "50%") -> Plan:
-    return ckptplan.solve(profile, budget=budget, gap=WIDE_GAP, time_limit_s=LONG_S, cache=False)
+    return ckptplan.solve(profile, budget=budget, gap=WIDE_GAP, time_limit_s=LONG_S)
 
 
 def by_rule(profile: Profile, budget_bytes: int) -> Iterator[Plan]:
@@ -87,7 +87,7 @@ def test_a_change_that_gains_no_more_than_the_error_is_no_alternative() -> None:
 
 
 def test_a_plan_that_is_better_takes_the_place_of_those_it_beats() -> None:
-    plans = ckptplan.frontier(CHAINS["rich 0"], points=3, gap=WIDE_GAP, time_limit_s=LONG_S, cache=False)
+    plans = ckptplan.frontier(CHAINS["rich 0"], points=3, gap=WIDE_GAP, time_limit_s=LONG_S)
     first, middle, last = plans
     slower = replace(middle, step_s=middle.step_s * 1.001)
     smaller = replace(middle, peak_bytes=middle.peak_bytes - 1)
@@ -102,7 +102,7 @@ def test_a_plan_that_is_better_takes_the_place_of_those_it_beats() -> None:
 @pytest.mark.parametrize("name", ["equal", "rich 0"])
 def test_no_rule_beats_a_frontier(name: str) -> None:
     chain = CHAINS[name]
-    plans = ckptplan.frontier(chain, points=4, gap=WIDE_GAP, time_limit_s=4 * LONG_S, cache=False)
+    plans = ckptplan.frontier(chain, points=4, gap=WIDE_GAP, time_limit_s=4 * LONG_S)
     for plan in plans:
         assert ckptplan.validate(chain, plan, plan.budget_bytes) == ()
         assert not [other.step_s for other in plans if other is not plan and beats(other, plan)]
@@ -113,7 +113,7 @@ def test_no_rule_beats_a_frontier(name: str) -> None:
 def test_a_page_shows_no_beaten_point(name: str) -> None:
     """Neither the plan nor the rules, whose points lie beside it, beat a point of the frontier; it has what did."""
     chain = CHAINS[name]
-    plan, (first, *_, last) = solved(chain), ckptplan.frontier(chain, points=2, time_limit_s=LONG_S, cache=False)
+    plan, (first, *_, last) = solved(chain), ckptplan.frontier(chain, points=2, time_limit_s=LONG_S)
     slower = BASELINES["recompute_all"](chain, max(plan.peak_bytes, last.peak_bytes))
     data = plan.report(chain, frontier=[first, slower, last]).data["frontier"]
     points = [(point["peak"], point["s"]) for point in data["plans"]]

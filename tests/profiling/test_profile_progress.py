@@ -27,7 +27,7 @@ def assert_counted(seen: list[str], doing: str) -> None:
 
 def test_a_profile_counts_replays_and_stages() -> None:
     seen: list[str] = []
-    ckptplan.profile(model(), torch.randn(2, 8), cache=False, on_progress=seen.append)
+    ckptplan.profile(model(), torch.randn(2, 8), on_progress=seen.append)
     assert_counted(seen, "tracing")
     assert_counted(seen, "timing")
 

@@ -68,7 +68,7 @@ def test_what_only_the_loss_reads_counts(make: Callable[[nn.Module, torch.Tensor
     layers = [nn.Sequential(nn.Linear(WIDTH, 32), nn.Tanh(), nn.Linear(32, WIDTH)) for _ in range(2)]
     model, x = nn.Sequential(*layers), torch.randn(ROWS, WIDTH)
     loss, beside_bytes = make(model, x)
-    profile = ckptplan.profile(model, x, loss_fn=loss, cache=False)
+    profile = ckptplan.profile(model, x, loss_fn=loss)
     assert profile.resident_bytes == sum(t.nbytes for t in (*model.parameters(), x)) + beside_bytes
     assert profile.input_bytes == x.nbytes
     plan = ckptplan.solve(profile, 1, time_limit_s=1)

@@ -53,7 +53,7 @@ def test_what_runs_in_a_sweep_take_is_measured(monkeypatch: pytest.MonkeyPatch) 
 def test_a_run_in_a_sweep_takes_no_less_than_a_recompute(measured: Overheads, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckptplan.profiling.profiler.measure_overheads", lambda *_: measured)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8 + k, 9 + k), nn.Tanh()) for k in range(7)))
-    profile = ckptplan.profile(model, torch.randn(4, 8), cache=False)
+    profile = ckptplan.profile(model, torch.randn(4, 8))
     longer = []
     for stage in profile.stages:
         again = stage.recompute
@@ -73,7 +73,7 @@ def test_options_that_move_take_what_was_measured(monkeypatch: pytest.MonkeyPatc
     measured = overheads.Overheads(call_s=1e3, swap_s=10.0, storage_s=1.0, byte_s=1e-6)
     monkeypatch.setattr("ckptplan.profiling.profiler.measure_overheads", lambda *_: measured)
     blocks = [nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) for _ in range(3)]
-    profile = ckptplan.profile(nn.Sequential(*blocks), torch.randn(64, 64), cache=False)
+    profile = ckptplan.profile(nn.Sequential(*blocks), torch.randn(64, 64))
     moving = 0
     for stage in profile.stages:
         assert (stage.forward_s >= 1e3) != stage.is_glue
@@ -119,7 +119,7 @@ def test_stages_are_timed_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_measured_profile_says_its_error() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(3)))
-    profile = ckptplan.profile(model, torch.randn(64, 64), cache=False)
+    profile = ckptplan.profile(model, torch.randn(64, 64))
     assert 0 < profile.step_error < 1
     assert f"± {profile.step_error:.1%}" in str(profile)
 
@@ -175,7 +175,7 @@ def test_a_trace_says_what_share_of_its_operations_a_recompute_runs(monkeypatch:
     timed = profiler.time_stages
     monkeypatch.setattr(profiler, "time_stages", lambda *args: found.append(args[7]) or timed(*args))
     blocks = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(3)]
-    profile = ckptplan.profile(nn.Sequential(*blocks), torch.randn(512, 64), cache=False)
+    profile = ckptplan.profile(nn.Sequential(*blocks), torch.randn(512, 64))
     (shares,) = found
     kind = profile.stages[0].kind
     assert 0.3 < shares[kind, ()] <= 1
@@ -218,6 +218,6 @@ class _Decoder(nn.Module):
 
 def test_an_object_that_stages_write_to_is_as_before_in_each_timed_run() -> None:
     model, x = _Decoder(), torch.randn(4, 8)
-    plan = ckptplan.solve(model, 1, inputs=x, cache=False)
+    plan = ckptplan.solve(model, 1, inputs=x)
     with ckptplan.apply(model, plan):
         model(x).sum().backward()

@@ -346,7 +346,7 @@ def test_sameness_is_told_by_identity() -> None:
 def test_a_sparse_attribute_that_the_step_does_not_use_is_no_obstacle() -> None:
     model, x = made(_Counts)
     model.graph = torch.eye(WIDTH).to_sparse()  # type: ignore[assignment]
-    plan = ckptplan.solve(model, budget="50%", inputs=x, time_limit_s=0.2, cache=False)
+    plan = ckptplan.solve(model, budget="50%", inputs=x, time_limit_s=0.2)
     with ckptplan.apply(model, plan):
         model(x).sum().backward()
     assert model.graph.is_sparse

@@ -672,6 +672,6 @@ def test_modules_that_the_loop_calls_behind_the_forward(what: str, monkeypatch: 
 def test_classes_of_modules_that_only_the_loss_calls_are_in_a_profile() -> None:
     model, x = plain()
     teacher = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())
-    assert profile(model, x, cache=False).foreign == ()
-    found = profile(model, x, loss_fn=lambda y: (y.mean() - teacher(x).detach().mean()).square(), cache=False)
+    assert profile(model, x).foreign == ()
+    found = profile(model, x, loss_fn=lambda y: (y.mean() - teacher(x).detach().mean()).square())
     assert found.foreign == ("Sequential", "Linear")

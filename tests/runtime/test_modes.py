@@ -44,14 +44,14 @@ class Model(nn.Module):
 def made(**how: Any) -> tuple[Model, Any]:
     torch.manual_seed(0)
     model = Model()
-    return model, ckptplan.solve(model, budget="20%", inputs=X, cache=False, **how)
+    return model, ckptplan.solve(model, budget="20%", inputs=X, **how)
 
 
 def test_a_plan_made_in_evaluation_mode_warns_in_training_mode() -> None:
     torch.manual_seed(0)
     model, plain = Model().eval(), Model()
     plain.load_state_dict(model.state_dict())
-    plan = ckptplan.solve(model, budget="20%", inputs=X, cache=False)
+    plan = ckptplan.solve(model, budget="20%", inputs=X)
     text = r"made for evaluation mode.*call model\.train\(\) before solve"
     with ckptplan.apply(model, plan, on_larger="follow") as handle:
         model(X).sum().backward()  # in the mode that it was made in
@@ -138,7 +138,7 @@ def test_training_in_evaluation_mode_follows_the_plan(mode_of_backward: bool) ->
 
 def test_what_differs_after_an_evaluation_is_said_as_such() -> None:
     model, plan = made()
-    plan = ckptplan.solve(model, plan.budget_bytes / 2**30, inputs=X, cache=False)
+    plan = ckptplan.solve(model, plan.budget_bytes / 2**30, inputs=X)
     with ckptplan.apply(model, plan) as handle, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         model.eval()
@@ -167,7 +167,7 @@ def test_a_copy_that_is_trained_is_noticed() -> None:
         with pytest.warns(RuntimeWarning, match=r"a copy of the model, and copies have no plan"):
             train(twin, torch.optim.SGD(twin.parameters(), lr=0.1))
         assert handle.stats().differences == {"copy": 1}
-        with ckptplan.apply(twin, ckptplan.solve(twin, budget="20%", inputs=X, cache=False)):
+        with ckptplan.apply(twin, ckptplan.solve(twin, budget="20%", inputs=X)):
             train(twin, torch.optim.SGD(twin.parameters(), lr=0.1))
         assert handle.stats().differences == {"copy": 1}
 
@@ -190,7 +190,7 @@ def test_a_frozen_model_is_planned_for_inputs_that_need_gradients() -> None:
     model, _ = made()
     model.requires_grad_(False)
     prompt = torch.randn(512, 16, requires_grad=True)
-    plan = ckptplan.solve(model, budget="20%", inputs=2 * prompt, cache=False)
+    plan = ckptplan.solve(model, budget="20%", inputs=2 * prompt)
     with ckptplan.apply(model, plan, strict=True) as handle:
         found = []
         for context in (contextlib.nullcontext(), handle.paused()):
@@ -247,17 +247,17 @@ def test_advice_fits_what_is_larger() -> None:
 def test_what_is_guessed_is_said() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
-    text = str(ckptplan.solve(model, 1, cache=False))
+    text = str(ckptplan.solve(model, 1))
     assert "note    inputs guessed from the model's first layer: float32[32, 16]; pass inputs= for others" in text
     assert "note    the loss is the sum of the means of the output's tensors" in text
-    given = str(ckptplan.solve(model, 1, inputs=X, loss_fn=lambda output: output.sum(), cache=False))
+    given = str(ckptplan.solve(model, 1, inputs=X, loss_fn=lambda output: output.sum()))
     assert "note" not in given
 
 
 def test_verify_says_that_the_optimizer_is_missing() -> None:
     model, _ = made()
     optimizer = torch.optim.AdamW(model.parameters())
-    plan = ckptplan.solve(model, 1, inputs=X, optimizer=optimizer, cache=False)
+    plan = ckptplan.solve(model, 1, inputs=X, optimizer=optimizer)
     assert "the plan counts the state of AdamW" in str(ckptplan.verify(model, plan, X, repeats=1))
     train(model, optimizer)
     assert "the plan counts" not in str(ckptplan.verify(model, plan, X, optimizer=optimizer, repeats=1))
@@ -293,12 +293,12 @@ class Masked(nn.Module):
 def test_a_mask_of_ones_is_planned_with_padding_too() -> None:
     torch.manual_seed(0)
     model, x, mask = Masked(), torch.randn(4, 64, 16), torch.ones(4, 64, dtype=torch.long)
-    plan = ckptplan.solve(model, 0.05, inputs={"x": x, "attention_mask": mask}, cache=False)
+    plan = ckptplan.solve(model, 0.05, inputs={"x": x, "attention_mask": mask})
     mask[1, -3:] = 0
     found = ckptplan.verify(model, plan, {"x": x, "attention_mask": mask}, repeats=1)
     assert found.within_budget
     need = found.measured_peak_bytes
-    least = ckptplan.solve(model, budget="100%", inputs={"x": x, "attention_mask": torch.ones_like(mask)}, cache=False)
+    least = ckptplan.solve(model, budget="100%", inputs={"x": x, "attention_mask": torch.ones_like(mask)})
     assert least.budget_bytes >= need
 
 
@@ -316,6 +316,6 @@ def test_wrappers_that_plans_can_not_cover_are_refused_by_name() -> None:
 
 def test_the_free_memory_as_budget_is_said() -> None:
     model, _ = made()
-    assert "note    the budget is the device's free memory, " in str(ckptplan.solve(model, inputs=X, cache=False))
-    text = str(ckptplan.solve(model, budget="auto", inputs=X, cache=False))
+    assert "note    the budget is the device's free memory, " in str(ckptplan.solve(model, inputs=X))
+    text = str(ckptplan.solve(model, budget="auto", inputs=X))
     assert re.search(r"the device's free memory, [\d.]+ GiB, less [\d.]+ [GM]iB", text)

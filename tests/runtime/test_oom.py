@@ -204,7 +204,7 @@ def test_an_error_that_nothing_catches_has_the_note(tmp_path: Path) -> None:
         "    def backward(ctx, g): raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.50 GiB.')\n"
         "model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))\n"
         "x = torch.randn(512, 32)\n"
-        "plan = ckptplan.solve(model, 1, inputs=x, time_limit_s=0.2, cache=False)\n"
+        "plan = ckptplan.solve(model, 1, inputs=x, time_limit_s=0.2)\n"
         "handle = ckptplan.apply(model, plan)\n"
         "Fails.apply(model(x)).sum().backward()\n"
     )

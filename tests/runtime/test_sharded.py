@@ -198,7 +198,7 @@ def test_plans_of_sharded_models(mesh: Any, where: str) -> None:
 
     model, inputs = sharded(mesh, where, POLICIES["bfloat16"]), build("transformer")[1]
     for budget in ("10%",):
-        plan = ckptplan.solve(model, budget=budget, inputs=inputs, loss_fn=loss_fn, cache=False, time_limit_s=0.2)
+        plan = ckptplan.solve(model, budget=budget, inputs=inputs, loss_fn=loss_fn, time_limit_s=0.2)
         found = ckptplan.verify(model, plan, inputs, loss_fn, repeats=1)
         assert found.gradients_equal
         assert found.within_budget
@@ -226,7 +226,7 @@ def test_a_sharded_model_that_reads_values(mesh: Any) -> None:
         fsdp.fully_shard(layer, mesh=mesh)
     fsdp.fully_shard(model, mesh=mesh)
     model(inputs).mean().backward()  # makes the memory
-    plan = ckptplan.solve(model, budget="30%", inputs=inputs, cache=False, time_limit_s=0.2)
+    plan = ckptplan.solve(model, budget="30%", inputs=inputs, time_limit_s=0.2)
     found = ckptplan.verify(model, plan, inputs, repeats=1)
     assert found.gradients_equal
     assert found.within_budget

@@ -231,8 +231,6 @@ class Answers:
         Key of a call of a compiled module -> the `Noted` of it (compiled.py).
     draws : bool
         Forward was seen to draw numbers from Python's or numpy's generators.
-    path : str
-        Digest of the operations that forward ran for real (`path_of` in real_run.py); empty before it ran.
     storages : dict
         Key of an operation whose results have larger storages on the device than traced -> their bytes, in order.
     """
@@ -246,7 +244,6 @@ class Answers:
     compiled: dict[Hashable, Any] = field(default_factory=dict)
     storages: dict[Hashable, tuple[int, ...]] = field(default_factory=dict)
     draws: bool = False
-    path: str = ""
 
     @property
     def path_is_drawn(self) -> bool:
@@ -259,7 +256,7 @@ class Answers:
         if step is not self.step:
             for known in (self.failed, self.phases, self.used, self.queues, self.compiled, self.storages):
                 known.clear()
-            self.draws, self.path = False, ""
+            self.draws = False
             self.step = step
 
     def wants(self, func: Any, args: tuple[Any, ...]) -> bool:

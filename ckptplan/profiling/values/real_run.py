@@ -7,8 +7,6 @@ backward need values too, the step runs with every stage recomputed that can be,
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -125,18 +123,6 @@ def _learn(need: NeedsValues, step: TrainingStep, target: Target, rewind: Callab
             rewind()
 
 
-def path_of(step: TrainingStep, target: Target, rewind: Callable[[], None]) -> str:
-    """Return a digest of the operations that a step's forward runs, with which tensors they take and make.
-
-    Steps that are equal but for floating values take the same memory if these are the same.
-    """
-    answers = Answers()
-    rewind()
-    _witness("forward", answers, step, target, rewind)
-    rewind()
-    return answers.path
-
-
 def _witness(phase: Phase, answers: Answers, step: TrainingStep, target: Target, rewind: Callable[[], None]) -> None:
     """Run one phase for real and note its answers."""
     witness = _Witness(phase, answers, target.device if target.spec is None else torch.device("cpu"), step.model)
@@ -183,10 +169,6 @@ class _Witness(TorchDispatchMode):
         self._made: set[int] = set()
         self._outside: set[int] = set()
         self._written: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._path = hashlib.sha256()
-        self._names = {t.untyped_storage()._cdata: name for name, t in model.named_parameters()}
-        self._numbers: dict[int, int] = {}
-        self._count = itertools.count()
 
     def watch(self, run: Callable[[], Any]) -> None:
         """Call `run` and note its answers; tensors from before that it writes to get their values back."""
@@ -210,8 +192,6 @@ class _Witness(TorchDispatchMode):
             peak = peaks.get(_label(number), answer.peak_bytes)
             noted = Answer(answer.sizes, answer.result, answer.values, peak)
             self._answers.queues.setdefault(question, []).append(noted)
-        if self._phase == "forward":
-            self._answers.path = self._path.hexdigest()
 
     @contextlib.contextmanager
     def stage(self) -> Iterator[None]:
@@ -253,8 +233,6 @@ class _Witness(TorchDispatchMode):
                 result, peak = func(*args, **kwargs), 0
         else:
             result, peak = func(*args, **kwargs), 0
-        if self._phase == "forward":
-            self._note_path(func, args, kwargs, result)
         self._made.update(_storages(result) - self._outside)
         if wanted:
             values = (None, result[1].detach().clone()) if func is PACK else None
@@ -265,28 +243,6 @@ class _Witness(TorchDispatchMode):
             noted = Answer(sizes_of((args, kwargs)), _as_layouts(result, (args, kwargs)), values)
             self._found.append((Question.now(self._phase, func), noted))
         return result
-
-    def _note_path(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Add an operation to the digest: what it is, sizes, and which storages it reads and makes."""
-        given = tensors_in((args, kwargs))
-        for tensor in given:
-            if tensor.untyped_storage()._cdata not in self._numbers:
-                self._numbers[tensor.untyped_storage()._cdata] = next(self._count)
-        before = {t.untyped_storage()._cdata for t in given}
-        for tensor in tensors_in(result):
-            # An address that isn't among the operands' is that of another storage than before.
-            if tensor.untyped_storage()._cdata not in before:
-                self._numbers[tensor.untyped_storage()._cdata] = next(self._count)
-        told = [self._outline(leaf) for leaf in pytree.tree_leaves((args, kwargs, result))]
-        self._path.update(repr((str(func), torch.is_grad_enabled(), told)).encode())
-
-    def _outline(self, leaf: Any) -> Any:
-        """A tensor's layout, name and number, whole numbers, texts; the type of others, which may be computed."""
-        if isinstance(leaf, torch.Tensor):
-            storage = leaf.untyped_storage()._cdata
-            layout = tuple(leaf.shape), leaf.stride(), leaf.storage_offset(), leaf.dtype, leaf.requires_grad
-            return *layout, self._names.get(storage, ""), self._numbers[storage]
-        return leaf if type(leaf) in (int, bool, str) else type(leaf)
 
     def _keep_written(self, func: Any, args: Any, kwargs: Any) -> None:
         """Copy what was there before the run, before an operation writes to it."""
