@@ -1,10 +1,10 @@
 """Print the trade-off between memory and time, and explain one of its plans.
 
-python examples/frontier.py [FILE.png]
+python examples/frontier.py [FILE.html]
 
-With a file name, the trade-off is also drawn. Planning needs a profile alone: no model, no device, no PyTorch. Here the
-profile is a textbook chain of 12 equal stages. `ckptplan.profile` makes one from a model, and `profile.save` and
-`Profile.load` carry it from one machine to another.
+With a file name, a page with the trade-off is written. Planning needs a profile alone: no model, no device, no PyTorch.
+Here the profile is a textbook chain of 12 equal stages. `ckptplan.profile` makes one from a model, and `profile.save`
+and `Profile.load` carry it from one machine to another.
 """
 
 import sys
@@ -33,7 +33,5 @@ print()
 print(ckptplan.explain(profile, middle, time_limit_s=5))
 
 if len(sys.argv) > 1:
-    from ckptplan.report.plots import plot_frontier  # needs matplotlib
-
-    plot_frontier(plans, sys.argv[1], title="12 equal stages")
-    print(f"drawn in {sys.argv[1]}")
+    middle.report(profile, frontier=plans).save(sys.argv[1])
+    print(f"written to {sys.argv[1]}")

@@ -36,7 +36,7 @@ from ckptplan.core.link import Link
 from ckptplan.core.plan import Decision, Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.request import Limits
-from ckptplan.core.units import GIB, format_bytes
+from ckptplan.core.units import format_bytes
 from ckptplan.referee import simulate, validate
 from ckptplan.report.tables import Row, right
 from ckptplan.solving.planner import smallest_peak, solve_profile
@@ -270,59 +270,9 @@ def _cell(value: float | None, best: float | None) -> str:
     return f"[bold]{text}[/bold]" if text == f"{max(best, 0.0):.1%}" else text
 
 
-def plot_step_time(
-    rows: Sequence[Row], path: str | Path, *, title: str | None = None, ours: str | None = "ckptplan"
-) -> None:
-    """Draw step time over budget, one line per planner; where a planner finds nothing that fits, its marker is missing.
-
-    Parameters
-    ----------
-    rows : sequence of Row
-        At least one.
-    path : str or Path
-        PNG file to write.
-    ours : str, optional
-        The planner drawn on top, thick.
-    """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.subplots()
-    unit, size = ("GiB", GIB) if max(row.budget_bytes for row in rows) >= GIB else ("MiB", 1 << 20)
-    budgets = sorted({row.budget_bytes for row in rows})
-    longest_s = max((row.step_s for row in rows if row.step_s is not None), default=1.0)
-    scale, seconds = (1.0, "s") if longest_s >= 1 else (1e3, "ms")
-    planners = list(dict.fromkeys(row.planner for row in rows))
-    for index, planner in enumerate(planners):
-        step_s = {row.budget_bytes: row.step_s for row in rows if row.planner == planner}
-        found = [step_s.get(budget) for budget in budgets]
-        axes.plot(
-            [budget / size for budget in budgets],
-            [float("nan") if value is None else value * scale for value in found],
-            marker=MARKERS[index % len(MARKERS)],
-            linestyle=LINES[index // COLOURS % len(LINES)],
-            linewidth=2.5 if planner == ours else 1.2,
-            zorder=3 if planner == ours else 2,
-            label=planner if any(value is not None for value in found) else f"{planner} (never fits)",
-        )
-    axes.axhline(
-        rows[0].baseline_step_s * scale, color="grey", linestyle=":", linewidth=1, label="everything kept, no budget"
-    )
-    axes.set_xlabel(f"memory budget ({unit})")
-    axes.set_ylabel(f"predicted step time ({seconds})")
-    if title is not None:
-        axes.set_title(title)
-    axes.grid(alpha=0.3)
-    if len(planners) > COLOURS:
-        axes.legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    else:
-        axes.legend(fontsize="small")
-    figure.savefig(Path(path), format="png", dpi=150)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder for the JSON file and the plots")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the JSON file")
     parser.add_argument(
         "--models", default="gpt2,bert,vit,resnet50,llama", help="comma-separated names in models.py, or all"
     )
@@ -356,8 +306,6 @@ def main() -> None:
         stages[name] = len(profile.stages)
         rows = [Row(r.planner, r.budget_bytes, r.baseline_step_s, r.step_s) for r in results]
         console.print(comparison_table(rows, title=f"{name}, {stages[name]} stages"))
-        if args.link_ratio is None:
-            plot_step_time(rows, args.out / f"compare_greedy_{name}.png", title=name, ours=OURS)
         wrong += complaints(name, results)
     summary = [against(rival, everything) for rival in (GREEDY, None) if rival is None or rival in planners]
     if args.measure and not args.synthetic:

@@ -1123,12 +1123,10 @@ PROMISES: tuple[Promise, ...] = (
     ),
     Promise(
         "Reports",
-        "Tables and plots show every planner, and say what is lacking",
+        "Tables show every planner, and say what is lacking",
         _in(
             "test_baselines",
             "test_comparison_table_has_a_line_per_planner_and_a_dash_where_nothing_fits",
-            "test_plot_is_a_png",
-            "test_plot_without_matplotlib_names_it",
         )
         + _in("test_tiers", "test_command_line_and_tables")
         + _in("test_runtime", "test_stats_read_well"),
@@ -1199,7 +1197,7 @@ PROMISES: tuple[Promise, ...] = (
             "test_help_names_every_command_and_version_prints",
             "test_each_command_has_an_example",
             "test_solve_writes_a_plan_that_fits_and_simulate_accepts_it",
-            "test_frontier_prints_saves_and_draws_its_plans",
+            "test_frontier_prints_and_saves_its_plans",
             "test_explain_says_what_binds_and_the_next_choices",
             "test_show_prints_stages_and_totals_of_a_profile",
             "test_compare_lists_every_planner",

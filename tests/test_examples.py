@@ -34,13 +34,13 @@ def test_every_example_is_tried() -> None:
 def test_example(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plot = tmp_path / "frontier.png"
+    page = tmp_path / "frontier.html"
     monkeypatch.chdir(tmp_path)
     AcceleratorState._reset_state(reset_partial_state=True)  # which is the process's
-    monkeypatch.setattr(sys, "argv", [name, *([str(plot)] if name == "frontier.py" else [])])
+    monkeypatch.setattr(sys, "argv", [name, *([str(page)] if name == "frontier.py" else [])])
     runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
     out = capsys.readouterr().out
     places = [out.find(text) for text in PRINTED[name]]
     assert -1 not in places, out
     assert places == sorted(places), out
-    assert plot.exists() == (name == "frontier.py")
+    assert page.exists() == (name == "frontier.py")

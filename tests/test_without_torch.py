@@ -99,11 +99,10 @@ CALLS = """
     for command in (
         "solve profile.json --budget-gb 0.12 -o plan.json",
         "solve profile.json --max-overhead 0.2",
-        "frontier profile.json --points 2 --time-limit 2 -o plans --plot frontier.png",
+        "frontier profile.json --points 2 --time-limit 2 -o plans",
         "explain profile.json plan.json",
         "show profile.json --options",
-        "show profile.json --graph -o graph.png",
-        "show profile.json --graph -o graph.graphml",
+        "show profile.json --graph",
         "show plan.json",
         "simulate profile.json plan.json",
         "compare profile.json --budgets 50 --json rows.json",

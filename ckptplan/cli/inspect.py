@@ -41,20 +41,19 @@ def show(
             "--graph", help="Print a profile's graph instead: what each stage makes and which later ones need it."
         ),
     ] = False,
-    output: Annotated[
-        Path | None,
-        typer.Option("-o", "--output", metavar="FILE", help="Where to write the graph: FILE.png or FILE.graphml."),
-    ] = None,
 ) -> None:
     """Print a profile or a plan as a table.
 
-    Example: [bold]ckptplan show profile.json --graph -o graph.png[/bold]
+    Example: [bold]ckptplan show profile.json --graph[/bold]
     """
     found = _load(file)
-    if graph or output is not None:
+    if graph:
         if isinstance(found, Plan):
             raise InvalidInputError(f"{file} is a plan, which has no graph; give the profile it was made for")
-        _show_graph(found, output)
+        # Here, since networkx takes longer to load than all that a table needs.
+        from ckptplan.report.graph import graph_table
+
+        terminal().print(graph_table(found))
     elif isinstance(found, Plan):
         typer.echo(str(found))
     else:
@@ -221,24 +220,6 @@ def _show_profile(profile: Profile) -> None:
     ):
         totals.add_row(label, escape(text))
     console.print(totals)
-
-
-def _show_graph(profile: Profile, output: Path | None) -> None:
-    # Here, since networkx takes longer to load than all that a table needs.
-    from ckptplan.report.graph import graph_table, write_graphml
-    from ckptplan.report.plots import plot_graph
-
-    writers = {".png": plot_graph, ".graphml": write_graphml}
-    if output is not None and output.suffix not in writers:
-        raise InvalidInputError(
-            f"the graph can't be written to {output}; want a name that ends in {' or '.join(writers)}"
-        )
-    if output is not None:
-        with writing("the graph", output):
-            writers[output.suffix](profile, output)
-    terminal().print(graph_table(profile))
-    if output is not None:
-        typer.echo(f"written to {output}")
 
 
 _SHORT = {"keep": "k", "swap": "s", "recompute": "r", "recompute+swap": "r+s", DISCARD: "d"}

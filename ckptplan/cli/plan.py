@@ -232,17 +232,13 @@ def frontier(
             help="Where to write the plans, one file each, and all as frontier.json.",
         ),
     ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE.png", help="Draw slowdown over memory, with the proven bound.")
-    ] = None,
 ) -> None:
     """Find plans along the whole trade-off between memory and time, from the smallest peak to everything kept.
 
     Ctrl-C prints and writes the plans found so far, and exits with 130.
 
-    Example: [bold]ckptplan frontier profile.json --points 8 --plot frontier.png[/bold]
+    Example: [bold]ckptplan frontier profile.json --points 8 -o plans[/bold]
     """
-    check_writable(plot, "the plot")
     options = _options(host_gb, disk_gb, actions, segments, accumulate, time_limit, gap)
     subject, inputs = subject_of(source)
     from ckptplan.api import frontier as frontier_of
@@ -259,11 +255,6 @@ def frontier(
         if interrupted:
             plans = Frontier.of(_best_so_far(found, subject))
         terminal().print(frontier_table(plans))
-        if plot is not None and not interrupted:
-            from ckptplan.report.plots import plot_frontier
-
-            plot_frontier(plans, plot, title=Path(source).stem)
-            typer.echo(f"drawn in {plot}")
         if output is not None:
             with writing("the plans", output):
                 output.mkdir(parents=True, exist_ok=True)
@@ -273,7 +264,7 @@ def frontier(
                 plans.save(output / "frontier.json")
             typer.echo(f"written to {output / 'frontier.json'}, all of them, for ckptplan report --frontier")
     if interrupted:
-        show_interrupt("these are the plans so far" + ("" if plot is None else ", which aren't drawn"))
+        show_interrupt("these are the plans so far")
         raise typer.Exit(INTERRUPTED)
 
 

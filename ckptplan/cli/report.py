@@ -21,7 +21,7 @@ from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.trace import Trace
 
-Format = Literal["html", "md", "png", "svg"]
+Format = Literal["html", "md"]
 
 
 def report(
@@ -41,8 +41,7 @@ def report(
             "-o",
             "--output",
             metavar="FILE",
-            help="Where to write the report: FILE.html, FILE.md for Markdown, FILE.png or FILE.svg for the charts; "
-            "default: report and the format.",
+            help="Where to write the report: FILE.html, or FILE.md for Markdown; default: report and the format.",
         ),
     ] = None,
     form: Annotated[

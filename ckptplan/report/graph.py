@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import accumulate
-from pathlib import Path
 
 import networkx as nx
 from rich.markup import escape
@@ -72,11 +71,3 @@ def crossing_bytes(profile: Profile, graph: nx.DiGraph) -> list[int]:
             changes[storage.born] += storage.nbytes
             changes[max(i for _, i in graph["storage", s])] -= storage.nbytes
     return list(accumulate(changes))
-
-
-def write_graphml(profile: Profile, path: Path) -> None:
-    """Write the graph as GraphML, for Gephi, yEd and the like; lists of options are joined by commas."""
-    graph = nx.relabel_nodes(profile.graph(), lambda node: " ".join(map(str, node)))
-    for *_, edge in graph.edges(data=True):
-        edge["held_by"] = ",".join(edge["held_by"])
-    nx.write_graphml(graph, path)

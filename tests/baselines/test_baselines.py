@@ -23,18 +23,17 @@ from ckptplan.baselines import (
     uniform,
 )
 from ckptplan.baselines._build import Selection, build, joined, named, scheduled, smallest_peak
-from ckptplan.core.errors import CkptPlanError, InfeasibleBudgetError
+from ckptplan.core.errors import InfeasibleBudgetError
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.schedule import residency
 from ckptplan.core.segment import Segment
 from ckptplan.referee import simulate, validate
-from ckptplan.report.plots import plot_frontier
 from ckptplan.report.tables import Row, planners_table
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "experiments"))
 
-from compare_greedy import comparison_table, plot_step_time
+from compare_greedy import comparison_table
 
 pytestmark = pytest.mark.planning
 
@@ -545,24 +544,3 @@ def test_planners_table_has_all_figures_and_what_is_lacking() -> None:
     assert best == [f"[bold]{x}[/bold]" for x in ("1.25 s", "25.0%", "2.00 MiB", "0 B", "0.00%", "2.0 ms")]
     assert other == ["1.50 s", "50.0%", "2.00 MiB", "0 B", "20.00%", "2.0 ms"]
     assert none == ["–", "–", "needs 5.00 MiB", "–", "–", "10 µs"]
-
-
-def test_plot_of_many_planners_is_a_png(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    many = [replace(row, planner=f"{row.planner}{k}") for k in range(8) for row in rows()]
-    plot_step_time(many, tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_plot_is_a_png(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "plot.png"
-    plot_step_time(rows(), path, title="two planners")
-    assert path.read_bytes().startswith(b"\x89PNG")
-
-
-def test_plot_without_matplotlib_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("matplotlib.figure", "matplotlib.backends.backend_agg"):
-        monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(CkptPlanError, match="pip install matplotlib"):
-        plot_frontier([], tmp_path / "plot.png")

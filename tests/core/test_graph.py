@@ -21,7 +21,7 @@ from ckptplan.core.storage import Storage
 from ckptplan.referee import simulate
 from ckptplan.referee.simulate import _Step
 from ckptplan.report.explain import Passing, _passing, explain
-from ckptplan.report.graph import crossing_bytes, graph_table, write_graphml
+from ckptplan.report.graph import crossing_bytes, graph_table
 
 pytestmark = pytest.mark.planning
 
@@ -156,19 +156,6 @@ def test_the_table_marks_skips_and_branches() -> None:
         ("up", "program until (after up)", "", "1", "5 B", "0 B"),
         ("(after up)", "–", "", "", "", "0 B"),
     ]
-
-
-def test_graphml_has_all_nodes_and_edges(tmp_path: Path) -> None:
-    graph = small_profile().graph()
-    write_graphml(small_profile(), tmp_path / "graph.graphml")
-    found = nx.read_graphml(tmp_path / "graph.graphml")
-    assert set(found) == {f"{what} {i}" for what, i in graph}
-    assert found.number_of_edges() == graph.number_of_edges()
-    assert found.nodes["storage 2"] == graph.nodes["storage", SKIP]
-    assert found.edges["storage 2", "stage 4"] == {
-        **graph.edges[("storage", SKIP), ("stage", 4)],
-        "held_by": "keep,recompute",
-    }
 
 
 def test_an_explanation_names_the_skip_that_passes_what_binds() -> None:

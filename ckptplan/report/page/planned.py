@@ -15,9 +15,8 @@ from ckptplan.core.units import format_bytes, format_seconds
 from ckptplan.referee import Timeline, simulate
 from ckptplan.report.explain import Explanation
 from ckptplan.report.page.render import Attached, Part, Report, View
-from ckptplan.report.page.step import COMPUTES, Arc, arcs, step_data
+from ckptplan.report.page.step import COMPUTES, WHAT_COLOURS, Arc, arcs, step_data
 from ckptplan.report.page.waterline import MEANINGS
-from ckptplan.report.plots import WHAT_COLOURS
 from ckptplan.report.tables import swapped
 
 _LETTERS = {"keep": "K", "swap": "S", "recompute": "R"}

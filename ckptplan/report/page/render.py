@@ -1,4 +1,4 @@
-"""Reports: the texts of a report and its data, rendered as HTML, Markdown or a figure."""
+"""Reports: the texts of a report and its data, rendered as HTML or Markdown."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ import jinja2
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.files import Saved
 from ckptplan.core.version import __version__
-from ckptplan.report.plots import plot_page
 
 _ASSETS = files("ckptplan.report.page") / "assets"
 _LIBRARY_VERSION = "1.6.32"
-SUFFIXES = (".html", ".md", ".png", ".svg")
+SUFFIXES = (".html", ".md")
 """Of the files that a report can be written to."""
 
 
@@ -38,7 +37,7 @@ def check_suffix(path: Path) -> str:
     """
     kind = path.suffix.lower()
     if kind not in SUFFIXES:
-        raise InvalidInputError(f"a report can't be written to {path}: its name must end in {', '.join(SUFFIXES)}")
+        raise InvalidInputError(f"a report can't be written to {path}: its name must end in {' or '.join(SUFFIXES)}")
     return kind
 
 
@@ -143,22 +142,17 @@ class Report:
         return "\n".join(lines) + "\n"
 
     def save(self, path: str | Path) -> None:
-        """Write the report; the suffix says how: .html, .md, or the charts alone as .png or .svg.
+        """Write the report; the suffix says how: .html or .md.
 
         Raises
         ------
         InvalidInputError
             If the suffix is another, or the file can't be written.
-        CkptPlanError
-            If charts are asked for, and matplotlib isn't installed.
         """
         path = Path(path)
         kind = check_suffix(path)
         try:
-            if kind in (".png", ".svg"):
-                plot_page(self.data, path, f"{self.view.title}. {self.view.answer}")
-            else:
-                path.write_text(self.markdown if kind == ".md" else self.html, encoding="utf-8")
+            path.write_text(self.markdown if kind == ".md" else self.html, encoding="utf-8")
         except OSError as error:
             raise InvalidInputError(f"the report can't be written to {path}: {error}") from error
 

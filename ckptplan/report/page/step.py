@@ -14,7 +14,16 @@ from ckptplan.core.units import format_bytes, format_seconds
 from ckptplan.referee import Timeline
 from ckptplan.report.explain import Alternative, Explanation
 from ckptplan.report.page.waterline import CATEGORIES, COLOURS, drawn_end_s, waterline
-from ckptplan.report.plots import WHAT_COLOURS
+
+WHAT_COLOURS = {
+    "forward": "#0072b2",
+    "recompute": "#e69f00",
+    "backward": "#56b4e9",
+    "wait": "#d55e00",
+    "out": "#009e73",
+    "in": "#7fd1ae",
+}
+"""Colours of what a lane does, that readers who see few colours can tell apart (Okabe and Ito, 2008)."""
 
 LANES = ("compute", "out", "in")
 WHATS = ("forward", "recompute", "backward", "wait", "out", "in")
