@@ -10,6 +10,7 @@ import random
 import re
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -193,6 +194,30 @@ def test_a_note_is_there_before_the_handle_goes() -> None:
         assert "out of device memory in forward" in note(raised.value)
 
 
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_caught_error_keeps_no_tensor(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a loop whose own frame goes on, say with a smaller batch."""
+    model, inputs = build("transformer")
+    with ckptplan.apply(model, planned("transformer", "keep")), failing(model, where, monkeypatch):
+        x = model.get_submodule("embedding")(inputs)
+        held = weakref.ref(x)
+        with contextlib.suppress(torch.OutOfMemoryError):
+            (default_loss(model(inputs)) + x.sum()).backward()
+        del x
+        assert held() is None
+    model, inputs = build("transformer")
+    x = model.get_submodule("embedding")(inputs)
+    held = weakref.ref(x)
+    with (
+        contextlib.suppress(torch.OutOfMemoryError),
+        ckptplan.apply(model, planned("transformer", "keep")),
+        failing(model, where, monkeypatch),
+    ):
+        (default_loss(model(inputs)) + x.sum()).backward()
+    del x
+    assert held() is None
+
+
 def test_an_error_that_nothing_catches_has_the_note(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
@@ -211,6 +236,15 @@ def test_an_error_that_nothing_catches_has_the_note(tmp_path: Path) -> None:
     found = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
     assert found.returncode == 1
     assert found.stderr.index("CUDA out of memory") < found.stderr.index("ckptplan: out of device memory in backward")
+
+
+def test_a_note_that_fails_is_no_other_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = build("mlp")
+    model.get_submodule("1").register_forward_hook(fails)
+    monkeypatch.setattr(oom, "capacity_bytes", functools.partial(raises, RuntimeError("the device is lost")))
+    with pytest.raises(torch.OutOfMemoryError) as raised, ckptplan.apply(model, planned("mlp", "keep")):
+        model(inputs)
+    assert note(raised.value) == "ckptplan: out of memory; where, couldn't be found out: the device is lost"
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("x"), RuntimeError("shapes differ"), SystemExit()])

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ckptplan.runtime.applied import Applied
 from ckptplan.runtime.controller import Controller
-from ckptplan.runtime.guard.oom import add_note, located
+from ckptplan.runtime.guard.oom import OPTIMIZERS, add_note, located
 from ckptplan.runtime.replicated import is_distributed
 
 _LOG = logging.getLogger("ckptplan")
@@ -46,7 +46,7 @@ def _is_of_step(error: BaseException | None) -> bool:
     """Return whether an error left a planned forward, a backward, or an optimizer's step."""
     steps = {f.__code__ for f in (Controller._run_model, Controller._run_stage, torch.autograd.backward)}  # type: ignore[attr-defined]
     return error is not None and any(
-        frame.f_code in steps or isinstance(frame.f_locals.get("self"), torch.optim.Optimizer)
+        frame.f_code in steps or frame.f_code.co_filename == OPTIMIZERS
         for frame, _ in traceback.walk_tb(error.__traceback__)
     )
 

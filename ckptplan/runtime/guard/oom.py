@@ -42,6 +42,9 @@ from ckptplan.runtime.observe.measure import held_tensors, unique_bytes
 from ckptplan.runtime.recompute.call import Call
 from ckptplan.runtime.swap.record import Record, finish_leaving, start_leaving, start_returning
 
+OPTIMIZERS = torch.optim.Optimizer.profile_hook_step.__code__.co_filename
+"""The file whose code is around the `step` of each optimizer."""
+
 Doing = Literal["forward", "recompute", "backward", "copy out", "copy back", "update", "after backward"]
 
 _HOST_TEXTS = ("DefaultCPUAllocator: not enough memory", "DefaultCPUAllocator: can't allocate memory")
@@ -120,14 +123,14 @@ def located(error: BaseException, place: Place) -> tuple[Phase, int | None, Doin
     stage, nor copies and recomputes for a stage: these are found in the traceback. The stage is None in the code behind
     the last stage.
     """
-    frames = list(_frames(error))
-    codes = {frame.f_code for frame in frames}
+    # Not by variables of the frames: one that still runs would keep what they were (before Python 3.13).
+    codes = {frame.f_code for frame in _frames(error)}
     doing: Doing | None = None
     if _codes_of(start_leaving, finish_leaving) & codes:
         doing = "copy out"
     if _codes_of(start_returning, Record.finish_returning) & codes:
         doing = "copy back"
-    if any(isinstance(frame.f_locals.get("self"), torch.optim.Optimizer) for frame in frames):
+    if any(code.co_filename == OPTIMIZERS for code in codes):
         return "update", place.stage, "update"
     if (
         place.phase == "forward"
@@ -169,7 +172,11 @@ def add_note(applied: Applied, error: BaseException | None) -> None:
     cause = None if error is None else exhaustion(error)
     if error is None or cause is None or any(text.startswith(_BEGINS) for text in getattr(error, "__notes__", ())):
         return
-    error.add_note(f"{_BEGINS} {_note(applied, error, cause)}")
+    try:
+        text = _note(applied, error, cause)
+    except Exception as failed:  # which must not take the place of the error: a device may fail that is asked now
+        text = f"memory; where, couldn't be found out: {failed}"
+    error.add_note(f"{_BEGINS} {text}")
 
 
 _BEGINS = "ckptplan: out of"
