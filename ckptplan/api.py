@@ -72,9 +72,9 @@ def solve(
     swap_dir : path, optional
         As in `profile`.
     plan_file : path, optional
-        A file for the plan. If it has one that was made for the same budget, options of `Limits`, model, inputs,
-        optimizer and device (its fingerprint), that one is returned, and nothing is profiled. Otherwise a new plan is
-        written there. The loss and the code of the model aren't compared: delete the file when they change. It goes
+        A file for the plan. If it has one that was made for the same budget, options of `Limits`, model with its
+        settings, inputs, optimizer and device, that one is returned, and nothing is profiled. Otherwise a new one is
+        written there. Code isn't compared, of the loss the name alone: delete the file when it changes. It goes
         without `step`, whose tensors can't be compared, and is for one process.
     **options
         What is trained: `loss_fn`, `optimizer`, `device`, `step`, `amp`, `accumulate`, `ddp`, `fsdp`
@@ -126,6 +126,7 @@ def solve(
             warn_of_more_than_there_is(wanted.nbytes, model_or_profile, training.device)
         asked = request_text(wanted, limits, max_overhead)
         if plan_file is not None:
+            asked += _asked_of(model_or_profile, training)
             if together is not None or training.step is not None:
                 raise InvalidInputError(
                     "plan_file= is for one process and for inputs=; "
@@ -157,6 +158,15 @@ def solve(
         plan = solved_together(model_or_profile, options.get("ddp") or fsdp, alone)
     remember(plan, options)
     return plan
+
+
+def _asked_of(model_or_profile: nn.Module | Profile, training: Training) -> str:
+    """What the fingerprint doesn't tell of a step: settings of modules and optimizer, the name of the loss."""
+    if isinstance(model_or_profile, Profile):
+        return ""
+    from ckptplan.planning.model_job import step_text
+
+    return step_text(model_or_profile, training)
 
 
 def _made_for(plan: Plan, model_or_profile: nn.Module | Profile, training: Training, budget_bytes: int | None) -> bool:

@@ -45,9 +45,6 @@ SCHEMA = "ckptplan.compare_greedy/1"
 ALL_MODELS = ["gpt2", "bert", "vit", "resnet50", "llama", "t5", "swin", "convnext"]
 OURS, GREEDY = "ckptplan", "pooch"
 MIB = 1 << 20
-MARKERS = "osD^vPX*"
-LINES = ("-", "--", ":")
-COLOURS = 10  # of matplotlib's cycle; beyond it the next kind of line begins
 
 Measure = Callable[[Plan], dict[str, Any]]
 

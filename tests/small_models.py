@@ -23,6 +23,8 @@ from ckptplan.core.option import Action
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.profiling.profiler import profile
+from ckptplan.runtime.handle import Handle
+from ckptplan.runtime.swap.record import State
 
 Built = tuple[nn.Module, Any]
 
@@ -342,3 +344,10 @@ def assert_same(found: Any, wanted: Any) -> None:
             assert_same(a, b)
     else:
         assert found == wanted
+
+
+def states_of_swapped(handle: Handle) -> set[State]:
+    """The states of what the present pass has sent away and that is still alive."""
+    session = handle._applied.controller._session
+    assert session is not None
+    return {record.state for refs in session._leaving.values() for ref in refs if (record := ref()) is not None}

@@ -55,7 +55,7 @@ class ActivationPlanner(PlanningCallback, pl.Callback):
     ----------
     budget_gb, budget, swap_dir, plan_file
         As in `ckptplan.solve`; with neither budget, what the device has free. The file's plan is applied if it was made
-        for such a batch, with these settings of trainer and module.
+        for such a batch, with these settings of trainer, optimizers and module; their code isn't compared.
     check : "sampled", "always" or "off"
         As in `ckptplan.apply`.
     **options

@@ -24,7 +24,7 @@ from ckptplan.core.units import format_bytes
 from ckptplan.planning.applying import apply
 from ckptplan.planning.log import in_words, is_first_rank, planning, say
 from ckptplan.planning.model_job import NoLargestStepError, default_budget
-from ckptplan.planning.plan_file import keep, plan_in
+from ckptplan.planning.plan_file import keep, optimizer_text, plan_in, settings_of
 from ckptplan.runtime.group import Vote, alone
 from ckptplan.runtime.guard.check import When
 from ckptplan.runtime.guard.shapes import Limits, input_tensors, tensors_at
@@ -77,6 +77,8 @@ class Planning:
             budget_gb, budget, swap_dir, check, options,
         )  # fmt: skip
         self._plan_file = plan_file
+        if plan_file is not None:
+            plan_in(plan_file, "")  # for its errors
         self.handle: Handle | None = None
         self.took_s = 0.0
         self._failures = 0
@@ -127,7 +129,11 @@ class Planning:
         if not again:
             self._failures = 0
             if plan is None and self._plan_file is not None:
-                return self._begin_by_file(model, self._plan_file, f"{self.in_text()}; {of}", training)
+                kind = "step" if "step" in training else "inputs"
+                asked = (
+                    f"{self.in_text()}; {of}; {optimizer_text(training.get('optimizer'))}; {settings_of(model)}; {kind}"
+                )
+                return self._begin_by_file(model, self._plan_file, asked, training)
         apart = not ranks_of(model)
         if again and apart:
             with alone():
@@ -146,7 +152,7 @@ class Planning:
             raise InvalidInputError("plan_file= is for one process, and this training has several; leave it out")
         known, wanted = plan_in(file, asked), Budget.of(self.budget_gb, self.budget)
         free = wanted.nbytes is None and wanted.share is None
-        if known is not None and not (free and known.counted_bytes > default_budget(model, None)):
+        if known is not None and not (free and known.counted_bytes > default_budget(model, None) * (1 - wanted.margin)):
             with contextlib.suppress(PlanMismatchError):  # another model
                 return self._begin(model, known, training, is_told=True)
         handle = self._begin(model, None, training, is_told=True)
@@ -174,7 +180,8 @@ class Planning:
 
     def in_text(self) -> str:
         """Return all that was asked of a plan."""
-        return repr((self.budget_gb, self.budget, str(self.swap_dir), sorted(self.options.items())))
+        options = sorted((name, value) for name, value in self.options.items() if not callable(value))
+        return repr((self.budget_gb, self.budget, str(self.swap_dir), options))
 
     def summary(self) -> str:
         """Return what was planned, and what ran since."""

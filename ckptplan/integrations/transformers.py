@@ -40,6 +40,7 @@ from transformers import Trainer, TrainerCallback
 from ckptplan.core.errors import CkptPlanError, InvalidInputError, UnsupportedModelError
 from ckptplan.integrations.training import PlannedBatch, Planning, PlanningCallback, replace, unchanged
 from ckptplan.planning.log import say
+from ckptplan.planning.plan_file import name_of
 from ckptplan.runtime.handle import Handle
 from ckptplan.runtime.patching import PatchedForward, installed
 from ckptplan.runtime.replicated import ddp_of
@@ -59,7 +60,7 @@ class ActivationPlanCallback(PlanningCallback, TrainerCallback):
     ----------
     budget_gb, budget, swap_dir, plan_file
         As in `ckptplan.solve`; with neither budget, what the device has free. The file's plan is applied if it was made
-        for such a batch, with this optimizer, precision and accumulation.
+        for such a batch, with these settings of Trainer, optimizer and model; their code isn't compared.
     check : "sampled", "always" or "off"
         As in `ckptplan.apply`.
     **options
@@ -190,7 +191,9 @@ class _Run:
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
         accumulate = trainer.args.gradient_accumulation_steps > 1
         batch = PlannedBatch(dict(self._batch.inputs), model)
-        of = [*map(str, batch.tensors), type(optimizer).__name__, accumulate, trainer.accelerator.mixed_precision]
+        of = [*map(str, batch.tensors), accumulate, trainer.accelerator.mixed_precision]
+        of += [name_of(type(trainer)), name_of(self.compute_loss), name_of(trainer.compute_loss_func)]
+        of.append(trainer.args.label_smoothing_factor)
         more: dict[str, Any] = {"optimizer": optimizer, "accumulate": accumulate, "again": again, "of": repr(of)}
         more["ddp"] = ddp_of(self._batch.model)
         code, present = self.compute_loss, self._batch

@@ -215,11 +215,6 @@ class Enlarger:
                 known = known if all(len(each) == len(known) for _, each, *_ in found) else ()
                 holds = [all(each) for each in zip(*(each[: len(known)] for _, each, *_ in found), strict=True)]
                 refused = [any(each) for each in zip(*(each for _, _, each, _ in found), strict=True)]
-        if plan is not self._now.plan:  # replanned after a shortage of memory
-            self._now.plan = plan
-            self._now.job = None if self._adviser is None else self._adviser.job
-            has = max(plan.budget_bytes, plan.reserved_bytes or 0)
-            self._budget_bytes = has if self._budget_bytes is None else min(self._budget_bytes, has)
         self._tries.update(kinds)
         earlier = next((k for k, fits in zip(known[::-1], holds[::-1], strict=True) if fits), None)
         if earlier is not None:

@@ -22,6 +22,7 @@ from ckptplan.core.stage import InputTensor
 from ckptplan.core.units import format_bytes
 from ckptplan.memory.estimate import TrainingBytes, library_blocks
 from ckptplan.planning.job import Job, staged
+from ckptplan.planning.plan_file import name_of, optimizer_text, settings_of
 from ckptplan.profiling.profiler import profile_step, replayed_bytes, stage_inputs, training_step
 from ckptplan.profiling.target import DeviceLike, Target, find_target
 from ckptplan.profiling.workload.enlarge import Call, tiled_to
@@ -56,6 +57,12 @@ def fingerprint_of(model: nn.Module, training: Training) -> Fingerprint:
     made = None if training.optimizer is None else make_optimizer(training.optimizer, model)
     found = fingerprint(training_step(model, training, target)[0], target.name)
     return found if made is None else replace(found, optimizer=type(made).__name__)
+
+
+def step_text(model: nn.Module, training: Training) -> str:
+    """Return what no fingerprint has of a step for which a plan in a file is made (`plan_file.request_text`)."""
+    made = None if training.optimizer is None else make_optimizer(training.optimizer, model)
+    return f"; {settings_of(model)}; {optimizer_text(made)}; {name_of(training.loss_fn)}"
 
 
 def job_of_step(

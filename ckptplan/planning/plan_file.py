@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
+import os
+import warnings
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ckptplan.core.budget import Budget
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.plan import Plan
 from ckptplan.core.request import Limits
+
+if TYPE_CHECKING:  # these import torch
+    import torch
+    from torch import nn
 
 
 def request_text(budget: Budget, limits: Limits, max_overhead: float | None = None) -> str:
@@ -18,15 +28,62 @@ def request_text(budget: Budget, limits: Limits, max_overhead: float | None = No
     return f"{budget!r}, max_overhead={max_overhead!r}, {may}"
 
 
+def name_of(code: Any) -> str:
+    """Return the name of a function or class; empty for None."""
+    found = code if hasattr(code, "__qualname__") else type(code)
+    return "" if code is None else f"{getattr(found, '__module__', '')}.{found.__qualname__}"
+
+
+def optimizer_text(optimizer: torch.optim.Optimizer | None) -> str:
+    """Return an optimizer's class and settings but its learning rates, on which no bytes depend."""
+    if optimizer is None:
+        return ""
+    without = ("params", "lr", "initial_lr")
+    groups = [
+        [len(group["params"]), {k: _plain(v) for k, v in group.items() if k not in without}]
+        for group in optimizer.param_groups
+    ]
+    return f"{name_of(type(optimizer))} {groups}"
+
+
+def settings_of(model: nn.Module) -> str:
+    """Return a digest of what the modules of a model have in plain attributes, and in those of their configs."""
+    digest = hashlib.sha256()
+    for name, module in model.named_modules():
+        digest.update(f"{name} {name_of(type(module))}\n".encode())
+        for key, value in vars(module).items():
+            if not key.startswith("_"):
+                with contextlib.suppress(TypeError, ValueError, RecursionError):
+                    digest.update(f"{key} {json.dumps(value, sort_keys=True, default=_plain)}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def _plain(value: Any) -> Any:
+    """Return a number or text as it is, the attributes of an object such as a config, and the class of others."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    inside = getattr(value, "__dict__", None)
+    if inside is None or callable(value) or type(value).__module__.partition(".")[0] == "torch":
+        return name_of(type(value))
+    return dict(inside)
+
+
 def plan_in(path: str | Path, asked: str) -> Plan | None:
     """Return the plan in a file; None if there is no file, or its plan was asked for otherwise.
 
     Raises
     ------
     InvalidInputError
-        If the file has something else, or a plan that `keep` didn't write: it would be lost.
+        If the file can't be written, or has something else, or a plan that `keep` didn't write: it would be lost.
     """
-    if not Path(path).exists():
+    path = Path(path)
+    if not path.exists():
+        if not os.access(path.parent, os.W_OK):
+            raise InvalidInputError(
+                f"plan_file={str(path)!r} can't be written: there is no such folder, or it is closed"
+            )
         return None
     plan = Plan.load(path)
     if not plan.asked:
@@ -38,7 +95,12 @@ def plan_in(path: str | Path, asked: str) -> Plan | None:
 
 
 def keep(plan: Plan, path: str | Path, asked: str) -> Plan:
-    """Write a plan for later runs, and return it with what it was asked for."""
+    """Write a plan for later runs, and return it with what it was asked for; warn where it can't be written."""
     plan = replace(plan, asked=asked)
-    plan.save(path)
+    written = Path(f"{path}.new")  # a run that is ended meanwhile leaves the former file
+    try:
+        plan.save(written)
+        written.replace(path)
+    except OSError as error:
+        warnings.warn(f"the plan isn't kept in {path}: {error}; the next run plans again", RuntimeWarning, stacklevel=3)
     return plan

@@ -1,1 +1,1 @@
-"""Tables and plots of plans, for people."""
+"""Tables, explanations and pages of plans, for people."""

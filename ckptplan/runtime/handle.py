@@ -9,7 +9,7 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -46,8 +46,6 @@ from ckptplan.runtime.swap.stores import Store, close_all, make_stores
 
 if TYPE_CHECKING:  # of a higher layer
     from ckptplan.report.page.render import Report
-
-Result = TypeVar("Result")
 
 _HANDLES: weakref.WeakValueDictionary[int, Handle] = weakref.WeakValueDictionary()
 """By a model's identity the handle of its plan, which lives as long as the model's patches do."""

@@ -16,6 +16,7 @@ import ckptplan
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.planning import model_job
 from ckptplan.planning.model_job import profile_step
+from ckptplan.planning.plan_file import settings_of
 
 HOW: dict[str, Any] = {"budget": "50%", "time_limit_s": 0.2}
 
@@ -56,6 +57,8 @@ CHANGES: dict[str, tuple[dict[str, Any], Callable[[nn.Module], Any]]] = {
     "optimizer": ({"optimizer": "adamw"}, lambda model: None),
     "autocast": ({"amp": "bf16"}, lambda model: None),
     "accumulation": ({"accumulate": True}, lambda model: None),
+    "loss": ({"loss_fn": lambda out: out.square().mean()}, lambda model: None),
+    "settings": ({}, lambda model: setattr(model.get_submodule("0"), "scale", 2)),
     "batch": ({"inputs": torch.randn(7, 64)}, lambda model: None),
     "frozen": ({}, freeze),
     "mode": ({}, lambda model: model.eval()),
@@ -66,12 +69,52 @@ CHANGES: dict[str, tuple[dict[str, Any], Callable[[nn.Module], Any]]] = {
 def test_another_request_has_another_plan(change: str, tmp_path: Path, profiled: list[str]) -> None:
     model, x = build("mlp")
     file = tmp_path / "plan.json"
-    first = ckptplan.solve(model, plan_file=file, **{"inputs": x[:64], **HOW})
+    first = ckptplan.solve(model, plan_file=file, **{"inputs": x, **HOW})
     how, changed = CHANGES[change]
     changed(model)
-    second = ckptplan.solve(model, plan_file=file, **{"inputs": x[:64], **HOW, **how})
+    second = ckptplan.solve(model, plan_file=file, **{"inputs": x, **HOW, **how})
     assert len(profiled) == 2
     assert ckptplan.Plan.load(file) == second != first
+
+
+def test_settings_of_an_optimizer_count_but_its_learning_rate(tmp_path: Path, profiled: list[str]) -> None:
+    model, x = build("mlp")
+    for number, how in ((1, {}), (1, {"lr": 0.5}), (2, {"momentum": 0.9}), (3, {"momentum": 0.9, "foreach": False})):
+        optimizer = torch.optim.SGD(model.parameters(), **how)
+        ckptplan.solve(model, inputs=x, optimizer=optimizer, plan_file=tmp_path / "plan.json", **HOW)
+        assert len(profiled) == number
+
+
+def test_settings_in_configs_count() -> None:
+    class Config:
+        def __init__(self, kernels: str) -> None:
+            self._kernels, self.sizes, self.kind = kernels, (3, 4), torch.float32
+
+    digests = []
+    for kernels in ("sdpa", "sdpa", "eager"):
+        model = nn.Linear(3, 3)
+        model.config = Config(kernels)  # type: ignore[assignment]
+        digests.append(settings_of(model))
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_a_file_that_can_not_be_written(tmp_path: Path, profiled: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where that is known before, it is an error; afterwards it costs the next run its time, not this one its plan."""
+    model, x = build("mlp")
+    with pytest.raises(InvalidInputError, match="there is no such folder"):
+        ckptplan.solve(model, inputs=x, plan_file=tmp_path / "absent" / "plan.json", **HOW)
+    assert not profiled
+    file = tmp_path / "plan.json"
+    first = ckptplan.solve(model, inputs=x, plan_file=file, **HOW)
+
+    def full(self: Any, path: Path) -> None:
+        path.write_text("{")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(ckptplan.Plan, "save", full)
+    with pytest.warns(RuntimeWarning, match="isn't kept in .*No space left"):
+        assert ckptplan.solve(model, inputs=x[:16], plan_file=file, **HOW) != first
+    assert ckptplan.Plan.load(file) == first
 
 
 def test_less_free_memory_than_the_plan_needs(

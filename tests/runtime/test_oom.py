@@ -184,6 +184,30 @@ def test_behind_the_last_stage_and_in_the_update(index: int) -> None:
     assert ("use an optimizer with less state" in said) == (index > 1)
 
 
+def test_a_backward_in_the_optimizers_closure() -> None:
+    model, inputs = build("transformer")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def closure() -> torch.Tensor:
+        loss = _FailsBackward.apply(model(inputs)).sum()
+        loss.backward()
+        return loss  # type: ignore[no-any-return]
+
+    with pytest.raises(torch.OutOfMemoryError) as raised, ckptplan.apply(model, planned("transformer", "keep")):
+        optimizer.step(closure)
+    assert "in backward of stage '(after layers.3)'" in note(raised.value)
+
+
+def test_a_backward_of_another_model_has_no_note() -> None:
+    model, inputs = build("mlp")
+    other = _FailsBackward.apply(torch.ones(3, requires_grad=True)).sum()
+    handle = ckptplan.apply(model, planned("mlp", "keep"))
+    step_of(model, inputs)()
+    with pytest.raises(torch.OutOfMemoryError) as raised, handle:
+        other.backward()
+    assert not hasattr(raised.value, "__notes__")
+
+
 def test_a_note_is_there_before_the_handle_goes() -> None:
     """Of a forward, whose caller may catch the error; a backward's kernel fails where no code of the package runs."""
     model, inputs = build("mlp")

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ckptplan.runtime.applied import Applied
 from ckptplan.runtime.controller import Controller
-from ckptplan.runtime.guard.oom import OPTIMIZERS, add_note, located
+from ckptplan.runtime.guard.oom import add_note, in_update, located
 from ckptplan.runtime.replicated import is_distributed
 
 _LOG = logging.getLogger("ckptplan")
@@ -23,7 +23,7 @@ _LOG = logging.getLogger("ckptplan")
 
 def leaves(applied: Applied, error: BaseException | None) -> None:
     """Say what there is to say of an error that ends a plan, if it is of a planned step."""
-    if _is_of_step(error):
+    if _is_of_step(applied, error):
         add_note(applied, error)
         _tell(applied, error)
 
@@ -42,13 +42,15 @@ def _tell(applied: Applied, error: BaseException | None) -> None:
     )  # fmt: skip
 
 
-def _is_of_step(error: BaseException | None) -> bool:
-    """Return whether an error left a planned forward, a backward, or an optimizer's step."""
-    steps = {f.__code__ for f in (Controller._run_model, Controller._run_stage, torch.autograd.backward)}  # type: ignore[attr-defined]
-    return error is not None and any(
-        frame.f_code in steps or frame.f_code.co_filename == OPTIMIZERS
-        for frame, _ in traceback.walk_tb(error.__traceback__)
-    )
+def _is_of_step(applied: Applied, error: BaseException | None) -> bool:
+    """Return whether an error left a planned forward, a backward while a plan waits for one, or an optimizer's step."""
+    if error is None:
+        return False
+    codes = {frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)}
+    if codes & {Controller._run_model.__code__, Controller._run_stage.__code__} or in_update(error):
+        return True
+    waits = applied.controller.place.phase != "update"
+    return waits and torch.autograd.backward.__code__ in codes  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
@@ -82,8 +84,9 @@ class _Hook:
             sys.excepthook, self._previous = self._previous, None
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        if _is_of_step(error):
-            for applied in list(self.watched):
+        # Of several plans first the one whose backward is under way: an error has one note.
+        for applied in sorted(self.watched, key=lambda applied: applied.controller.place.phase != "backward"):
+            if _is_of_step(applied, error):
                 add_note(applied, error)
         (self._previous or sys.__excepthook__)(kind, error, trace)
         for applied in list(self.watched):

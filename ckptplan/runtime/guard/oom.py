@@ -37,12 +37,12 @@ from ckptplan.core.stage import Phase
 from ckptplan.core.units import format_bytes
 from ckptplan.runtime.accelerator import capacity_bytes, device_bytes, is_accelerator
 from ckptplan.runtime.applied import Applied
-from ckptplan.runtime.controller import Place
+from ckptplan.runtime.controller import Controller, Place
 from ckptplan.runtime.observe.measure import held_tensors, unique_bytes
 from ckptplan.runtime.recompute.call import Call
 from ckptplan.runtime.swap.record import Record, finish_leaving, start_leaving, start_returning
 
-OPTIMIZERS = torch.optim.Optimizer.profile_hook_step.__code__.co_filename
+_OPTIMIZERS = torch.optim.Optimizer.profile_hook_step.__code__.co_filename
 """The file whose code is around the `step` of each optimizer."""
 
 Doing = Literal["forward", "recompute", "backward", "copy out", "copy back", "update", "after backward"]
@@ -130,7 +130,7 @@ def located(error: BaseException, place: Place) -> tuple[Phase, int | None, Doin
         doing = "copy out"
     if _codes_of(start_returning, Record.finish_returning) & codes:
         doing = "copy back"
-    if any(code.co_filename == OPTIMIZERS for code in codes):
+    if in_update(error):
         return "update", place.stage, "update"
     if (
         place.phase == "forward"
@@ -143,6 +143,14 @@ def located(error: BaseException, place: Place) -> tuple[Phase, int | None, Doin
     if place.phase == "update":
         return "update", place.stage, "after backward"
     return place.phase, place.stage, doing or place.phase
+
+
+def in_update(error: BaseException) -> bool:
+    """Whether an error was raised in an optimizer's step, other than in a forward or backward that its closure runs."""
+    found, of_steps = False, _codes_of(Controller._run_model, torch.autograd.backward, torch.autograd.grad)
+    for frame in _frames(error):
+        found = frame.f_code not in of_steps and (found or frame.f_code.co_filename == _OPTIMIZERS)
+    return found
 
 
 def _codes_of(*functions: Callable[..., Any]) -> set[CodeType]:
