@@ -444,8 +444,10 @@ class Controller:
                     current.session.release(index, number)
             for leave in self._exit:
                 leave(index, output)
-        except BaseException:
+        except BaseException as error:
             current.open = self._pass = None
+            if self.on_error is not None:
+                self.on_error(error)
             raise
         self.place = behind
         current.graphs[index] = _marked(output)

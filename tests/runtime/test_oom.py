@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import gc
 import math
@@ -208,11 +209,15 @@ def test_a_backward_of_another_model_has_no_note() -> None:
     assert not hasattr(raised.value, "__notes__")
 
 
-def test_a_note_is_there_before_the_handle_goes() -> None:
+@pytest.mark.parametrize("of_a_function", [False, True])
+def test_a_note_is_there_before_the_handle_goes(of_a_function: bool) -> None:
     """Of a forward, whose caller may catch the error; a backward's kernel fails where no code of the package runs."""
     model, inputs = build("mlp")
-    model.get_submodule("1").register_forward_hook(fails)
-    with ckptplan.apply(model, planned("mlp", "keep")):
+    plan = planned("mlp", "keep")
+    if of_a_function:  # whose forwards are told by those of the stages
+        plan = dataclasses.replace(plan, fingerprint=dataclasses.replace(plan.fingerprint, inputs="step()"))
+    model.get_submodule("1.0").register_forward_hook(fails)
+    with ckptplan.apply(model, plan):
         with pytest.raises(torch.OutOfMemoryError) as raised:
             model(inputs)
         assert "out of device memory in forward" in note(raised.value)
