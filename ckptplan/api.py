@@ -124,17 +124,17 @@ def solve(
             from ckptplan.planning.model_job import warn_of_more_than_there_is
 
             warn_of_more_than_there_is(wanted.nbytes, model_or_profile, training.device)
-        asked = request_text(wanted, limits, max_overhead)
+        asked = ""
         if plan_file is not None:
-            asked += _asked_of(model_or_profile, training)
             if together is not None or training.step is not None:
                 raise InvalidInputError(
                     "plan_file= is for one process and for inputs=; "
                     + ("save the plan of a group" if together is not None else "save the plan of a step=")
                     + " (Plan.save), and apply it in the next run (Plan.load)"
                 )
+            asked = f"{request_text(wanted, limits, max_overhead)}; {_step_text(model_or_profile, training)}"
             found = plan_in(plan_file, asked)
-            if found is not None and _made_for(found, model_or_profile, training, budget_bytes):
+            if found is not None and _holds(found, model_or_profile, budget_bytes):
                 return found
         within = limits if together is None else together.shared(limits)
         if together is not None and training.inputs is not None and not isinstance(model_or_profile, Profile):
@@ -160,23 +160,20 @@ def solve(
     return plan
 
 
-def _asked_of(model_or_profile: nn.Module | Profile, training: Training) -> str:
-    """What the fingerprint doesn't tell of a step: settings of modules and optimizer, the name of the loss."""
+def _step_text(model_or_profile: nn.Module | Profile, training: Training) -> str:
+    """What a plan in a file was made for, beside the request."""
     if isinstance(model_or_profile, Profile):
-        return ""
+        return repr(model_or_profile.fingerprint)
     from ckptplan.planning.model_job import step_text
 
     return step_text(model_or_profile, training)
 
 
-def _made_for(plan: Plan, model_or_profile: nn.Module | Profile, training: Training, budget_bytes: int | None) -> bool:
-    """Whether a plan is one for this model or profile and its step, and fits the budget, if it is known."""
+def _holds(plan: Plan, model_or_profile: nn.Module | Profile, budget_bytes: int | None) -> bool:
+    """Whether a plan for the same request is still one: of this very profile, or within what is free by now."""
     if isinstance(model_or_profile, Profile):
-        return plan.fingerprint == model_or_profile.fingerprint and not _broken(model_or_profile, plan)
-    from ckptplan.planning.model_job import fingerprint_of
-
-    fits = budget_bytes is None or plan.counted_bytes <= budget_bytes
-    return fits and plan.fingerprint == fingerprint_of(model_or_profile, training)
+        return not _broken(model_or_profile, plan)
+    return budget_bytes is None or plan.counted_bytes <= budget_bytes
 
 
 def _sharded(

@@ -50,19 +50,13 @@ def job_of_model(model: nn.Module, training: Training, swap_dir: str | Path | No
     return job_of_step(step, notes, target, training.optimizer, swap_dir, within)
 
 
-def fingerprint_of(model: nn.Module, training: Training) -> Fingerprint:
-    """Return the fingerprint that a plan of a model's step has."""
+def step_text(model: nn.Module, training: Training) -> str:
+    """Return what a plan in a file was made for, beside the request (`plan_file.request_text`)."""
     target = find_target(model, training.device)
     check_supported(model)
     made = None if training.optimizer is None else make_optimizer(training.optimizer, model)
-    found = fingerprint(training_step(model, training, target)[0], target.name)
-    return found if made is None else replace(found, optimizer=type(made).__name__)
-
-
-def step_text(model: nn.Module, training: Training) -> str:
-    """Return what no fingerprint has of a step for which a plan in a file is made (`plan_file.request_text`)."""
-    made = None if training.optimizer is None else make_optimizer(training.optimizer, model)
-    return f"; {settings_of(model)}; {optimizer_text(made)}; {name_of(training.loss_fn)}"
+    of = fingerprint(training_step(model, training, target)[0], target.name)
+    return f"{of}; {settings_of(model)}; {optimizer_text(made)}; {name_of(training.loss_fn)}"
 
 
 def job_of_step(
