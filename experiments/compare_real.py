@@ -309,6 +309,7 @@ def deviation(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
 
 def compare(
     name: str,
+    stack: contextlib.ExitStack,
     *,
     quick: bool,
     segments: Sequence[int],
@@ -318,20 +319,6 @@ def compare(
     say: Callable[[str], None],
 ) -> tuple[list[Pair], tuple[float, float]]:
     """Enter every rival, then ours at its peak; race them; lay them side by side. Also the plain step's rounding."""
-    with contextlib.ExitStack() as stack:
-        return _compare(name, quick, segments, ratios, rounds, swaps, say, stack)
-
-
-def _compare(
-    name: str,
-    quick: bool,
-    segments: Sequence[int],
-    ratios: Sequence[float],
-    rounds: int,
-    swaps: bool,
-    say: Callable[[str], None],
-    stack: contextlib.ExitStack,
-) -> tuple[list[Pair], tuple[float, float]]:
     ignore_garbage()
     model, inputs = make(name, quick)
     entered: list[tuple[Contender, Contender | None, dict[str, Any]]] = []
@@ -506,15 +493,17 @@ def main() -> None:
         "cases": {},
     }
     for name in args.models.split(","):
-        pairs, allowed = compare(
-            name,
-            quick=args.quick,
-            segments=[int(x) for x in args.segments.split(",")],
-            ratios=[float(x) for x in args.compiled.split(",") if x],
-            rounds=args.rounds,
-            swaps=not args.recompute_alone,
-            say=lambda text: print(f"{time.perf_counter() - began:5.0f} s  {text}", file=sys.stderr, flush=True),
-        )
+        with contextlib.ExitStack() as stack:
+            pairs, allowed = compare(
+                name,
+                stack,
+                quick=args.quick,
+                segments=[int(x) for x in args.segments.split(",")],
+                ratios=[float(x) for x in args.compiled.split(",") if x],
+                rounds=args.rounds,
+                swaps=not args.recompute_alone,
+                say=lambda text: print(f"{time.perf_counter() - began:5.0f} s  {text}", file=sys.stderr, flush=True),
+            )
         document["cases"][name] = {
             "rounding": {"gradients": allowed[0], "buffers": allowed[1]},
             "pairs": [asdict(pair) | {"outcome": outcome(pair)} for pair in pairs],

@@ -89,11 +89,6 @@ class Applied:
         self.is_on = True
         self._removed = False
 
-    def take(self, plan: Plan) -> None:
-        """Replace the present plan by `plan`; if that fails, the present one stays."""
-        self.controller.remove()
-        self.put(plan)
-
     def put(self, plan: Plan) -> None:
         """Apply `plan` after the present one was taken off the model; if that fails, put the present one back."""
         former, stores = self.controller, self.stores

@@ -547,7 +547,8 @@ def test_a_plan_in_anothers_place_locks_no_pages() -> None:
             p.data = gpu.put(p)
         with ckptplan.apply(model, larger) as handle:
             assert sum(gpu.registered.values()) == -(-larger.host_bytes // 512) * 512
-            handle._applied.take(smaller)
+            handle._applied.controller.remove()
+            handle._applied.put(smaller)
             assert handle.plan == smaller
             assert gpu.registrations == 1
         assert gpu.registered == {}
