@@ -424,6 +424,24 @@ def test_stages_that_ask_have_no_options_inside() -> None:
     assert any(o.ops for o in stages["blocks.1"].options)
 
 
+class Positioned(nn.Module):
+    """Has a buffer of small integers, which are there while it is traced, and reads values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("positions", torch.arange(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(self.linear(x + self.positions))
+        return y * (2.0 if bool((y > 100).any()) else 1.0)
+
+
+def test_what_a_recompute_compares_is_no_operation_of_the_model() -> None:
+    profile = ckptplan.profile(nn.Sequential(Positioned(), Positioned()), torch.randn(4, 8), menus=False)
+    assert all(stage.recompute for stage in profile.stages if not stage.is_glue)
+
+
 def test_planning_for_a_device_that_is_not_here() -> None:
     torch.manual_seed(0)
     model, inputs = mixtral()

@@ -1,4 +1,4 @@
-"""Python state that a stage reaches is found, kept and put back, whatever it lies in."""
+"""Python state that a stage reaches is put back for a recompute if it is its own, and otherwise it isn't recomputed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import nn
 
 import ckptplan
 from ckptplan.core.plan import Plan
-from ckptplan.runtime.state.cells import Changing, Snapshot
+from ckptplan.runtime.state.cells import Contents, Snapshot
 from ckptplan.runtime.state.restore import restored
 
 WIDTH = 64
@@ -114,10 +114,15 @@ def of_bound_method(stage: Stage) -> float:
     return len(stage.notes)
 
 
-CHANGING = [
-    of_object, of_what_an_object_holds, of_nested, of_queue, of_array, of_iterators, of_partial, of_global_container,
-    of_what_a_global_container_holds, of_bound_method,
-]  # fmt: skip
+OWN = [of_queue, of_array, of_iterators, of_partial, of_bound_method]
+ELSEWHERE = [
+    of_object,
+    of_what_an_object_holds,
+    of_nested,
+    of_global,
+    of_global_container,
+    of_what_a_global_container_holds,
+]
 
 
 def enclosed() -> Callable[[Stage], float]:
@@ -153,33 +158,59 @@ def recomputed(model: nn.Module, x: torch.Tensor) -> Plan:
     return plan_of(profile, ["recompute"] * len(profile.stages))
 
 
-@pytest.mark.parametrize("number", CHANGING)
+@pytest.mark.parametrize("number", OWN)
 def test_gradients_are_those_of_plain_steps(number: Callable[[Stage], float]) -> None:
-    CALLS[0] = TABLE["calls"][0] = 0
     wanted = steps(*made(number))
     model, x = made(number)
     plan = recomputed(model, x)
-    CALLS[0] = TABLE["calls"][0] = 0
     with ckptplan.apply(model, plan) as handle:
         found = steps(model, x)
         assert handle.stats().recomputed_stages == 36
     assert all(map(torch.equal, found, wanted))
 
 
-def test_variables_that_a_function_encloses() -> None:
-    wanted = steps(*made(enclosed()))
-    model, x = made(enclosed())
-    with ckptplan.apply(model, recomputed(model, x)):
-        assert all(map(torch.equal, steps(model, x), wanted))
-
-
-def test_a_stage_that_reads_what_can_not_be_put_back_is_not_recomputed() -> None:
-    model, x = made(of_global)
-    profile = ckptplan.profile(model, x)
+def not_recomputed(model: nn.Module, x: torch.Tensor, **options: Any) -> str:
+    """Return the notes of a profile all of whose stages can be kept or swapped alone."""
+    profile = ckptplan.profile(model, x, menus=False, **options)
     assert {option.action for stage in profile.stages for option in stage.options} == {"keep", "swap"}
-    note = next(note for note in profile.notes if "can't be recomputed" in note)
-    assert note.startswith("0 and its like")
+    return "; ".join(profile.notes)
+
+
+@pytest.mark.parametrize("device", [None, "a100-80gb"])
+@pytest.mark.parametrize("number", [*ELSEWHERE, enclosed()])
+def test_a_stage_that_changes_what_is_not_its_own_is_not_recomputed(
+    number: Callable[[Stage], float], device: str | None
+) -> None:
+    options = {} if device is None else {"device": device}
+    assert "which isn't put back for another run" in not_recomputed(*made(number), **options)
+
+
+def test_nor_is_one_whose_output_is_another_each_time() -> None:
+    note = not_recomputed(*made(lambda stage: next(TURNS) + 1.0))
+    assert "0 and its like" in note
     assert "global variable" in note
+
+
+class Numbered(nn.Module):
+    """Tells its stages by an object that all share which one runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.space = types.SimpleNamespace(number=0)
+        self.stages = nn.ModuleList(Stage(lambda stage: self.space.number) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i, stage in enumerate(self.stages):
+            self.space.number = i + 1
+            x = stage(x)
+        return x
+
+
+def test_nor_is_one_that_reads_what_others_change_before_its_backward() -> None:
+    torch.manual_seed(0)
+    profile = ckptplan.profile(Numbered(), torch.randn(16, WIDTH), menus=False)
+    can = {stage.name: stage.recompute is not None for stage in profile.stages if not stage.is_glue}
+    assert can == {"stages.0": False, "stages.1": False, "stages.2": True}
 
 
 SCALE = 1.0
@@ -255,10 +286,12 @@ def test_what_hooks_inside_a_stage_enclose(first: str) -> None:
 SCALES = [torch.ones(WIDTH), torch.full((WIDTH,), 0.5)]
 
 
+TURNS = (i % 2 for i in itertools.count())
+"""Goes on where nothing can put it back."""
+
+
 def of_global_tensors(stage: Stage) -> Any:
-    global COUNT
-    COUNT += 1
-    return SCALES[COUNT % 2]
+    return SCALES[next(TURNS)]
 
 
 def test_each_stage_is_tried_though_others_run_the_same_operations() -> None:
@@ -300,7 +333,7 @@ def test_what_is_put_back_are_the_very_objects() -> None:
 
     values = [1, 2]
     first, second = Shared(values), Shared(values)
-    snapshot = Snapshot([first, second])
+    snapshot = Snapshot([first, second], deep=True)
     values.append(3)
     first.table["y"] = 2
     first.table.move_to_end("x")
@@ -328,16 +361,15 @@ def test_a_place_that_a_property_hides_is_no_attribute() -> None:
 
     stage = nn.Linear(2, 2)
     stage.held = Computed()  # type: ignore[assignment]
-    found = Snapshot([stage], changing=Changing(), searches=True)
-    assert found.differences() == []
-    found.put()()
+    assert Contents.of([stage]).differences(Contents.of([stage])) == []
+    Snapshot([stage], deep=True).put()()
 
 
 def test_a_parent_is_looked_at_without_its_other_children() -> None:
     parent = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     parent.calls = 0  # type: ignore[assignment]
     parent[0].above = [parent]  # type: ignore[assignment, union-attr]
-    snapshot = Snapshot([parent[0]], changing=Changing())  # type: ignore[list-item]
+    snapshot = Snapshot([parent[0]], deep=True)  # type: ignore[list-item]
     assert snapshot.modules == [parent[0], parent]
     parent.calls = 1  # type: ignore[assignment]
     back = snapshot.put()

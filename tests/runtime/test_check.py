@@ -27,6 +27,7 @@ from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.plan import Decision, Plan
 from ckptplan.core.segment import Segment
 from ckptplan.profiling.times import timing
+from ckptplan.profiling.values.watched import WatchedState
 from ckptplan.runtime.guard import check, spots
 from ckptplan.runtime.guard.check import Checks
 from ckptplan.runtime.handle import apply
@@ -374,6 +375,7 @@ class Averaging(Stage):
 def unguarded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing but the check finds or keeps Python state, and buffers that are written without a version."""
     monkeypatch.setattr(timing, "why_not_again", lambda *_: None)
+    monkeypatch.setattr(WatchedState, "changed", lambda self: [])
     monkeypatch.setattr(recompute._State, "_was_seen_written", lambda *_: False)
     monkeypatch.setattr(Snapshot, "put", lambda self, instead=None: lambda: None)
 
@@ -520,7 +522,7 @@ def test_later_callbacks_of_that_backward_still_run(unguarded: None) -> None:
 
 
 def test_what_a_failed_backward_has_compared_is_forgotten() -> None:
-    model, x = model_of(Counting)
+    model, x = model_of()
     with apply(model, plan_for(model, x, "recompute")) as handle:
         output = model(x.requires_grad_())
         x.register_hook(lambda _: 1 / 0)  # type: ignore[func-returns-value]

@@ -63,7 +63,7 @@ from ckptplan.profiling.bytes.tracker import (
 )
 from ckptplan.profiling.target import Target
 from ckptplan.profiling.times.timing import Times
-from ckptplan.profiling.values.watched import Watched
+from ckptplan.profiling.values.watched import WatchedParameters, WatchedState
 from ckptplan.profiling.workload.discover import Found, discover_stages
 from ckptplan.runtime.controller import Controller, is_glue
 from ckptplan.runtime.guard.shapes import stage_inputs
@@ -305,10 +305,10 @@ class _Watcher(Observer):
         self._replay = replay
         self._saves = saves
         self._forward = True
-        self._whole = Watched(model, ())
+        self._whole = WatchedParameters(model)
         self._model = model
         self._starts_with = self._gradients()
-        self._read: list[tuple[int, Watched]] = []
+        self._read: dict[int, tuple[WatchedParameters, WatchedState]] = {}
         self.draws = SystemDraws()
         self._position = 0
         self._segments: dict[int, int] = {}
@@ -329,7 +329,8 @@ class _Watcher(Observer):
             self._once("takes parametrized weights that parametrize.cached() kept from an earlier call")
         if module is not None and any(isinstance(m, torch.jit.ScriptModule) for m in module.modules()):
             self._once("has a scripted module (torch.jit), whose state can't be put back for another run")
-        self._read.append((self._position, Watched(module, leaves)))
+        if module is not None:
+            self._read[self._position] = WatchedParameters(module), WatchedState(module, leaves)
         held = Snapshot([] if module is None else below(module), leaves).generators
         self._replay.generator_bytes[self._position] = sum(
             map(_state_bytes, {id(each): each for each in held}.values())
@@ -435,19 +436,18 @@ class _Watcher(Observer):
         self._forward = False
         written: set[int] = set()  # by this segment and all behind it
         later: set[Sid] = set()  # written to by those behind it
-        watched = dict(self._read)
         for g, trace in reversed(self._tracker.forward.items()):
             written |= trace.written_outside
             if later.intersection(self._replay.inputs.get(g, ())):
                 self._once("what it is given is written to before its backward", g)
             later.update(sid for op in trace.ops for sid in op.written)
             later.update(self._names.outside(trace.written_outside))
-            if g in watched:
-                changed = [f"its parameter {name!r}" for name in watched[g].parameters_changed(written)]
-                changed += [f"its argument, a {kind}" for kind in watched[g].objects_changed()]
+            if g in self._read:
+                parameters, state = self._read[g]
+                changed = [f"its parameter {name!r}" for name in parameters.changed(written)] + state.changed()
                 if changed:
-                    self._once(f"forward writes to {', '.join(changed)}", g)
-        self._replay.written = self._whole.parameters_changed(written)
+                    self._once(f"forward changes {', '.join(changed)}, which isn't put back for another run", g)
+        self._replay.written = self._whole.changed(written)
         self._read.clear()
 
     def _once(self, why: str, segment: int | None = None) -> None:

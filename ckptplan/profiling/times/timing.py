@@ -47,7 +47,7 @@ from ckptplan.runtime.private import next_sequence_number
 from ckptplan.runtime.recompute.call import Call, PlannedStage, caching
 from ckptplan.runtime.recompute.frames import Enough, run_recomputed
 from ckptplan.runtime.sharded import states, undisturbed
-from ckptplan.runtime.state.cells import Changing, Snapshot, below
+from ckptplan.runtime.state.cells import Contents, Snapshot, below
 from ckptplan.runtime.state.code import read_by
 from ckptplan.runtime.state.compiled import out_of_sight
 from ckptplan.runtime.state.flags import FLAGS, flags, set_flags
@@ -102,13 +102,14 @@ def why_not_again(
             first, count = _saving(call, tensors)
             modules = below(module)
             read = read_by(modules)
-            after = Snapshot(modules, (args, kwargs), changing=Changing(), searches=True, read=read.places)
+            others = (args, kwargs, *read.containers)
+            after = Contents.of(modules, others)
             second, _ = _saving(call, tensors)
-            left = after.differences() + read.changed()
+            left = after.differences(Contents.of(modules, others)) + read.changed()
             before = flags()
             with contextlib.suppress(Enough):
                 _saving(call, tensors, most=count)
-            left_early = after.differences() + read.changed()
+            left_early = after.differences(Contents.of(modules, others)) + read.changed()
             left_early += [name for name, a, b in zip(FLAGS, before, flags(), strict=True) if a != b]
             set_flags(before)
             read.put_back()
@@ -449,12 +450,12 @@ class _Timing:
         # An object among the arguments, such as a cache of keys and values, is as before the stage in each run.
         start = None
         if any(attributes_of(leaf) is not None for leaf in pytree.tree_leaves(call.arguments)):
-            start = Snapshot(below(module), call.arguments, changing=Changing(), searches=True, graphs=True)
+            start = Snapshot(below(module), call.arguments, deep=True, graphs=True)
         for way, counts in self._runs_of(kind, ways):
             leaves.clear()
             made.clear()
             # State that the run before has left on the module would lead into its graph, which is gone.
-            (start or Snapshot(below(module), changing=Changing())).put()
+            (start or Snapshot(below(module))).put()
             new_args, new_kwargs = pytree.tree_map_only(torch.Tensor, cut, call.arguments)
             stage = None
             if way is not None:

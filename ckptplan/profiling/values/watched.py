@@ -1,4 +1,4 @@
-"""Parameters and plain objects that a stage reads, watched for writes between its forward and its backward."""
+"""What a stage reads besides its tensors, watched for changes between its forward and its backward."""
 
 from __future__ import annotations
 
@@ -7,41 +7,42 @@ from typing import Any
 
 from torch import nn
 
-from ckptplan.runtime.state.objects import attributes_of, content_of
+from ckptplan.runtime.state.cells import Contents, Snapshot, below
+from ckptplan.runtime.state.code import read_by
+from ckptplan.runtime.state.objects import attributes_of
 
 
-class Watched:
-    """Snapshot of a stage's parameters, and of the plain objects among its arguments.
+class WatchedParameters:
+    """The storages of a module's parameters, as at construction."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._found = [(name, p, p.untyped_storage()._cdata) for name, p in module.named_parameters()]
+
+    def changed(self, written: Container[int]) -> list[str]:
+        """Return the names of the parameters whose storage is in `written` (by address), or has been replaced."""
+        return [name for name, p, key in self._found if key in written or p.untyped_storage()._cdata != key]
+
+
+class WatchedState:
+    """Python state that a stage reaches and that a recompute doesn't put back, as at construction.
 
     Parameters
     ----------
-    module : nn.Module or None
-        None for glue, which has no parameters.
+    module : nn.Module
     leaves : iterable
-        Its arguments, flattened; tensors among them are left out.
+        Its arguments, flattened; the plain objects among them are watched, too.
     """
 
-    def __init__(self, module: nn.Module | None, leaves: Iterable[Any]) -> None:
-        parameters = () if module is None else module.named_parameters()
-        self._parameters = [(name, p, p.untyped_storage()._cdata) for name, p in parameters]
-        objects = {id(leaf): leaf for leaf in leaves if attributes_of(leaf) is not None}
-        self._objects = [(each, list(content_of(each, set()))) for each in objects.values()]
+    def __init__(self, module: nn.Module, leaves: Iterable[Any]) -> None:
+        self._modules = below(module)
+        self._read = read_by(self._modules)
+        self._others = [leaf for leaf in leaves if attributes_of(leaf) is not None] + self._read.containers
+        self._before = self._contents()
 
-    def parameters_changed(self, written: Container[int]) -> list[str]:
-        """Names of the parameters whose storage is in `written` (by address), or has been replaced."""
-        return [name for name, p, key in self._parameters if key in written or p.untyped_storage()._cdata != key]
+    def _contents(self) -> Contents:
+        found = Snapshot(self._modules, self._others, deep=True, graphs=True, puts=False)
+        return Contents(found, without=Snapshot(self._modules))
 
-    def objects_changed(self) -> list[str]:
-        """Names of the types of the objects whose contents have changed."""
-        return [
-            type(each).__name__ for each, before in self._objects if not _same(before, list(content_of(each, set())))
-        ]
-
-
-_ATOMS = (bool, int, float, complex, str, bytes)
-
-
-def _same(a: list[Any], b: list[Any]) -> bool:
-    return len(a) == len(b) and all(
-        x is y or (type(x) is type(y) and isinstance(x, _ATOMS) and x == y) for x, y in zip(a, b, strict=True)
-    )
+    def changed(self) -> list[str]:
+        """Return the names of attributes and global variables, and the types of other objects, that have changed."""
+        return self._before.differences(self._contents()) + self._read.changed()

@@ -49,7 +49,7 @@ from ckptplan.runtime.private import (
     is_traceable_wrapper_subclass,
     neg_view,
 )
-from ckptplan.runtime.state.cells import Snapshot, below, changing
+from ckptplan.runtime.state.cells import Contents, Snapshot, below
 from ckptplan.runtime.state.flags import FLAGS, flags
 from ckptplan.runtime.state.generators import Generators
 
@@ -710,18 +710,19 @@ class StageCheck(_Stage):
     def unchanged(self) -> Iterator[None]:
         """Check that the code inside leaves the stage, and all state that it reads, unchanged."""
         device = self.checks.device
-        cells = Snapshot(below(self._module), self._given, changing=changing(self._module))
-        tables = [(m, name, m.__dict__[name].copy()) for m in cells.modules for name in _TABLES]
-        generators, random_states, flags_before = Generators(cells.generators), generator_states(device), flags()
-        reached = ((name, b) for m in cells.modules for name, b in m._buffers.items() if b is not None)
-        buffers = {id(b): (name, b) for name, b in (*reached, *self._module.named_buffers())}
+        modules = below(self._module)
+        reached = Snapshot(modules, self._given, deep=True, graphs=True, puts=False)
+        contents = Contents(reached)
+        tables = [(m, name, m.__dict__[name].copy()) for m in reached.modules for name in _TABLES]
+        generators, random_states, flags_before = Generators(reached.generators), generator_states(device), flags()
+        buffers = {id(b): (name, b) for m in reached.modules for name, b in m._buffers.items() if b is not None}
         before = [(name, buffer, self.checks.take(buffer)) for name, buffer in buffers.values()]
         try:
             yield
         finally:
             for name, buffer, first in before:
                 self.checks.compare(first, buffer, self.name, f"its buffer {name!r}", _LEFT)
-            names = cells.differences()
+            names = contents.differences(Contents.of(modules, self._given))
             names += [f"{type(m).__name__}.{name}" for m, name, t in tables if not _is_same(t, m.__dict__[name])]
             generators.settle()
             drew = generators.drew or generator_states(device) != random_states

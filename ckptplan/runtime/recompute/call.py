@@ -17,14 +17,14 @@ from torch.utils import _pytree as pytree
 
 from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.core.plan import Decision
+from ckptplan.runtime.guard.check import undisturbed
 from ckptplan.runtime.guard.paths import Paths
 from ckptplan.runtime.guard.spots import Sinks
 from ckptplan.runtime.observe.counters import Counters
 from ckptplan.runtime.observe.meter import KINDS, RECOMPUTE
 from ckptplan.runtime.private import FakeTensor, NormBase, is_traceable_wrapper_subclass
 from ckptplan.runtime.recompute.put_back import Steps, enter, put_back
-from ckptplan.runtime.state.cells import Snapshot, Tables, alone, below, changing
-from ckptplan.runtime.state.code import read_by
+from ckptplan.runtime.state.cells import Snapshot, Tables, alone, below
 from ckptplan.runtime.state.generators import Generators
 from ckptplan.runtime.state.module_tables import ModuleTables
 from ckptplan.runtime.state.surroundings import Surroundings
@@ -273,7 +273,7 @@ def _set_caches(caches: int, cache: dict[Any, Any]) -> None:
 def shares_containers(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a list, dictionary or deque is both an argument of a stage and part of the stage's own state."""
     given = set(_containers((*args, *kwargs.values())))
-    return bool(given) and not given.isdisjoint(Snapshot(below(module), changing=changing(module)).cells)
+    return bool(given) and not given.isdisjoint(Snapshot(below(module)).cells)
 
 
 class _State:
@@ -286,15 +286,12 @@ class _State:
     modules : list of nn.Module
         The stage and all its submodules, as `below` returns them.
     arguments : iterable
-        Objects among the stage's arguments that it may change.
+        The stage's arguments that aren't tensors: generators among them are restored.
     """
 
     def __init__(self, modules: list[nn.Module], arguments: Iterable[Any] = ()) -> None:
-        self._changing = changing(modules[0])
-        self._searches = self._changing.searches(modules)
-        read = read_by(modules).places if self._searches else ()
-        self._cells = Snapshot(modules, arguments, self._changing, self._searches, read=read)
-        modules = self._cells.modules
+        self._writes = _writes(modules[0])
+        self._cells = Snapshot(modules, arguments)
         self._tables = Tables(modules)
         self._generators = Generators(self._cells.generators)
         self._parameters = [
@@ -320,7 +317,7 @@ class _State:
 
     @property
     def cells(self) -> set[int]:
-        """Identities of the containers and objects that are reached from the stage's modules and arguments."""
+        """Identities of the containers that are attributes of the stage's modules."""
         return self._cells.cells
 
     def forward_done(self) -> None:
@@ -331,8 +328,6 @@ class _State:
         UnsupportedModelError
             If the forward wrote to a tensor attribute that isn't a buffer.
         """
-        if self._searches:
-            self._cells.note_changes()
         updated: set[int] = set()  # storages
         for m, name, buffer, version in self._before:
             # Batch norm's kernels update running statistics without raising the version.
@@ -358,14 +353,16 @@ class _State:
 
     def _was_seen_written(self, m: nn.Module, name: str, buffer: torch.Tensor) -> bool:
         """Whether a forward was seen to write to a buffer without raising its version, for example through `.data`."""
-        known = self._changing.buffers.get(m, ())
-        compared = self._searches or buffer.is_cpu  # elsewhere the host would have to wait
+        known = self._writes.buffers.get(m, ())
+        compared = self._writes.compared or buffer.is_cpu  # elsewhere the host would have to wait
         if name in known or not compared or type(buffer) is FakeTensor or buffer.is_meta:
             return name in known
-        copy = self._copies[id(buffer)]
-        if buffer.layout is not torch.strided or torch.equal(copy, buffer):
+        if buffer.layout is not torch.strided:
             return False
-        self._changing.buffers.setdefault(m, set()).add(name)
+        with undisturbed():  # while a step is traced, small constants are no fake tensors
+            if torch.equal(self._copies[id(buffer)], buffer):
+                return False
+        self._writes.buffers.setdefault(m, set()).add(name)
         return True
 
     @property
@@ -413,6 +410,37 @@ class _State:
             if present is not p and is_traceable_wrapper_subclass(present) == is_traceable_wrapper_subclass(p):
                 undo.append(functools.partial(m._parameters.__setitem__, name, present))
                 m._parameters[name] = p
+
+
+@dataclass(slots=True)
+class _Writes:
+    """Buffers that a stage's forward was seen to write to without a new version; lives as long as the stage's module.
+
+    Attributes
+    ----------
+    calls : int
+        Calls so far.
+    buffers : mapping
+        Module -> names of these buffers.
+    """
+
+    calls: int = 0
+    buffers: weakref.WeakKeyDictionary[nn.Module, set[str]] = field(default_factory=weakref.WeakKeyDictionary)
+
+    @property
+    def compared(self) -> bool:
+        """Whether values are compared in this call on any device: in the first three, and every hundredth."""
+        return self.calls <= 3 or not self.calls % 100
+
+
+_WRITES: weakref.WeakKeyDictionary[nn.Module, _Writes] = weakref.WeakKeyDictionary()
+
+
+def _writes(stage: nn.Module) -> _Writes:
+    """Return the record of a stage's module, and count this call."""
+    found = _WRITES.setdefault(stage, _Writes())
+    found.calls += 1
+    return found
 
 
 def _storage_key(tensor: torch.Tensor) -> int:

@@ -6,30 +6,28 @@ dictionary, a set, a deque, the data attributes of a class, an array, an object 
 
 1. A `Snapshot` stores the contents of cells: arrays as copies, everything else by reference. `put` writes the contents
    back into the cells themselves, so that two modules with one list still share that list afterwards. A container that
-   holds tensors with autograd graphs is stored as a copy whose tensors are detached: the snapshot lives as long as a
+   holds tensors with autograd graphs is stored as a copy whose tensors are detached: the snapshot may live as long as a
    graph, and the original container would keep other graphs alive.
-2. At every call, cells are found from the modules: through attributes and class attributes, through containers of any
-   depth, and through modules that lie in those containers. If a module that is found this way is a parent of the stage,
-   only the parent's attributes are examined, not its submodules.
-3. Other objects (a configuration, a trainer), and functions with their closure variables, may lead to any number of
-   further objects. They are therefore examined only in *searches*, which few calls make; the same holds for global
-   containers that the modules' code names. Objects that a search has seen a stage change are cells of that stage from
-   then on (`Changing`). If a module has an object as an attribute, the object's attributes are always stored, by
-   reference, since the model may change them from layer to layer.
+2. A *shallow* snapshot has the attributes of the given modules, the contents of containers and the attributes of plain
+   objects among these. That is what a recompute puts back.
+3. A *deep* one follows all references: containers of any depth, modules and other objects in them, functions with
+   their closure variables, data attributes of classes. If a module that is found this way is a parent of the stage,
+   only the parent's attributes are examined, not its submodules. Profiling puts everything back with deep snapshots,
+   and finds the stages that change, or are left with, more than a shallow one restores: these are never recomputed.
 4. Tensors aren't cells: writes to them are found by versions and copies (`_State` in recompute/call.py). A snapshot
    lists the tensors that it met, detached, since their graphs may hold the cells in turn.
 5. Generators have states of their own (generators.py); a snapshot lists those that it met.
 
-Example: a stage counts its calls in a list that another module shares::
+Example: a stage counts its calls in a list::
 
     class Stage(nn.Module):
         def forward(self, x):
-            self.calls.append(1)  # other.calls is self.calls
+            self.calls.append(1)
             return x * len(self.calls)
 
 The first run begins with `calls == []` and ends with `calls == [1]`. Before the stage runs again in backward, `put`
 writes `[]` into that same list object, so the run computes `x * 1` as before. The function that `put` returned then
-writes `[1]` back: the list has one entry for the step, and `other.calls is self.calls` still holds.
+writes `[1]` back: the list has one entry for the step. If `calls` lay in another list, the stage would be kept.
 """
 
 from __future__ import annotations
@@ -42,7 +40,6 @@ import itertools
 import operator
 import types
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -52,7 +49,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ckptplan.runtime.private import is_fake
+from ckptplan.runtime.private import is_traceable_wrapper_subclass
 from ckptplan.runtime.recompute.put_back import Steps, put_back
 from ckptplan.runtime.state.generators import KINDS as GENERATORS
 
@@ -257,11 +254,6 @@ def _copied(iterator: Any) -> Any:
         return copy.copy(iterator)
 
 
-def _place(iterator: Any) -> Any:
-    """Return the position of an iterator, in a form that can be compared."""
-    return repr(iterator) if isinstance(iterator, itertools.count) else iterator.__reduce__()
-
-
 def _same(a: Any, b: Any) -> bool:
     """Whether contents consist of the same objects; sets are compared by value, arrays by their bytes."""
     if isinstance(a, np.ndarray):
@@ -275,120 +267,14 @@ def _same(a: Any, b: Any) -> bool:
     return all(map(operator.is_, a, b))
 
 
-def _equal(a: Any, b: Any) -> bool:
-    """Whether contents are the same; numbers, strings, iterators and nested containers are compared by value."""
-    if isinstance(a, (np.ndarray, set)) or len(a) != len(b):
-        return _same(a, b)
-    if isinstance(a, dict):
-        return list(a) == list(b) and all(map(_equal_values, a.values(), b.values()))
-    return all(map(_equal_values, a, b))
-
-
-def _equal_values(x: Any, y: Any) -> bool:
-    if x is y or type(x) is not type(y):
-        return x is y
-    if type(x) is torch.Tensor and x.layout is y.layout is torch.strided:  # one may be a detached alias
-        same = x.untyped_storage()._cdata == y.untyped_storage()._cdata and x.shape == y.shape
-        return same and not x.is_inference() and not y.is_inference() and x._version == y._version
-    if type(x) in _ITERATORS:
-        return _place(x) == _place(y)
-    if isinstance(x, types.BuiltinMethodType):
-        return x.__name__ == y.__name__ and _equal_values(x.__self__, y.__self__)
-    if isinstance(x, (list, tuple, dict, set)):
-        return _equal(x, y)
-    return type(x) in ATOMS and bool(x == y)
-
-
-class Changing:
-    """Objects and buffers that a stage's forward was seen to change; lives as long as the stage's module.
-
-    Attributes
-    ----------
-    calls : int
-        Calls of `searches` so far, those with fake parameters left out.
-    places : set of Place
-        Global containers that the forward changed.
-    buffers : mapping
-        Module -> names of the buffers that the forward wrote to without a new version.
-    """
-
-    def __init__(self) -> None:
-        self.calls = 0
-        self._objects: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        self._without_references: dict[int, type] = {}  # objects that don't support weak references, by identity
-        self.places: set[Place] = set()
-        self.buffers: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
-        self._parents: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
-
-    def add(self, value: Any) -> None:
-        """Record that the stage changes an object, or a global container."""
-        if isinstance(value, Place):
-            self.places.add(value)
-            return
-        try:
-            self._objects[id(value)] = value
-        except TypeError:
-            self._without_references[id(value)] = type(value)
-
-    def has(self, value: Any) -> bool:
-        """Whether the stage was seen to change an object.
-
-        For objects without weak references, one of the same type at the same address counts as the same.
-        """
-        return self._objects.get(id(value)) is value or self._without_references.get(id(value)) is type(value)
-
-    def is_parent(self, module: nn.Module, stage: nn.Module) -> bool:
-        """Whether `stage` lies in `module`."""
-        found = self._parents.get(module)
-        if found is None:
-            found = self._parents[module] = any(m is stage for m in below(module))
-        return found
-
-    def searches(self, modules: Iterable[nn.Module]) -> bool:
-        """Whether this call makes a search: the first three calls with real parameters do, and every hundredth."""
-        if self.calls >= 3 and (self.calls + 1) % 100:
-            self.calls += 1
-            return False
-        if any(is_fake(p) for m in modules for p in m._parameters.values()):
-            return False
-        self.calls += 1
-        return True
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A global variable: its namespace, the name of its module, and its own name."""
-
-    namespace: dict[str, Any] = field(hash=False, compare=False)
-    module: str
-    name: str
-
-    @property
-    def value(self) -> Any:
-        """The variable's current value; None if it no longer exists."""
-        return self.namespace.get(self.name)
-
-
 @dataclass(slots=True)
 class _Cell:
     """One cell and the contents that it had when the snapshot was taken."""
 
-    target: Any
-    """The cell. Of a global container the place: the container may hold graphs, and these the snapshot."""
+    cell: Any
     kind: Kind
     contents: Any
-    path: tuple[Any, ...]
-    """The searched objects and places on the way to the cell, including its own if it was searched."""
     is_replaced: bool = False  # whether the contents have values of the types `_REPLACED`
-
-    @property
-    def cell(self) -> Any:
-        """The object whose contents are read and written."""
-        if type(self.target) is not Place:
-            return self.target
-        value = self.target.value
-        same = kind_of(type(value)) is self.kind  # type: ignore[arg-type]
-        return value if same else type(self.contents)()  # a value of another kind has taken its place
 
 
 _Attributes = tuple[
@@ -413,59 +299,53 @@ class Snapshot:
     modules : iterable of nn.Module
         Modules to begin at, together with all their submodules, as `below` returns them.
     others : iterable
-        Further objects to begin at, such as arguments.
-    changing : Changing, optional
-        Objects outside of modules that the stage is known to change: they are cells, too.
-    searches : bool
-        Also examine objects that aren't known to change (NOTE [Cells], rule 3).
-    read : iterable of Place
-        Global containers that the modules' code reads; a search finds out which of them are cells.
+        Further values to begin at, such as arguments; of these a shallow snapshot takes only generators and tensors.
+    deep : bool
+        Follow all references, to at most `SEARCH_LIMIT` objects.
     graphs : bool
         Hold tensors with their graphs, and the containers themselves: for a snapshot that ends before the graphs do.
+    puts : bool
+        False: `put` won't be called, so nothing is copied.
 
     Attributes
     ----------
     modules : list of nn.Module
         The given modules, and further ones that they lead to.
+    given : int
+        How many were given.
     tensors : list of (str, torch.Tensor)
-        Tensors that were met, with the name of the attribute that led to them. Tensors that only a search met are in
-        `distant` instead.
+        Tensors that were met, with the name of the attribute that led to them.
     generators : list
         Random generators that were met.
     """
 
     modules: list[nn.Module]
     others: Iterable[Any] = ()
-    changing: Changing | None = None
-    searches: bool = False
+    deep: bool = False
     graphs: bool = False
-    read: Iterable[Place] = ()
+    puts: bool = True
     tensors: list[tuple[str, torch.Tensor]] = field(default_factory=list, init=False)
-    distant: list[tuple[str, torch.Tensor]] = field(default_factory=list, init=False)
     generators: list[Any] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         self._cells: dict[int, _Cell] = {}
         self._attributes: list[_Attributes] = []
-        self._known: set[int] | None = None
-        self._path: list[Any] = []
+        self._known: set[int] = set()
         self._iterators: list[Any] = []
-        self._directs: set[int] = set()  # objects that modules have as attributes
-        self._looks = SEARCH_LIMIT if self.searches else 0
-        classes: dict[type, None] = {}
+        self._looks = SEARCH_LIMIT
         self.modules = list(self.modules)
-        for module in self.modules:  # the list grows during the loop
+        self.given = len(self.modules)
+        if self.deep:
+            self._known.update(map(id, self.modules))
+        for module in self.modules[: self.given]:
             self._look_at(module)
-            classes[type(module)] = None
-        for kind in classes:
-            for c in classes_of(kind):
-                data = _data_of(c)
-                if data:
-                    self._add(c.__name__, c, CLASS, data)
         for other in self.others:
-            self._keep("argument", other, is_cell=True)
-        for place in {*self.read, *(() if self.changing is None else self.changing.places)}:
-            self._keep_global(place)
+            if self.deep or not isinstance(kind_of(type(other)), Kind):  # type: ignore[arg-type]
+                self._keep("argument", other)
+        if self.deep:
+            for c in dict.fromkeys(c for module in self.modules for c in classes_of(type(module))):  # type: ignore[arg-type]
+                if data := _data_of(c):
+                    self._add(c.__name__, c, CLASS, data)
 
     def _look_at(self, module: nn.Module) -> None:
         # Runs at every call of every stage, so function calls are avoided here.
@@ -476,24 +356,10 @@ class Snapshot:
         is_replaced = False
         if not ATOMS.issuperset(map(type, values)):
             is_replaced = any(isinstance(value, _REPLACED) for value in values)
-            values = [self._keep_attribute(name, value) for name, value in zip(names, values, strict=True)]
+            values = [self._keep(name, value) for name, value in zip(names, values, strict=True)]
         self._attributes.append((module, all_names, names, values_in, values, is_replaced))
 
-    def _keep_attribute(self, name: str, value: Any) -> Any:
-        kind = type(value)
-        if kind in ATOMS or (kind is tuple and ATOMS.issuperset(map(type, value))):
-            return value
-        if has_attributes(kind):  # type: ignore[arg-type]
-            self._directs.add(id(value))
-            if not self.searches and id(value) not in self._cells and not self._is_cell(value):
-                contents = _object_of(value)
-                if not self.graphs:
-                    contents = {key: alone(item) for key, item in contents.items()}
-                self._cells[id(value)] = _Cell(value, OBJECT, contents, ())
-                return value
-        return self._keep(name, value)
-
-    def _keep(self, name: str, value: Any, *, is_cell: bool = False) -> Any:
+    def _keep(self, name: str, value: Any) -> Any:
         """Examine a value and return what the snapshot stores for it.
 
         That is the value itself, except for tensors with graphs, which are detached, containers of such tensors, and
@@ -504,66 +370,59 @@ class Snapshot:
             return value
         if kind is _TENSOR:
             value = value if self.graphs else alone(value)
-            (self.distant if self._path else self.tensors).append((name, value))
+            self.tensors.append((name, value))
         elif kind is _GENERATOR:
             self.generators.append(value)
         elif kind is _TUPLE:
             if not ATOMS.issuperset(map(type, value)):
                 return replaced(value, functools.partial(self._keep, name))
-        elif kind is _ITERATOR:
-            value = _copied(value)
-            self._iterators.append(value)
-        elif kind is _MODULE:
-            self._found(value)
         elif isinstance(kind, Kind):
             if id(value) in self._cells:
                 return self._cells[id(value)].cell
             if kind is not _ARRAY or self._copies(value):
                 return self._add(name, value, kind)
+        elif kind is _ITERATOR:
+            if self.puts:
+                value = _copied(value)
+                self._iterators.append(value)
+        elif not self.deep:
+            if has_attributes(type(value)) and id(value) not in self._cells:  # type: ignore[arg-type]
+                self._add(name, value, OBJECT)
+        elif kind is _MODULE:
+            self._found(value)
         elif isinstance(value, types.MethodType):
             self._keep(name, value.__self__)
         elif isinstance(value, types.BuiltinMethodType) and isinstance(kind_of(type(value.__self__)), Kind):  # type: ignore[arg-type]
             owner = self._keep(name, value.__self__)  # a copy if it holds tensors with graphs
             return value if owner is value.__self__ else getattr(owner, value.__name__)
-        elif is_cell or self._is_cell(value):
-            return self._add_object(name, value)
         elif self._is_searched(value):
-            self._path.append(value)
-            value = self._add_object(name, value)
-            self._path.pop()
+            return self._add(name, value, CLOSURE if isinstance(value, types.FunctionType) else OBJECT)
         return value
 
-    def _keep_global(self, place: Place) -> None:
-        kind = kind_of(type(place.value))  # type: ignore[arg-type]
-        if isinstance(kind, Kind) and id(place.value) not in self._cells:
-            self._path += [place] * self.searches
-            self._add(place.name, place.value, kind, target=place)
-            self._path.clear()
+    def _keep_inside(self, name: str, value: Any) -> Any:
+        """Examine a value in a cell: a shallow snapshot doesn't follow further cells."""
+        kind = kind_of(type(value))  # type: ignore[arg-type]
+        if self.deep or kind in (_TENSOR, _GENERATOR, _ITERATOR):
+            return self._keep(name, value)
+        return replaced(value, functools.partial(self._keep_inside, name)) if kind is _TUPLE else value
 
-    def _add_object(self, name: str, value: Any) -> Any:
-        return self._add(name, value, CLOSURE if isinstance(value, types.FunctionType) else OBJECT)
-
-    def _add(self, name: str, value: Any, kind: Kind, contents: Any = None, target: Place | None = None) -> Any:
+    def _add(self, name: str, value: Any, kind: Kind, contents: Any = None) -> Any:
         contents = kind.read(value) if contents is None else contents
-        cell = self._cells[id(value)] = _Cell(target or value, kind, contents, tuple(self._path))
+        found = self._cells[id(value)] = _Cell(value, kind, contents)
         inside = kind.values(contents)
         if not ATOMS.issuperset(map(type, inside)):
-            cell.contents = replaced(contents, functools.partial(self._keep, name))
-            cell.is_replaced = any(isinstance(x, _REPLACED) for x in inside)
-            if target is None and kind not in (OBJECT, CLASS, CLOSURE) and not _same(cell.contents, contents):
-                cell.target = copy.copy(value)  # the original would keep graphs alive
-                kind.write(cell.cell, cell.contents)
-        return cell.cell
+            found.contents = replaced(contents, functools.partial(self._keep_inside, name))
+            found.is_replaced = any(isinstance(x, _REPLACED) for x in inside)
+            if kind not in (OBJECT, CLASS, CLOSURE) and not _same(found.contents, contents):
+                found.cell = copy.copy(value)  # the original would keep graphs alive
+                kind.write(found.cell, found.contents)
+        return found.cell
 
     def _copies(self, array: np.ndarray[Any, Any]) -> bool:
         return array.nbytes <= ARRAY_LIMIT and array.flags.writeable and not array.dtype.hasobject
 
-    def _is_cell(self, value: Any) -> bool:
-        """Whether an object is known to change and has no entry yet."""
-        return self.changing is not None and self.changing.has(value) and id(value) not in self._cells
-
     def _is_searched(self, value: Any) -> bool:
-        """Whether this search examines an object; counts it against `SEARCH_LIMIT`."""
+        """Whether an object is examined; counts it against `SEARCH_LIMIT`."""
         if self._looks <= 0 or id(value) in self._cells:
             return False
         if not hasattr(value, "__dict__") and not _slots_of(type(value)):  # type: ignore[arg-type]
@@ -576,52 +435,18 @@ class Snapshot:
 
     def _found(self, module: nn.Module) -> None:
         """Add a module that was met in an attribute or a container, with its submodules unless it is a parent."""
-        if self._known is None:
-            self._known = set(map(id, self.modules))
-        stage = self.modules[0] if self.modules else None
-        parent = stage is not None and self.changing is not None and self.changing.is_parent(module, stage)
-        for m in (module,) if parent else below(module):
+        inside = below(module)
+        parent = bool(self.modules) and any(m is self.modules[0] for m in inside)
+        for m in (module,) if parent else inside:
             if id(m) not in self._known:
                 self._known.add(id(m))
                 self.modules.append(m)
+                self._look_at(m)
 
     @property
     def cells(self) -> set[int]:
         """Identities of the containers and objects that were met."""
         return set(self._cells)
-
-    def note_changes(self) -> None:
-        """Record in `changing` which searched objects the stage's forward changed, and drop the unchanged ones.
-
-        An object that this forward left unchanged may be changed by other code before the stage runs again. Such a
-        change must stay, so the object is not restored.
-        """
-        assert self.changing is not None
-        for key, found in list(self._cells.items()):
-            if found.path and _equal(found.kind.read(found.cell), found.contents):
-                if key in self._directs:
-                    found.path = ()
-                else:
-                    del self._cells[key]
-                continue
-            for each in found.path:
-                self.changing.add(each)
-
-    def differences(self) -> list[str]:
-        """Return the names of attributes and the types of cells whose contents differ from the snapshot's."""
-        found = [
-            f"{type(module).__name__}.{name}"
-            for module, _, names, _, values, _ in self._attributes
-            for now, then in [(plain_attributes(module), dict(zip(names, values, strict=True)))]
-            if not _same(now, then)
-            for name in now.keys() | then.keys()
-            if not _equal([now.get(name, self)], [then.get(name, self)])
-        ]
-        return found + [
-            f"a {type(each.cell).__name__}"
-            for each in self._cells.values()
-            if not _equal(each.kind.read(each.cell), each.contents)
-        ]
 
     def put(self, instead: Mapping[int, Any] = MappingProxyType({})) -> Callable[[], None]:
         """Write the snapshot's contents into the cells; return a function that writes the present contents back.
@@ -662,6 +487,80 @@ class Snapshot:
             put_back(undo)
             raise
         return functools.partial(put_back, undo)
+
+
+class Contents:
+    """All that modules and other values lead to, in a form that can be compared and holds nothing of it alive.
+
+    Objects are compared by identity, numbers and strings by value, arrays by their bytes, tensors by storage and
+    version.
+
+    Parameters
+    ----------
+    found : Snapshot
+        A deep one with graphs, which isn't put.
+    without : Snapshot, optional
+        Its modules and cells are left out: what a recompute puts back.
+    """
+
+    def __init__(self, found: Snapshot, without: Snapshot | None = None) -> None:
+        left_out = set() if without is None else without.cells | set(map(id, without.modules))
+        self._marks: dict[int, tuple[str, dict[Any, Any]]] = {}
+        for module, _, names, _, values, _ in found._attributes:
+            if id(module) not in left_out:
+                marks = dict(zip(names, map(_mark, values), strict=True))
+                self._marks[id(module)] = f"{type(module).__name__}.", marks
+        for module in found.modules[found.given :]:
+            self._marks[id(module)][1].update((name, _mark(buffer)) for name, buffer in module._buffers.items())
+        for key, each in found._cells.items():
+            if key not in left_out:
+                self._marks[key] = f"a {type(each.cell).__name__}", _marks_in(each.contents)
+
+    @classmethod
+    def of(cls, modules: list[nn.Module], others: Iterable[Any] = ()) -> Contents:
+        """Return the contents of all that a stage's modules, and further values, lead to."""
+        return cls(Snapshot(modules, others, deep=True, graphs=True, puts=False))
+
+    def differences(self, now: Contents) -> list[str]:
+        """Return the names of modules' attributes, and the types of other objects, that have changed until `now`.
+
+        An object that is no longer reached is left out: what led to it has changed.
+        """
+        found: list[str] = []
+        for key, (kind, before) in self._marks.items():
+            after = now._marks.get(key, (kind, before))[1]
+            names = [name for name in before.keys() | after.keys() if before.get(name) != after.get(name)]
+            found += [f"{kind}{name}" for name in names] if kind.endswith(".") else [kind] * bool(names)
+        return found
+
+
+def _marks_in(contents: Any) -> dict[Any, Any]:
+    """Return the marks of a cell's contents by name, or by position; `None` is the key of what counts as a whole."""
+    if isinstance(contents, np.ndarray):
+        return {None: (str(contents.dtype), contents.shape, hash(contents.tobytes()))}
+    if isinstance(contents, set):
+        return {None: frozenset(map(hash, contents))}
+    if isinstance(contents, dict):
+        marks = {_mark(key): _mark(value) for key, value in contents.items()}
+        return marks | {None: tuple(marks)}  # their order
+    return dict(enumerate(map(_mark, contents)))
+
+
+def _mark(value: Any) -> Any:
+    """Return what is compared of a value."""
+    if type(value) in ATOMS:
+        return type(value), repr(value) if isinstance(value, (float, complex, slice)) else value
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided and not is_traceable_wrapper_subclass(value):
+        return value.untyped_storage()._cdata, value.shape, None if value.is_inference() else value._version
+    if isinstance(value, tuple):
+        return tuple(map(_mark, value))
+    if isinstance(value, itertools.count):
+        return repr(value)
+    if isinstance(value, _ITERATORS):
+        return tuple(map(_mark, value.__reduce__()))
+    if isinstance(value, types.BuiltinMethodType):
+        return value.__name__, id(value.__self__)
+    return id(value)
 
 
 class Tables:
@@ -737,14 +636,3 @@ def _put_again(present: list[_Present]) -> None:
 def _put(module: nn.Module, attributes: dict[str, Any]) -> None:
     """Replace a module's plain attributes, bypassing its `__setattr__` and `__delattr__`."""
     _write_names(module.__dict__, plain_attributes(module), attributes)
-
-
-_CHANGING: weakref.WeakKeyDictionary[nn.Module, Changing] = weakref.WeakKeyDictionary()
-
-
-def changing(stage: nn.Module) -> Changing:
-    """Return the record of changes of a stage's module; a new one at the first call."""
-    found = _CHANGING.get(stage)
-    if found is None:
-        found = _CHANGING[stage] = Changing()
-    return found

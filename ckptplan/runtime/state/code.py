@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from ckptplan.runtime.state.cells import ATOMS, SEARCH_LIMIT, Changing, Place, Snapshot, below, has_attributes
+from ckptplan.runtime.state.cells import ATOMS, SEARCH_LIMIT, Snapshot, below, has_attributes
 
 NOT_READ = frozenset({"torch", "numpy", "ckptplan", *sys.stdlib_module_names})
 """Packages whose code stores no state of a model."""
@@ -108,7 +108,7 @@ def kept_read(functions: Iterable[Any], *, graphs: bool = False) -> Callable[[],
     """
     read = read_by(functions)
     misses = [cache.cache_info().misses for cache in read.caches]
-    snapshot = Snapshot([], read.containers, changing=Changing(), graphs=graphs)
+    snapshot = Snapshot([], read.containers, deep=True, graphs=graphs)
 
     def put() -> None:
         for cache, before in zip(read.caches, misses, strict=True):
@@ -120,21 +120,32 @@ def kept_read(functions: Iterable[Any], *, graphs: bool = False) -> Callable[[],
     return put
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A global variable: its namespace, the name of its module, and its own name."""
+
+    namespace: dict[str, Any] = field(hash=False, compare=False)
+    module: str
+    name: str
+
+    @property
+    def value(self) -> Any:
+        """The variable's current value; None if it no longer exists."""
+        return self.namespace.get(self.name)
+
+
 @dataclass
 class Read:
     """What functions read: containers, caches that they call, and global variables.
 
     Attributes
     ----------
-    places : list of Place
-        Those of the global containers.
     numbers : dict
         Global variables of immutable types, with their present values.
     """
 
     containers: list[Any] = field(default_factory=list)
     caches: list[Any] = field(default_factory=list)
-    places: list[Place] = field(default_factory=list)
     numbers: dict[Place, Any] = field(default_factory=dict)
 
     def changed(self) -> list[str]:
@@ -177,7 +188,6 @@ def read_by(functions: Iterable[Any]) -> Read:
             waiting += _behind(value, owner)
         elif len(value) <= _LONGEST:
             read.containers.append(value)
-            read.places += [place] if place is not None else []
     return read
 
 

@@ -17,7 +17,7 @@ from ckptplan.runtime.accelerator import keep_generators
 from ckptplan.runtime.private import disable_current_modes, is_fake, is_traceable_wrapper_subclass
 from ckptplan.runtime.replicated import without_reduction
 from ckptplan.runtime.sharded import without_group
-from ckptplan.runtime.state.cells import Changing, Snapshot, below
+from ckptplan.runtime.state.cells import Snapshot, below
 from ckptplan.runtime.state.code import hooks_of, kept_read
 from ckptplan.runtime.state.generators import Generators, reseed
 from ckptplan.runtime.state.process import Hooks, Leaves, Switches
@@ -121,7 +121,7 @@ def kept(
         applied inside.
     """
     others = [*others, *hooks_of(model)]
-    found = Snapshot(below(model), others, changing=Changing(), searches=True, graphs=graphs)
+    found = Snapshot(below(model), others, deep=True, graphs=graphs)
     put_read = kept_read([*found.modules, *others], graphs=graphs)
     switches, leaves, hooks = Switches(), Leaves(found.modules), Hooks(found.modules)
     back = found.put()
@@ -236,7 +236,7 @@ def restored(model: nn.Module, others: Iterable[Any] = (), *, runs: bool = True)
         parameters = [p for m in found.modules for p in m._parameters.values() if p is not None]
         gradients = [(p, p.grad) for p in parameters if p.is_leaf]
         buffers = [buffer for m in found.modules for buffer in m._buffers.values() if buffer is not None]
-        met = [t for _, t in (*found.tensors, *found.distant)]
+        met = [t for _, t in found.tensors]
         tensors = [*buffers, *(t for t in met if not isinstance(t, nn.Parameter))]
         memory = data_state([*parameters, *buffers, *met])
         values = tensor_state(t for t in tensors if runs or not t.is_floating_point() or _size(t) < _LARGE_BYTES)
