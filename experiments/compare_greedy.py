@@ -31,6 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ckptplan.baselines import BASELINES
+from ckptplan.cli.tables import Row, right
 from ckptplan.core.errors import InfeasibleBudgetError
 from ckptplan.core.link import Link
 from ckptplan.core.plan import Decision, Plan
@@ -38,7 +39,6 @@ from ckptplan.core.profile import Profile
 from ckptplan.core.request import Limits
 from ckptplan.core.units import format_bytes
 from ckptplan.referee import simulate, validate
-from ckptplan.report.tables import Row, right
 from ckptplan.solving.planner import smallest_peak, solve_profile
 
 SCHEMA = "ckptplan.compare_greedy/1"

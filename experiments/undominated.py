@@ -26,12 +26,12 @@ from rich.table import Table
 
 import ckptplan
 from ckptplan.baselines import BASELINES
+from ckptplan.cli.tables import right
 from ckptplan.core.errors import InfeasibleBudgetError
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.planning.by_rules import QUICK
 from ckptplan.report.explain import Explanation
-from ckptplan.report.tables import right
 
 HERE = ("gpt2", "bert", "llama", "t5", "vit", "resnet50", "swin", "convnext")
 """Models of `models.py`, profiled on this machine."""

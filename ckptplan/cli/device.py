@@ -32,10 +32,10 @@ from ckptplan.cli.arguments import (
 )
 from ckptplan.cli.output import check_writable, terminal, writing
 from ckptplan.cli.subject import Files, batches_of, model_of
+from ckptplan.cli.tables import fit_table
 from ckptplan.core.display import progress
 from ckptplan.core.plan import Plan
 from ckptplan.core.request import Training
-from ckptplan.report.tables import fit_table
 
 
 def calibrate(

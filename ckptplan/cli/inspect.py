@@ -15,6 +15,7 @@ from rich.table import Table
 from ckptplan.cli.arguments import ModelSource, PlanFile, ProfileFile, to_bytes
 from ckptplan.cli.output import check_writable, terminal, writing
 from ckptplan.cli.subject import model_of
+from ckptplan.cli.tables import right
 from ckptplan.core.display import progress
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.files import read_json
@@ -26,7 +27,7 @@ from ckptplan.core.request import Limits
 from ckptplan.core.units import format_bytes, format_seconds
 from ckptplan.referee import Violation, simulate, validate
 from ckptplan.referee.rules import broken_rules
-from ckptplan.report.tables import right, swapped
+from ckptplan.report.page.planned import swapped
 
 SHOWN_PEAK_S = 5.0
 """Time limit of the search for the smallest peak that `show` prints."""
@@ -146,9 +147,9 @@ def snapshot(
     Example: [bold]ckptplan snapshot snapshot.pickle --json -[/bold]
     """
     limit = None if limit_gb is None else to_bytes(limit_gb, "--limit-gb")
+    from ckptplan.cli.snapshot import snapshot_tables
     from ckptplan.memory.history.reader import load_snapshot
     from ckptplan.memory.history.summary import summarize, to_json
-    from ckptplan.report.snapshot import snapshot_tables
 
     with progress(f"reading {file}", console=Console(stderr=True)) as shown:
         found = summarize(load_snapshot(file), limit_bytes=limit, on_progress=shown)

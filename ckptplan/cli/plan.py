@@ -44,6 +44,7 @@ from ckptplan.cli.arguments import (
 )
 from ckptplan.cli.output import INTERRUPTED, check_writable, finishing, save_plan, show_interrupt, terminal, writing
 from ckptplan.cli.subject import model_of, profile_of, subject_of
+from ckptplan.cli.tables import Row, frontier_table, planners_table
 from ckptplan.core.display import progress
 from ckptplan.core.errors import CkptPlanError, InfeasibleBudgetError, InvalidInputError
 from ckptplan.core.frontier import Frontier
@@ -53,7 +54,6 @@ from ckptplan.core.progress import Message, limited
 from ckptplan.core.request import NO_LIMITS, Limits, SolveKeywords
 from ckptplan.core.units import format_bytes, format_seconds
 from ckptplan.referee import simulate, validate
-from ckptplan.report.tables import Row, frontier_table, planners_table
 
 OURS = "ckptplan"
 """The solver's name in the list of planners."""

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ckptplan.core.checks import check_bytes, check_fields
 from ckptplan.core.files import Saved
 from ckptplan.core.late import late
+from ckptplan.core.page import Page
 from ckptplan.core.units import format_bytes
-
-if TYPE_CHECKING:  # of a higher layer
-    from ckptplan.report.page.render import Report
 
 GATHERED = "gathered weights"
 CATEGORIES = (
@@ -217,7 +214,7 @@ class Estimate(Saved):
     def _repr_html_(self) -> str:
         return late("report.page.notebook", "estimate_html")(self)  # type: ignore[no-any-return]
 
-    def report(self, *, commands: Sequence[str] = ()) -> Report:
+    def report(self, *, commands: Sequence[str] = ()) -> Page:
         """A page with the memory by phase, what is there at the peak, and the devices that have enough.
 
         Parameters
@@ -227,7 +224,7 @@ class Estimate(Saved):
 
         Returns
         -------
-        Report
+        Page
             `report.save("estimate.html")` writes it.
         """
         return late("report.page.estimated", "estimate_report")(self, commands)  # type: ignore[no-any-return]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from ckptplan.core import rules
 from ckptplan.core.checks import MOST_BYTES, check_fields, is_int, is_number, short_repr
@@ -14,14 +14,12 @@ from ckptplan.core.files import Saved
 from ckptplan.core.late import late
 from ckptplan.core.link import Tier
 from ckptplan.core.option import ACTIONS, Action
+from ckptplan.core.page import Page
 from ckptplan.core.profile import Fingerprint, Profile
 from ckptplan.core.segment import Segment
 from ckptplan.core.stage import Differentiated, InputTensor
+from ckptplan.core.trace import Trace
 from ckptplan.core.units import format_bytes, format_seconds, format_table
-
-if TYPE_CHECKING:  # of higher layers
-    from ckptplan.core.trace import Trace
-    from ckptplan.report.page.render import Report
 
 Status = Literal["optimal", "feasible"]
 OPTIMAL_GAP = 1e-6
@@ -344,7 +342,7 @@ class Plan(Saved):
         verification: object = None,
         commands: Sequence[str] = (),
         on_progress: Callable[[str], None] | None = None,
-    ) -> Report:
+    ) -> Page:
         """A page with the step's memory over time, the decisions and why, to save or to show in a notebook.
 
         Parameters
@@ -366,7 +364,7 @@ class Plan(Saved):
 
         Returns
         -------
-        Report
+        Page
             `report.save("plan.html")` writes it.
 
         Raises

@@ -28,10 +28,8 @@ from ckptplan.core.units import budget_to_bytes
 if TYPE_CHECKING:  # these import torch
     import torch
 
+    from ckptplan.core.arguments import DeviceLike, LossFn, OptimizerLike
     from ckptplan.core.plan import Plan
-    from ckptplan.profiling.target import DeviceLike
-    from ckptplan.profiling.workload.optimizers import OptimizerLike
-    from ckptplan.runtime.step import LossFn
 
 OnPlan = Callable[["Plan"], None]
 """Called with each plan that is better than those before."""

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from ckptplan.core.arguments import OptimizerLike
 from ckptplan.core.checks import check_count
 from ckptplan.core.errors import CkptPlanError, InfeasibleBudgetError, InvalidInputError
 from ckptplan.core.plan import Plan
@@ -22,7 +23,6 @@ from ckptplan.planning.model_job import free_bytes, replaying
 from ckptplan.profiling.bytes.operations import TensorSpec
 from ckptplan.profiling.profiler import profile_step, traced_bytes
 from ckptplan.profiling.target import Target, find_target
-from ckptplan.profiling.workload.optimizers import OptimizerLike
 from ckptplan.runtime.guard.gradients import rewinding
 from ckptplan.runtime.observe.measure import (
     held_tensors,

@@ -12,6 +12,7 @@ from typing import Any, Literal, Unpack
 import torch
 from torch import nn
 
+from ckptplan.core.arguments import LossFn
 from ckptplan.core.budget import Budget
 from ckptplan.core.errors import InvalidInputError, PlanMismatchError, RankError
 from ckptplan.core.late import late
@@ -49,7 +50,7 @@ from ckptplan.runtime.sharded import ranks_of
 from ckptplan.runtime.state.parameters import ParameterState
 from ckptplan.runtime.state.process import in_own_context
 from ckptplan.runtime.state.restore import restored
-from ckptplan.runtime.step import LossFn, check_supported, fingerprint, make_step, training_config
+from ckptplan.runtime.step import check_supported, fingerprint, make_step, training_config
 
 
 def apply(

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ckptplan.core.arguments import OptimizerLike
 from ckptplan.core.budget import Budget
 from ckptplan.core.errors import (
     CkptPlanError,
@@ -33,7 +34,6 @@ from ckptplan.planning.model_job import Together, encloses, job_of_step
 from ckptplan.profiling.profiler import as_ours, training_step
 from ckptplan.profiling.target import Target, find_target
 from ckptplan.profiling.workload.enlarge import enlarged_calls, require_in_range
-from ckptplan.profiling.workload.optimizers import OptimizerLike
 from ckptplan.runtime.group import Vote, group_call
 from ckptplan.runtime.guard.shapes import ByName, Larger, input_tensors
 from ckptplan.runtime.guard.shapes import Limits as InputLimits

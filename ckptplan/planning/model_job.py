@@ -13,6 +13,7 @@ from types import FunctionType
 import psutil
 from torch import nn
 
+from ckptplan.core.arguments import DeviceLike, OptimizerLike
 from ckptplan.core.errors import InfeasibleBudgetError, PlanMismatchError, RankError
 from ckptplan.core.measured import DeviceBytes
 from ckptplan.core.plan import Plan
@@ -24,10 +25,10 @@ from ckptplan.memory.estimate import TrainingBytes, library_blocks
 from ckptplan.planning.job import Job, staged
 from ckptplan.planning.plan_file import name_of, optimizer_text, settings_of
 from ckptplan.profiling.profiler import profile_step, replayed_bytes, stage_inputs, training_step
-from ckptplan.profiling.target import DeviceLike, Target, find_target
+from ckptplan.profiling.target import Target, find_target
 from ckptplan.profiling.workload.enlarge import Call, tiled_to
 from ckptplan.profiling.workload.inputs import padded
-from ckptplan.profiling.workload.optimizers import OptimizerLike, make_optimizer
+from ckptplan.profiling.workload.optimizers import make_optimizer
 from ckptplan.runtime import accelerator
 from ckptplan.runtime.group import GroupCall, group_call
 from ckptplan.runtime.guard.shapes import input_tensors, read_inputs

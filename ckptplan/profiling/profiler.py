@@ -14,6 +14,7 @@ from typing import Any, Unpack
 import torch
 from torch import nn
 
+from ckptplan.core.arguments import OptimizerLike
 from ckptplan.core.device import Device
 from ckptplan.core.errors import CkptPlanError, InvalidInputError, UnsupportedModelError
 from ckptplan.core.link import Link
@@ -39,7 +40,7 @@ from ckptplan.profiling.times.timing import Again, Times, time_stages
 from ckptplan.profiling.values.real_run import answered
 from ckptplan.profiling.workload.inputs import find_inputs
 from ckptplan.profiling.workload.optimizer_names import notes_on
-from ckptplan.profiling.workload.optimizers import OptimizerLike, make_optimizer, traced_updates
+from ckptplan.profiling.workload.optimizers import make_optimizer, traced_updates
 from ckptplan.profiling.workload.stand_ins import StandIns
 from ckptplan.runtime.accelerator import empty_cache, is_accelerator
 from ckptplan.runtime.group import on_all_ranks, present_call

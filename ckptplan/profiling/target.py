@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ckptplan.core.arguments import DeviceLike
 from ckptplan.core.device import Device, find_device, known_devices, library_workspaces
 from ckptplan.core.errors import InvalidInputError, UnsupportedModelError
 from ckptplan.profiling.bytes.kernels import real_choices
@@ -169,11 +170,7 @@ class Target:
         return {key: op_seconds(without_seen(key), self.spec) for key in dict.fromkeys(keys) if key is not None}
 
 
-DeviceLike = str | Path | torch.device | Device | Target | None
-"""A torch device, or one that isn't in this machine: its name, the file that describes it, or its description."""
-
-
-def find_target(model: nn.Module, device: DeviceLike = None) -> Target:
+def find_target(model: nn.Module, device: DeviceLike | Target = None) -> Target:
     """The target that the argument `device` and the model's own device stand for.
 
     Raises

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from ckptplan.core.measured import StageTimes
+from ckptplan.core.page import Page
 from ckptplan.core.plan import Plan
 from ckptplan.core.stage import Phase
 from ckptplan.core.trace import DrawnStep
-
-if TYPE_CHECKING:  # of a higher layer
-    from ckptplan.report.page.render import Report
 
 
 class Adviser(Protocol):
@@ -25,5 +23,5 @@ class Adviser(Protocol):
     def drawn(self, plan: Plan) -> DrawnStep:
         """Return the predicted step, as spans and bytes over time."""
 
-    def report(self, plan: Plan, stats: object, **options: Any) -> Report:
+    def report(self, plan: Plan, stats: object, **options: Any) -> Page:
         """Return the page of `plan`, with what was measured in training; options as of `Plan.report`."""

@@ -9,13 +9,14 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from ckptplan.core.errors import InvalidInputError, PlanMismatchError
 from ckptplan.core.link import Tier
+from ckptplan.core.page import Page
 from ckptplan.core.plan import Plan
 from ckptplan.core.trace import Trace
 from ckptplan.runtime.adviser import Adviser
@@ -43,9 +44,6 @@ from ckptplan.runtime.replicated import ddp_under, unwrapped
 from ckptplan.runtime.sharded import PlannedSharding, unlike
 from ckptplan.runtime.step import TrainingStep, check_supported, fingerprint, model_device, training_config
 from ckptplan.runtime.swap.stores import Store, close_all, make_stores
-
-if TYPE_CHECKING:  # of a higher layer
-    from ckptplan.report.page.render import Report
 
 _HANDLES: weakref.WeakValueDictionary[int, Handle] = weakref.WeakValueDictionary()
 """By a model's identity the handle of its plan, which lives as long as the model's patches do."""
@@ -189,7 +187,7 @@ class Handle:
         """
         return report.trace(self._applied, run, inputs, optimizer)
 
-    def report(self, **options: Any) -> Report:
+    def report(self, **options: Any) -> Page:
         """A page on the applied plan, with the statistics of its steps; see `Plan.report`.
 
         Parameters

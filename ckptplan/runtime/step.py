@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
+from ckptplan.core.arguments import LossFn
 from ckptplan.core.ddp import DDP
 from ckptplan.core.errors import InvalidInputError, UnsupportedModelError
 from ckptplan.core.profile import Fingerprint
@@ -28,8 +29,6 @@ from ckptplan.runtime.guard.shapes import input_tensors
 from ckptplan.runtime.replicated import copied, ddp_of, unwrapped
 from ckptplan.runtime.sharded import check_planned, engine_parameters, kind_of
 from ckptplan.runtime.state.compiled import check_compiled, compiled_modules
-
-LossFn = Callable[[Any], torch.Tensor]
 
 
 def default_loss(output: Any) -> torch.Tensor:

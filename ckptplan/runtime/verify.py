@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ckptplan.core.arguments import LossFn
 from ckptplan.core.checks import is_int
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.late import late
@@ -32,7 +33,7 @@ from ckptplan.runtime.sharded import reducing, unlike
 from ckptplan.runtime.state.parameters import ParameterState
 from ckptplan.runtime.state.process import in_own_context
 from ckptplan.runtime.state.restore import optimizer_tables, restored
-from ckptplan.runtime.step import LossFn, fingerprint, make_step, model_device, training_config
+from ckptplan.runtime.step import fingerprint, make_step, model_device, training_config
 from ckptplan.runtime.swap.own import local_part
 
 

@@ -23,13 +23,13 @@ from ckptplan.baselines import (
     uniform,
 )
 from ckptplan.baselines._build import Selection, build, joined, named, scheduled, smallest_peak
+from ckptplan.cli.tables import Row, planners_table
 from ckptplan.core.errors import InfeasibleBudgetError
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.schedule import residency
 from ckptplan.core.segment import Segment
 from ckptplan.referee import simulate, validate
-from ckptplan.report.tables import Row, planners_table
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "experiments"))
 

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 import ckptplan
 from ckptplan.cli.app import app
+from ckptplan.cli.tables import fit_table
 from ckptplan.core.device import find_device, known_devices
 from ckptplan.core.errors import InfeasibleBudgetError, InvalidInputError
 from ckptplan.core.estimate import ERROR, Estimate
@@ -30,7 +31,6 @@ from ckptplan.profiling.profiler import planned_profiles
 from ckptplan.profiling.target import Target, find_target
 from ckptplan.profiling.workload.inputs import resized
 from ckptplan.referee.rules import Violation
-from ckptplan.report.tables import fit_table
 
 MIB = 1 << 20
 

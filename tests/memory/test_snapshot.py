@@ -18,6 +18,7 @@ from histories import GENERATED, load_history, snapshot_from
 from rich.console import Console
 
 from ckptplan import AllocatorSettings, InvalidInputError
+from ckptplan.cli.snapshot import snapshot_tables
 from ckptplan.memory.allocator import BlockInfo, CachingAllocator, SegmentInfo
 from ckptplan.memory.history.plain_pickle import _PlainUnpickler, load_plain
 from ckptplan.memory.history.reader import (
@@ -39,7 +40,6 @@ from ckptplan.memory.history.summary import (
     summarize,
     where,
 )
-from ckptplan.report.snapshot import snapshot_tables
 
 pytestmark = pytest.mark.planning
 

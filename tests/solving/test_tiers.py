@@ -32,7 +32,7 @@ from ckptplan.core.segment import Segment
 from ckptplan.core.units import GIB
 from ckptplan.planning.job import staged
 from ckptplan.referee import simulate, validate
-from ckptplan.report.tables import swapped
+from ckptplan.report.page.planned import swapped
 from ckptplan.solving import planner, smallest_peak
 from ckptplan.solving.bound.pricing import lower_bound
 from ckptplan.solving.cost import Evaluator, Schedule, menus

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-import ckptplan
+from ckptplan.core.version import PACKAGE_FOLDER
 from ckptplan.profiling.bytes.fake import FakeWorld
 from ckptplan.profiling.bytes.tracker import Sid, Tracker
 from ckptplan.profiling.target import Target
@@ -21,7 +21,7 @@ _STEP = TrainingStep.forward.__code__.co_filename
 _CALL = nn.Module.__call__.__code__
 """The only code whose local variables are read: it holds its arguments to its end in any case (runtime/patching.py)."""
 _NO_MODEL_CODE = (
-    *(os.path.join(os.path.dirname(os.path.abspath(path)), "") for path in (torch.__file__, ckptplan.__file__)),
+    *(os.path.join(folder, "") for folder in (os.path.dirname(os.path.abspath(torch.__file__)), PACKAGE_FOLDER)),
     "<",
 )
 """Beginnings of the paths of code that is PyTorch's, this package's or in no file."""

@@ -43,8 +43,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-import ckptplan
 from ckptplan.core.errors import UnsupportedModelError
+from ckptplan.core.version import PACKAGE_FOLDER
 from ckptplan.runtime.observe.measure import tensors_in
 from ckptplan.runtime.patching import PatchedForward, installed
 from ckptplan.runtime.private import disable_current_modes, is_fake
@@ -125,10 +125,9 @@ def _places(code: types.CodeType) -> tuple[tuple[int | None, ...], ...]:
 
 
 _TORCH = os.path.dirname(torch.__file__)
-_OURS = os.path.dirname(os.path.abspath(ckptplan.__file__))
 _BETWEEN = (
-    *(os.path.join(_OURS, *path) for path in (("profiling", ""), ("memory", ""))),
-    *(os.path.join(_OURS, "runtime", *path) for path in (("recompute", "selective.py"), ("observe", "measure.py"))),
+    *(os.path.join(PACKAGE_FOLDER, folder, "") for folder in ("profiling", "memory")),
+    *(os.path.join(PACKAGE_FOLDER, "runtime", file) for file in ("recompute/selective.py", "observe/measure.py")),
     *(os.path.join(_TORCH, *path) for path in (("_subclasses",), ("_dynamo",), ("_compile.py",), ("_ops.py",))),
     pytree.__file__,
     contextlib.__file__,

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim import optimizer as module
 
+from ckptplan.core.arguments import OptimizerLike
 from ckptplan.core.errors import InvalidInputError, UnsupportedModelError
 from ckptplan.profiling.bytes.tracker import Tracker
 from ckptplan.profiling.target import Target
@@ -22,9 +23,6 @@ from ckptplan.profiling.workload.stand_ins import StandIns
 from ckptplan.runtime.observe.measure import no_cycles_collected
 from ckptplan.runtime.private import FakeTensor
 from ckptplan.runtime.swap.own import local_part, plain_tensors, storages_of
-
-OptimizerLike = torch.optim.Optimizer | type[torch.optim.Optimizer] | str | Callable[..., torch.optim.Optimizer]
-"""An optimizer, its class or a callable that makes it from parameters, or a name in `NAMED`."""
 
 
 def make_optimizer(optimizer: OptimizerLike, model: nn.Module) -> torch.optim.Optimizer:

@@ -17,7 +17,14 @@ from ckptplan.report.explain import Explanation
 from ckptplan.report.page.render import Attached, Part, Report, View
 from ckptplan.report.page.step import COMPUTES, WHAT_COLOURS, Arc, arcs, step_data
 from ckptplan.report.page.waterline import MEANINGS
-from ckptplan.report.tables import swapped
+
+
+def swapped(found: Plan | Timeline) -> str:
+    """Return the bytes that a plan moves, by tier if some go to the disk."""
+    if not found.disk_bytes:
+        return format_bytes(found.host_bytes)
+    return f"{format_bytes(found.host_bytes)} + {format_bytes(found.disk_bytes)} to disk"
+
 
 _LETTERS = {"keep": "K", "swap": "S", "recompute": "R"}
 

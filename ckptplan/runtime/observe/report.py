@@ -6,13 +6,14 @@ Predictions beside the measurements are those of an adviser, if there is one.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ckptplan.core.ddp import DDP
 from ckptplan.core.errors import InvalidInputError
+from ckptplan.core.page import Page
 from ckptplan.core.trace import Trace
 from ckptplan.runtime.applied import Applied
 from ckptplan.runtime.observe.measure import held_tensors, optimizer_tensors, tensors_in, unique_bytes
@@ -20,9 +21,6 @@ from ckptplan.runtime.observe.stats import Stats, stage_stats
 from ckptplan.runtime.observe.traced import record_step
 from ckptplan.runtime.replicated import unseen_bucket_bytes
 from ckptplan.runtime.swap.own import storages_of
-
-if TYPE_CHECKING:  # of a higher layer
-    from ckptplan.report.page.render import Report
 
 
 def stats(applied: Applied) -> Stats:
@@ -59,7 +57,7 @@ def trace(
     return Trace(step, None if applied.adviser is None else applied.adviser.drawn(plan), notes)
 
 
-def page(applied: Applied, options: dict[str, Any]) -> Report:
+def page(applied: Applied, options: dict[str, Any]) -> Page:
     """See `Handle.report`."""
     if applied.adviser is None:
         raise InvalidInputError(

@@ -13,9 +13,9 @@ from ckptplan.core.estimate import ERROR, fits_in_words
 from ckptplan.core.option import ACTIONS
 from ckptplan.core.plan import Plan
 from ckptplan.core.units import format_bytes, format_seconds
-from ckptplan.referee import Timeline
+from ckptplan.report.page.planned import swapped
 
-if TYPE_CHECKING:  # fitting is above report in the order of imports
+if TYPE_CHECKING:  # this imports torch
     from ckptplan.fitting.survey import DeviceFit
 
 
@@ -124,13 +124,6 @@ def frontier_table(plans: Sequence[Plan]) -> Table:
             str(len(plan.segments)),
         )
     return table
-
-
-def swapped(found: Plan | Timeline) -> str:
-    """Return the bytes that a plan moves, by tier if some go to the disk."""
-    if not found.disk_bytes:
-        return format_bytes(found.host_bytes)
-    return f"{format_bytes(found.host_bytes)} + {format_bytes(found.disk_bytes)} to disk"
 
 
 def fit_table(rows: Sequence[DeviceFit], *, batch: int) -> Table:

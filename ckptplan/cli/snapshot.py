@@ -12,10 +12,10 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from ckptplan.cli.tables import right
 from ckptplan.core.units import format_bytes
-from ckptplan.report.tables import right
 
-if TYPE_CHECKING:  # memory is above report in the order of imports
+if TYPE_CHECKING:  # this imports torch
     from ckptplan.memory.history.summary import Alternative, DeviceSummary, Holder, State
 
 UNCHECKED = "modelled, not checked against a device"
