@@ -33,6 +33,9 @@ BASES = {"transformers": "PreTrainedModel", "diffusers": "ModelMixin"}
 DRAWS = Path(__file__).with_name("drawn.json")
 """The draws of the committed results, made before anything was run on them."""
 
+TIMES = 4
+"""Factor of the samples in trainings, so that activations are more than the gradients of these small models."""
+
 BATCH, LENGTH, TEXT_LENGTH = 2, 64, 16
 VOCAB, RESERVED = 1000, 100  # tokens; the last ones are those that a config names
 POSITIONS = 512
@@ -136,18 +139,9 @@ _WIDTH = re.compile(
 )
 
 SHRINKINGS = (
-    (8, 6, True),
-    (16, 6, True),
-    (32, 6, True),
-    (4, 6, True),
-    (8, 6, False),
-    (2, 6, True),
-    (4, None, False),
-    (2, 6, False),
-    (None, 6, True),
-    (None, 6, False),
-    (None, None, False),
-)
+    (8, 6, True), (16, 6, True), (32, 6, True), (4, 6, True), (8, 6, False), (2, 6, True), (4, None, False),
+    (2, 6, False), (None, 6, True), (None, 6, False), (None, None, False),
+)  # fmt: skip
 """Divisor, layers, images: from the smallest to the default config."""
 
 
@@ -259,12 +253,9 @@ def _audio(s: Settings) -> list[Making]:
     mel = s.get("num_mel_bins", "feature_size", "n_mels", "input_feat_per_channel", "spectrogram_bins", default=80)
     long = s.get("max_length", default=128)
     return [
-        _normal(BATCH, SAMPLES),
-        _normal(BATCH, 1, SAMPLES),
-        _normal(BATCH, long, mel),
-        _normal(BATCH, 2 * LENGTH, mel),
-        _normal(BATCH, mel, 2 * LENGTH),
-    ]
+        _normal(BATCH, SAMPLES), _normal(BATCH, 1, SAMPLES), _normal(BATCH, long, mel),
+        _normal(BATCH, 2 * LENGTH, mel), _normal(BATCH, mel, 2 * LENGTH),
+    ]  # fmt: skip
 
 
 def _features(s: Settings) -> list[Making]:
@@ -450,6 +441,12 @@ def inputs_for(kind: type[nn.Module], config: Any) -> Iterator[dict[str, Making]
 def loss_of(output: Any) -> Tensor:
     """The mean squares of all floating tensors of the output that require a gradient, added."""
     return torch.stack([t.float().pow(2).mean() for t in _tensors(output)]).sum()
+
+
+def repeated(inputs: Inputs, times: int) -> Inputs:
+    """The inputs with as many times their samples."""
+    return {k: v.repeat(times, *[1] * (v.dim() - 1)) if isinstance(v, Tensor) and v.dim() else v
+            for k, v in inputs.items()}  # fmt: skip
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:

@@ -10,17 +10,14 @@ same are saved, and the note of the row says so. Nothing is fitted to the figure
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+import documents
 import torch
 from published_models import GPT, GoogLeNet, Llama8B, UNet, ViT, mobilenet_v2, resnet50, vgg16
 from torch import Tensor, nn
@@ -179,18 +176,9 @@ def _monet(name: str, batch: int, published: float, model: Callable[[], nn.Modul
     # Without zero_grad, gradients stay and each backward adds to them.
     size = (416, 608) if name == "UNet" else (224, 224)
     return Row(
-        f"{name}, batch {batch}",
-        f"float32, {size[0]} x {size[1]}, no optimizer",
-        "MONeT",
-        "v100-16gb",
-        ALLOCATED,
-        published,
-        GIB,
-        model,
-        _images(batch, *size),
-        {"loss_fn": torch.sum, "set_to_none": False},
-        note=note,
-    )
+        f"{name}, batch {batch}", f"float32, {size[0]} x {size[1]}, no optimizer", "MONeT", "v100-16gb", ALLOCATED,
+        published, GIB, model, _images(batch, *size), {"loss_fn": torch.sum, "set_to_none": False}, note=note,
+    )  # fmt: skip
 
 
 _CUDNN = "cuDNN's workspaces (benchmark on: whatever is fastest) are in the figure, not in the estimate"
@@ -226,15 +214,9 @@ def _gpt(
     return Row(
         f"GPT-2 163M, {name}",
         f"{str(dtype).removeprefix('torch.')}, batch 8 x 1024, AdamW{'' if optimizer == 'adamw' else ' fused'}",
-        "LLMs from scratch",
-        "a100-40gb",
-        RESERVED,
-        published,
-        GIB,
-        model,
-        _pairs,
+        "LLMs from scratch", "a100-40gb", RESERVED, published, GIB, model, _pairs,
         {"dtype": dtype, "loss_fn": _itself, "optimizer": optimizer},
-    )
+    )  # fmt: skip
 
 
 # --- Transformers ---
@@ -273,13 +255,9 @@ AttentionInterface.register("before_torch_1_11", _attention)
 
 def _bert() -> nn.Module:
     config = BertConfig(
-        hidden_size=1024,
-        num_hidden_layers=24,
-        num_attention_heads=16,
-        intermediate_size=4096,
-        num_labels=2,
+        hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096, num_labels=2,
         attn_implementation="before_torch_1_11",
-    )
+    )  # fmt: skip
     return BertForSequenceClassification(config)
 
 
@@ -341,15 +319,12 @@ def _titan(ranks: int, published: float) -> Row:
             "loss_fn": _itself,
             "optimizer": _foreach,
             "fsdp": ckptplan.FSDP(
-                ranks,
-                units=("Checkpointed",),
-                reshard_after_forward=True,
-                param_dtype="bfloat16",
+                ranks, units=("Checkpointed",), reshard_after_forward=True, param_dtype="bfloat16",
                 reduce_dtype="float32",
             ),
         },
         note="there the last layer stays gathered after forward (0.4 GiB)",
-    )
+    )  # fmt: skip
 
 
 _FOUR = {"accumulation_steps": 4}
@@ -402,47 +377,34 @@ ROWS = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = documents.parser(__doc__)
     parser.add_argument("--only", help="rows whose source or name has this in it")
-    parser.add_argument("--out", type=Path, help="folder for published.json")
     args = parser.parse_args()
     chosen = [row for row in ROWS if not args.only or args.only.lower() in f"{row.source} {row.name}".lower()]
     if not chosen:
         parser.error(f"--only {args.only!r}: no row's source or name has that; sources are {', '.join(SOURCES)}")
-    print(f"{'source':18} {'run':44} {'settings':52} {'counts':10} {'published':>10} {'estimate':>10} {'error':>7}")
-    out = []
+    out: list[dict[str, Any]] = []
     for row in chosen:
         begin = time.perf_counter()
         found = row.estimate()
         nbytes = row.of(found)
-        error = nbytes / (row.published * row.unit) - 1
         unit = {GIB: "GiB", MIB: "MiB", GB: "GB"}[row.unit]
-        digits = 0 if row.unit == MIB else 2
-        shown = [f"{x:.{digits}f} {unit}" for x in (row.published, nbytes / row.unit)]
-        print(
-            f"{row.source:18} {row.name:44} {row.settings:52} {row.counts:10} {shown[0]:>10} {shown[1]:>10} "
-            f"{error:7.1%}",
-            flush=True,
-        )
-        out.append(
-            {
-                "source": row.source,
-                "run": row.name,
-                "settings": row.settings,
-                "device": row.device,
-                "counts": row.counts,
-                "unit": unit,
-                "published": row.published,
-                "estimate": round(nbytes / row.unit, 4),
-                "estimate_bytes": nbytes,
-                "error": round(error, 5),
-                "peak_phase": found.peak_phase,
-                "allocated_bytes": found.peak_bytes,
-                "reserved_bytes": found.reserved_bytes,
-                "note": row.note,
-                "seconds": round(time.perf_counter() - begin, 1),
-            }
-        )
+        out.append({
+            "source": row.source, "run": row.name, "settings": row.settings, "device": row.device,
+            "counts": row.counts, "unit": unit, "published": row.published,
+            "estimate": round(nbytes / row.unit, 4), "estimate_bytes": nbytes,
+            "error": round(nbytes / (row.published * row.unit) - 1, 5), "peak_phase": found.peak_phase,
+            "allocated_bytes": found.peak_bytes, "reserved_bytes": found.reserved_bytes, "note": row.note,
+            "seconds": round(time.perf_counter() - begin, 1),
+        })  # fmt: skip
+        print(f"{row.source}, {row.name}: {out[-1]['error']:+.1%}", flush=True)
+    columns = ("source", "run", "settings", "counts", "published", "estimate", "error")
+    cells = [
+        (r["source"], r["run"], r["settings"], r["counts"], f"{r['published']:.2f} {r['unit']}",
+         f"{r['estimate']:.2f} {r['unit']}", f"{r['error']:+.1%}")
+        for r in out
+    ]  # fmt: skip
+    documents.show(documents.table(columns, cells))
     errors = [r["error"] for r in out]
     sizes = sorted(map(abs, errors))
     summary = (
@@ -450,17 +412,11 @@ def main() -> None:
         f"lowest {min(errors):+.1%}, highest {max(errors):+.1%}"
     )
     print(summary)
-    if args.out:
-        document = {
-            "command": " ".join(["python", *sys.argv]),
-            "torch": torch.__version__,
-            "summary": summary,
-            "sources": {name: dataclasses.asdict(source) for name, source in SOURCES.items()},
-            "rows": out,
-            "rejected": REJECTED,
-        }
-        args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "published.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    document = {
+        "summary": summary, "sources": {name: dataclasses.asdict(source) for name, source in SOURCES.items()},
+        "rows": out, "rejected": REJECTED,
+    }  # fmt: skip
+    documents.save(args.out, "published.json", document)
 
 
 if __name__ == "__main__":

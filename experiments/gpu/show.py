@@ -26,11 +26,9 @@ def document(results: Results, cases: Sequence[str], environment: dict[str, Any]
     found: dict[str, Any] = {"schema": SCHEMA, **environment, "probe": dict(results.under("probe")), "cases": {}}
     for name in cases:
         parts = {
-            "profile": results.read(f"profile/{name}"),
-            "solve": results.read(f"solve/{name}"),
-            "plans": dict(results.under(f"plans/{name}")),
-            "measure": dict(results.under(f"measure/{name}")),
-        }
+            "profile": results.read(f"profile/{name}"), "solve": results.read(f"solve/{name}"),
+            "plans": dict(results.under(f"plans/{name}")), "measure": dict(results.under(f"measure/{name}")),
+        }  # fmt: skip
         found["cases"][name] = {key: value for key, value in parts.items() if value}
     found["cells"] = list(cells(results, cases))
     return _short(found)  # type: ignore[no-any-return]
@@ -53,17 +51,13 @@ def cells(results: Results, cases: Sequence[str]) -> Iterator[dict[str, Any]]:
                 if not name.startswith(f"{OURS}.") or theirs is None or not ("times" in ours and "times" in theirs):
                     continue
                 yield {
-                    "case": case.name,
-                    "rival": label,
-                    "plan": name,
-                    "rival_peak_bytes": theirs["peaks"]["judged_bytes"],
-                    "peak_bytes": ours["peaks"]["judged_bytes"],
+                    "case": case.name, "rival": label, "plan": name,
+                    "rival_peak_bytes": theirs["peaks"]["judged_bytes"], "peak_bytes": ours["peaks"]["judged_bytes"],
                     "predicted_bytes": ours["predicted"]["reserved_bytes"] or ours["predicted"]["peak_bytes"],
-                    "target_bytes": ours["target_bytes"],
-                    "predicted_step_s": ours["predicted"]["step_s"],
+                    "target_bytes": ours["target_bytes"], "predicted_step_s": ours["predicted"]["step_s"],
                     "step_s": ours["times"]["median_step_s"],
                     **ratio(ours["times"]["step_s"], theirs["times"]["step_s"]),
-                }
+                }  # fmt: skip
 
 
 def ratio(found: Sequence[float], other: Sequence[float]) -> dict[str, Any]:
@@ -186,11 +180,8 @@ def _case_rows(results: Results, case: Case) -> Iterator[Row]:
     for label, data in sorted(_groups(results, case), key=lambda item: item[0]):
         if data["status"] != "ok":
             yield (
-                label,
-                data["file"],
-                *[""] * 10,
-                f"{data['status']}: {data.get('error', '')}".partition("\n")[0][:80],
-            )
+                label, data["file"], *[""] * 10, f"{data['status']}: {data.get('error', '')}".partition("\n")[0][:80],
+            )  # fmt: skip
             continue
         contenders = data["contenders"]
         keep = contenders.get("keep", {}).get("times")
@@ -219,15 +210,10 @@ def _figures(name: str, found: dict[str, Any], keep: dict[str, Any] | None) -> R
         return (*sizes, size, *[""] * 5, remark)
     step_s = times["median_step_s"]
     return (
-        *sizes,
-        size,
-        format_seconds(step_s),
-        "" if planned is None else format_seconds(planned["step_s"]),
-        f"{step_s / keep['median_step_s']:.3f}" if keep else "",
-        format_seconds(times["median_update_s"]),
-        format_seconds(times["median_cpu_s"]),
-        remark,
-    )
+        *sizes, size, format_seconds(step_s), "" if planned is None else format_seconds(planned["step_s"]),
+        f"{step_s / keep['median_step_s']:.3f}" if keep else "", format_seconds(times["median_update_s"]),
+        format_seconds(times["median_cpu_s"]), remark,
+    )  # fmt: skip
 
 
 def _lines(results: Results, case: Case) -> list[str]:
