@@ -265,18 +265,13 @@ INSTANCES: dict[str, Callable[[], Profile]] = {
 }  # fmt: skip
 """Name -> profile. Link speeds differ, since a slow link makes swapping, recompute and segments meet."""
 
-DISK = "+disk"
 REAL = Path(__file__).parent / "profiles"
 """Profiles of real models, which `real_profiles.py` writes."""
 
 
 @cache
 def instance(name: str) -> Profile:
-    """The profile of that name; with `DISK` behind it, with a disk tier a fifth as fast as its link."""
-    if name.endswith(DISK):
-        chain = instance(name.removesuffix(DISK))
-        link = chain.link
-        return replace(chain, disk=Link(link.out_bytes_per_s / 5, link.in_bytes_per_s / 5, link.latency_s))
+    """The profile of that name."""
     if name in INSTANCES:
         return INSTANCES[name]()
     with tempfile.TemporaryDirectory() as folder:

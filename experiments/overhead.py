@@ -418,9 +418,8 @@ def per_checked_step(make: Callable[[], models.Made], rounds: int) -> dict[str, 
             nonlocal compared
             with apply(model, plan, check=when) as handle, handle.unmetered():
                 if when == "sampled":
-                    handle._applied.controller.checks._seen = (
-                        check.FIRST
-                    )  # the steps that come have spots; the first learns
+                    # The steps that come have spots; the first learns.
+                    handle._applied.controller.checks._seen = check.FIRST
                 step()
                 before = handle.stats().compared_tensors
                 yield

@@ -11,10 +11,12 @@ same are saved, and the note of the row says so. Nothing is fitted to the figure
 from __future__ import annotations
 
 import dataclasses
+import json
 import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import documents
@@ -93,77 +95,14 @@ class Row:
         """The bytes that the source's figure counts."""
         if self.counts == ALLOCATED:
             return found.peak_bytes
-        context = SOURCES[self.source].context_bytes if self.counts == DRIVER else 0
-        assert context is not None
+        context = SOURCES[self.source]["context_bytes"] if self.counts == DRIVER else 0
         return found.reserved_bytes + context
 
 
-@dataclass(frozen=True)
-class Source:
-    """Where figures are from.
-
-    Parameters
-    ----------
-    where, ran : str
-        Address; software and hardware as stated.
-    context_bytes : int, optional
-        What the source itself measured for a process that holds next to nothing.
-    """
-
-    where: str
-    ran: str
-    context_bytes: int | None = None
-
-
-SOURCES = {
-    "MONeT": Source(
-        "Shah et al. (ICLR 2021), arXiv 2010.14501; github.com/utsaslab/MONeT, README.md, 'Results', row PyTorch, "
-        "measured by examples/check_runtime_original.py",
-        "PyTorch 1.5.1, CUDA 10.1, V100 16 GB, cudnn.benchmark on; max_memory_allocated() / 2**20 over 120 forwards "
-        "and backwards of the output's sum, no optimizer, no zero_grad; images of 224 x 224 (UNet 416 x 608), float32. "
-        "The script counts in units of 2**20 bytes, so the README's GB are taken as 2**30",
-    ),
-    "LLMs from scratch": Source(
-        "github.com/rasbt/LLMs-from-scratch, ch05/10_llm-training-speed/README.md, 'Single GPU speed comparisons'",
-        "PyTorch 2.6.0, CUDA 12.4, A100 (bytes don't depend on which); memory_reserved() / 1024**3 after training; "
-        "GPT-2 with 12 layers of width 768, untied head, dropout 0.1, vocabulary 50257, batch 8, context 1024. Code is "
-        "published of the first and of the last step; those between follow the page's description",
-    ),
-    "Transformers": Source(
-        "github.com/huggingface/transformers, docs/source/en/perf_train_gpu_one.mdx at 0016acf, 'Efficient Training on "
-        "a Single GPU'",
-        "January 2022 (so PyTorch 1.10 or older), V100-SXM2 of 16160 MiB; nvmlDeviceGetMemoryInfo().used // 1024**2 "
-        "after Trainer.train(); bert-large-uncased for classification, 512 tokens, Trainer's defaults otherwise. The "
-        "page reads 1343 MB after one tiny tensor; that tensor's segment is 2 of them",
-        context_bytes=1341 * MIB,
-    ),
-    "torchao": Source(
-        "github.com/pytorch/ao at 03cf0ad, torchao/prototype/low_bit_optim/README.md, 'Benchmarks', row PyTorch, "
-        "measured by benchmarks/benchmark_low_bit_adam.py with its defaults",
-        "RTX 4070Ti SUPER; max_memory_allocated() / 1e9; ViT-H of 630M parameters, batch 8, 224 x 224, 45 classes, "
-        "bfloat16 autocast, AdamW(fused=True), not compiled",
-    ),
-    "torchtitan": Source(
-        "github.com/pytorch/torchtitan at 31a17bf, benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3, row "
-        "FSDP; settings in torchtitan/models/llama/train_configs/llama3_8b.toml and parallelisms/parallelize_llama.py",
-        "PyTorch nightly of 2024-12-23, H100 96 GB; memory_stats()['reserved_bytes.all.peak']; Llama 3.1 8B, local "
-        "batch 2 x 8192, parameters gathered in bfloat16 and gradients reduced in float32, one unit per layer, every "
-        "second matrix product and attention saved, AdamW",
-    ),
-}
-
-REJECTED = {
-    "pytorch/tutorials, 'Optimizer step in backward' (ViT-L/16, Adam: about 6 GB)": "one digit; device not named",
-    "rasbt/pytorch-memory-optim (ViT-L/16: 26.79, 18.21, 13.82, 5.69 GB)": "device not named in log or script",
-    "torchao, ViT-giant with activation checkpointing, 9.82 GB": "image size not stated",
-    "LLMs from scratch, steps 8 to 10 and several GPUs": "compiled models aren't covered",
-    "torchtitan, the tables' other rows": "compiled, in float8, or parallelized by tensors, context or pipeline",
-    "Transformers, rows with 8-bit Adam": "bitsandbytes' kernels and state aren't PyTorch operations",
-    "optimum-benchmark's training reports (GPT-2: 2507 MB)": "those that could be read ran on ROCm, not modelled",
-    "torchtune, README and pull requests 389 and 961": "lengths not stated, or figures that differ by person there",
-    "LOMO, LLaMA-7B (arXiv 2306.09782)": "shares by category, whose settings its issue 16 asks for",
-}
-"""Looked at and left out, and why."""
+TEXTS = json.loads(Path(__file__).with_name("published_sources.json").read_text(encoding="utf-8"))
+SOURCES: dict[str, dict[str, Any]] = TEXTS["sources"]
+"""Name -> where figures are from, what ran, and what the source itself measured for a process that holds next to
+nothing. Others were looked at and left out; "rejected" says why."""
 
 # --- MONeT ---
 
@@ -278,23 +217,14 @@ def _bert_row(
     if "accumulation_steps" in settings:
         words.append(f"{settings['accumulation_steps']} micro-batches")
     return Row(
-        f"BERT large, {name}",
-        ", ".join([settings.get("amp", "float32"), *words]),
-        "Transformers",
-        "v100-16gb",
-        DRIVER,
-        published,
-        MIB,
-        _bert,
-        lambda: {
-            "input_ids": torch.zeros(batch, 512, dtype=torch.long),
-            "labels": torch.zeros(batch, dtype=torch.long),
-        },
+        f"BERT large, {name}", ", ".join([settings.get("amp", "float32"), *words]), "Transformers", "v100-16gb",
+        DRIVER, published, MIB, _bert,
+        lambda: {"input_ids": torch.zeros(batch, 512).long(), "labels": torch.zeros(batch).long()},
         # PyTorch before 2.0 filled gradients with zeros.
         {"optimizer": optimizer, "set_to_none": False, **settings},
         recompute="bert.encoder.layer" if recompute else "",
         note="softmax saves its input, as before PyTorch 1.11; as today's doesn't, the plain run would take 13369 MiB",
-    )
+    )  # fmt: skip
 
 
 # --- torchtitan ---
@@ -306,14 +236,8 @@ def _foreach(parameters: Any) -> torch.optim.Optimizer:
 
 def _titan(ranks: int, published: float) -> Row:
     return Row(
-        f"Llama 3.1 8B, {ranks} GPUs",
-        "FSDP2, bfloat16, selective checkpointing, 2 x 8192, AdamW",
-        "torchtitan",
-        "h100",
-        RESERVED,
-        published,
-        GIB,
-        Llama8B,
+        f"Llama 3.1 8B, {ranks} GPUs", "FSDP2, bfloat16, selective checkpointing, 2 x 8192, AdamW", "torchtitan",
+        "h100", RESERVED, published, GIB, Llama8B,
         lambda: (torch.zeros(2, 8192, dtype=torch.long), torch.zeros(2, 8192, dtype=torch.long)),
         {
             "loss_fn": _itself,
@@ -356,24 +280,17 @@ ROWS = (
     _bert_row("Adafactor", 4, 12295, optimizer=_adafactor),
     _bert_row("Adafactor, mixed, checkpointing", 1, 4847, optimizer=_adafactor, recompute=True, amp="float16", **_FOUR),
     Row(
-        "ViT-H/14",
-        "bfloat16 autocast, batch 8 x 224 x 224, AdamW fused",
-        "torchao",
-        "rtx4080",
-        ALLOCATED,
-        12.94,
-        GB,
+        "ViT-H/14", "bfloat16 autocast, batch 8 x 224 x 224, AdamW fused", "torchao", "rtx4080", ALLOCATED, 12.94, GB,
         lambda: ViT(224, 14, 1280, 32, 16, 45),
         lambda: (torch.empty(8, 3, 224, 224, device="meta"), torch.zeros(8, dtype=torch.long)),
         {"loss_fn": _itself, "amp": "bfloat16", "optimizer": _fused},
         note="which of timm's ViT-H of 630M parameters ran isn't said; the plain one is estimated. The difference is "
-        "21 MB "
-        "a layer, as much as one more tensor of the MLP's inner size, which a variant with QuickGELU would save. "
+        "21 MB a layer, as much as one more tensor of the MLP's inner size, which a variant with QuickGELU would save. "
         "Estimated for the RTX 4080: same architecture and compute capability",
     ),
     _titan(8, 82.4),
     _titan(128, 67.0),
-)
+)  # fmt: skip
 
 
 def main() -> None:
@@ -412,11 +329,7 @@ def main() -> None:
         f"lowest {min(errors):+.1%}, highest {max(errors):+.1%}"
     )
     print(summary)
-    document = {
-        "summary": summary, "sources": {name: dataclasses.asdict(source) for name, source in SOURCES.items()},
-        "rows": out, "rejected": REJECTED,
-    }  # fmt: skip
-    documents.save(args.out, "published.json", document)
+    documents.save(args.out, "published.json", {"summary": summary, **TEXTS, "rows": out})
 
 
 if __name__ == "__main__":

@@ -11,8 +11,9 @@ cause. Exits with 1 if that is broken. `--only` runs those whose names contain a
 
 Of 110 reports those are here that differ in mechanism. Folded into one of them are, for example, all that only change
 lengths or numbers of samples (buckets, curricula of resolutions, rehearsal, mixup), a second forward of the model
-(triplets, SimSiam, mean teachers, preferences one by one), forwards without gradients in between (scheduled sampling,
-Q-learning, self-conditioning), exchanged modules (resized embeddings) and adapters that nothing changes.
+(triplets, SimSiam, BYOL, mean teachers, preferences one by one), forwards without gradients in between (scheduled
+sampling, Q-learning, PPO, evaluation), changes of weights between steps (SAM, Lookahead, averages), kept graphs
+(PCGrad, GradNorm), exchanged modules (resized embeddings) and adapters that nothing changes.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from trainings import OVER, Record, Row, aside, compared, shown
+from trainings import OVER, Record, Row, aside, shown, tried
 
 import ckptplan
 
@@ -286,17 +287,6 @@ def gradient_accumulation(t: Loop, k: int) -> Any:
     return loss
 
 
-@case(inputs=rows(0, 32))
-def accumulation_with_a_longer_last_batch(t: Loop, k: int) -> Any:
-    """Accumulates, and drops no gradients before a larger batch comes."""
-    loss = classified(t.model, k, 32 + 16 * (k % 3))
-    loss.backward()
-    if k % 2:
-        t.optimizer.step()
-        t.optimizer.zero_grad(set_to_none=False)
-    return loss
-
-
 @case(Net, adamw)
 def two_forwards_two_backwards(t: Loop, k: int) -> Any:
     """Runs both forwards first, then both backwards."""
@@ -336,15 +326,6 @@ def curriculum_of_lengths(t: Loop, k: int) -> Any:
     """Lets the texts grow, planned by the first forward."""
     text = tokens(k, 8, 12 + 6 * k)
     return t.update(next_token(t.model(text), text))
-
-
-@case(Net, adamw)
-def losses_kept_in_a_list(t: Loop, k: int) -> Any:
-    """Appends losses with their graphs to a list."""
-    loss = classified(t.model, k)
-    t.state = [*(t.state or ()), loss]
-    t.update(loss)
-    return sum(float(each) for each in t.state)
 
 
 @case(Net, adamw)
@@ -428,22 +409,6 @@ def layers_by_turns(t: Loop, k: int) -> Any:
     return t.update(classified(t.model, k))
 
 
-def only_last_trained() -> Net:
-    model = Net()
-    frozen(model)
-    frozen(model.blocks[3], False)
-    return model
-
-
-@case(only_last_trained, lambda model: sgd(model.blocks[3]))
-def blocks_by_turns_from_the_last(t: Loop, k: int) -> Any:
-    """BAdam: trains one block at a time, each with an optimizer of its own, from the last to the first."""
-    frozen(t.model)
-    now = t.model.blocks[3 - k // 2]
-    frozen(now, False)
-    return updated(sgd(now), classified(t.model, k))
-
-
 def frozen_blocks() -> Net:
     model = Net()
     frozen(model.blocks)
@@ -507,15 +472,6 @@ def spectral_norms(t: Loop, k: int) -> Any:
     return t.update(classified(t.model, k))
 
 
-@case(beside=torch.optim.swa_utils.AveragedModel)
-def weights_averaged(t: Loop, k: int) -> Any:
-    """Averages weights in a copy, and evaluates it."""
-    loss = t.update(classified(t.model, k))
-    t.beside.update_parameters(t.model)
-    with torch.no_grad():
-        return loss, t.beside(rows(k))
-
-
 @case(Net, adamw)
 def loaded_in_the_middle(t: Loop, k: int) -> Any:
     """Saves the state, and loads it again after steps that went wrong."""
@@ -529,15 +485,6 @@ def loaded_in_the_middle(t: Loop, k: int) -> Any:
         t.model.load_state_dict(t.state[0])
         t.optimizer.load_state_dict(t.state[1])
     return t.update(classified(t.model, k))
-
-
-@case(Net, adamw)
-def copied_in_the_middle(t: Loop, k: int) -> Any:
-    """Keeps a deep copy of the model as the best so far, and evaluates it."""
-    loss = t.update(classified(t.model, k))
-    best = copy.deepcopy(t.model)
-    with torch.no_grad():
-        return loss, best.eval()(rows(k))
 
 
 @case(Net, adamw)
@@ -590,17 +537,6 @@ def momentum_contrast_with_a_plan_of_the_model(t: Loop, k: int) -> Any:
     return momentum_contrast(t, k)
 
 
-def stopped(t: Loop, k: int = 0) -> Tensor:
-    a, b = t.model(rows(k)), t.model(rows(k) + 0.1)
-    return -F.cosine_similarity(a, b.detach()).mean() - F.cosine_similarity(b, a.detach()).mean()
-
-
-@case(lambda: Net(out=16), loss=None, step=stopped)
-def siamese_planned_as_one_step(t: Loop, k: int) -> Any:
-    """SimSiam: two views through one model, with one side detached, planned by `step=`."""
-    return t.update(stopped(t, k))
-
-
 @case(lambda: Images(16), sgd, images(0), None, beside=followed)
 def self_distillation(t: Loop, k: int) -> Any:
     """DINO: several crops through the student, two through a teacher, whose outputs are centred."""
@@ -612,20 +548,6 @@ def self_distillation(t: Loop, k: int) -> Any:
         t.state = 0.9 * center + 0.1 * targets[0].mean(0)
     losses = [-(target * o.log_softmax(1)).sum(1).mean() for target in targets for o in outputs]
     return t.update(sum(losses) / len(losses))  # type: ignore[arg-type]
-
-
-@case(lambda: Net(out=16), loss=None, beside=followed)
-def bootstrapped_targets(t: Loop, k: int) -> Any:
-    """BYOL: what a slowly moving target makes of the other view."""
-    loss = torch.zeros(())
-    for a, b in ((rows(k), rows(k) + 0.1), (rows(k) + 0.1, rows(k))):
-        with torch.no_grad():
-            wanted = t.beside(b)
-        loss = loss + F.mse_loss(F.normalize(t.model(a), dim=1), F.normalize(wanted, dim=1))
-    t.update(loss)
-    for p, q in zip(t.beside.parameters(), t.model.parameters(), strict=True):
-        p.data.lerp_(q.data, 0.1)
-    return loss
 
 
 @case(lambda: Net(3), adamw, beside=lambda model: Net(6))
@@ -692,18 +614,6 @@ def a_penalty_now_and_then(t: Loop, k: int) -> Any:
     return t.update(loss)
 
 
-@case()
-def adversarial_examples(t: Loop, k: int) -> Any:
-    """PGD: the gradient with respect to the input first, then a step on the changed input."""
-    with aside():
-        x = rows(k).requires_grad_()
-    (slope,) = torch.autograd.grad(cross(t.model(x), k), x)
-    with aside():
-        changed = (x + 0.05 * slope.sign()).detach()
-    del slope
-    return t.update(cross(t.model(changed), k))
-
-
 # ---------------------------------------------------------------- gradients of another kind
 
 
@@ -747,34 +657,6 @@ def gradients_of_each_sample(t: Loop, k: int) -> Any:
     return loss, norms
 
 
-@case()
-def the_sharpest_point(t: Loop, k: int) -> Any:
-    """SAM: a step up to where the loss is largest nearby, and the gradient there."""
-    t.optimizer.zero_grad()
-    classified(t.model, k).backward()
-    own = list(t.model.parameters())
-    with torch.no_grad(), aside():
-        up = [0.05 * p.grad / (p.grad.norm() + 1e-9) for p in own]
-        torch._foreach_add_(own, up)
-    t.optimizer.zero_grad()
-    loss = classified(t.model, k)
-    loss.backward()
-    with torch.no_grad():
-        torch._foreach_sub_(own, up)
-    t.optimizer.step()
-    return loss
-
-
-@case(Net, adamw, beside=lambda model: [p.detach().clone() for p in model.parameters()])
-def looking_ahead(t: Loop, k: int) -> Any:
-    """Lookahead: slow weights are put back every third step through `.data`."""
-    loss = t.update(classified(t.model, k))
-    for p, s in zip(t.model.parameters(), t.beside, strict=True) if k % 3 == 2 else ():
-        s.lerp_(p.detach(), 0.5)
-        p.data.copy_(s)
-    return loss
-
-
 @case(
     lambda: Net(dropout=0.0),
     lambda model: torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3, history_size=2),
@@ -799,30 +681,6 @@ def backward_twice(t: Loop, k: int) -> Any:
     cross(output, k).backward(retain_graph=True)
     output.square().mean().backward()
     t.optimizer.step()
-
-
-@case()
-def gradients_of_some_parameters(t: Loop, k: int) -> Any:
-    """Runs `backward(inputs=...)` for the head in some steps."""
-    t.optimizer.zero_grad()
-    loss = classified(t.model, k)
-    loss.backward(inputs=list((t.model.head if k % 2 else t.model).parameters()))
-    t.optimizer.step()
-    return loss
-
-
-@case()
-def conflicting_gradients(t: Loop, k: int) -> Any:
-    """PCGrad: each task's gradient by `autograd.grad`, projected, then put into `.grad`."""
-    output = t.model(rows(k))
-    losses = cross(output, k), output.square().mean()
-    own = list(t.model.parameters())
-    a = torch.autograd.grad(losses[0], own, retain_graph=True)
-    b = torch.autograd.grad(losses[1], own)
-    for p, g, h in zip(own, a, b, strict=True):
-        p.grad = g + h - torch.clamp((g * h).sum() / (h.norm() ** 2 + 1e-9), max=0) * h
-    t.optimizer.step()
-    return losses
 
 
 def stepping_in_hooks() -> Net:
@@ -983,40 +841,6 @@ def outputs_asked_for_in_some_steps(t: Loop, k: int) -> Any:
     return t.update(loss), plotted
 
 
-def images_with_hooks() -> Images:
-    model = Images()
-    model.__dict__["found"] = []
-    for layer in model.layers:
-        layer.register_forward_hook(lambda module, args, output: model.__dict__["found"].append(output))
-    return model
-
-
-@case(images_with_hooks, sgd, images(0), None)
-def features_by_hooks(t: Loop, k: int) -> Any:
-    """Collects features by hooks for a loss of perception."""
-    t.model.found.clear()
-    output = t.model(images(k))
-    loss = cross(output, k) + sum(f.square().mean() for f in t.model.found)
-    del output
-    t.update(loss)
-    t.model.found.clear()
-    return loss
-
-
-@case()
-def hooks_on_gradients(t: Loop, k: int) -> Any:
-    """Registers hooks on gradients of activations in some steps (Grad-CAM, clipping inside)."""
-    seen: list[Tensor] = []
-    handles = [
-        block.register_full_backward_hook(lambda m, i, o: seen.append(o[0].norm()))
-        for block in (t.model.blocks if k % 2 else ())
-    ]
-    loss = t.update(classified(t.model, k))
-    for handle in handles:
-        handle.remove()
-    return loss, seen
-
-
 @case()
 def a_wrapper_around(t: Loop, k: int) -> Any:
     """Calls the planned model through a wrapper that splits the batch."""
@@ -1078,50 +902,6 @@ def a_loop_over_time(t: Loop, k: int) -> Any:
     return t.update(cross(t.model(rows(k, (4 + k) * 64).view(-1, 64, WIDTH)), k))
 
 
-class Denoiser(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.time, self.kind, self.net = nn.Embedding(100, WIDTH), nn.Embedding(LABELS, WIDTH), Net(4, WIDTH)
-
-    def forward(self, x: Tensor, t: Tensor, kind: Tensor | None = None) -> Tensor:
-        x = x + self.time(t)
-        return self.net(x if kind is None else x + self.kind(kind))
-
-
-@case(Denoiser, adamw, (rows(0), torch.zeros(128, dtype=torch.long), labels(0)), mean_square)
-def diffusion(t: Loop, k: int) -> Any:
-    """Predicts noise at a random time, with classifier-free guidance: the label is left out at random."""
-    time, noise = torch.randint(100, (128,)), torch.randn(128, WIDTH)
-    level = (time / 100)[:, None]
-    kind = labels(k) if torch.rand(()) > 0.4 else None
-    return t.update(F.mse_loss(t.model(rows(k) * (1 - level) + noise * level, time, kind), noise))
-
-
-class Quantized(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder, self.decoder = Net(2, WIDTH), Net(2, WIDTH)
-        self.register_buffer("codes", torch.randn(16, WIDTH))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        z = self.encoder(x + 0.1 * torch.randn_like(x))
-        near = torch.cdist(z, self.codes).argmin(1)
-        q = self.codes[near]
-        if self.training:
-            with torch.no_grad():
-                self.codes.index_add_(0, near, 0.01 * (z - q))
-        return self.decoder(z + (q - z).detach()), F.mse_loss(z, q.detach())
-
-
-@case(Quantized, adamw, loss=lambda found: mean_square(found[0]) + found[1])
-def a_codebook(t: Loop, k: int) -> Any:
-    """VQ-VAE: the gradient goes straight through the nearest codes, which follow by averages in buffers."""
-    made, commitment = t.model(rows(k))
-    loss = F.mse_loss(made, rows(k)) + commitment * k
-    del made, commitment
-    return t.update(loss)
-
-
 @case(lambda: Net(3, 4), adamw, rows(0, 16), None)
 def policy_gradient(t: Loop, k: int) -> Any:
     """REINFORCE: acts step by step with graphs, then one backward for the episode."""
@@ -1134,24 +914,6 @@ def policy_gradient(t: Loop, k: int) -> Any:
         state = state.roll(1, 1) + act[:, None]
     del policy
     return t.update(-(torch.stack(chances) * torch.stack(rewards)).mean())
-
-
-@case(lambda: Net(3, 5), adamw, rows(0, 64), mean_square)
-def actor_and_critic(t: Loop, k: int) -> Any:
-    """PPO: collects without gradients, then several epochs of small batches on two heads."""
-    with torch.no_grad(), aside():
-        found = t.model(rows(k))
-        policy = torch.distributions.Categorical(logits=found[:, :4])
-        acts = policy.sample()
-        old, gain = policy.log_prob(acts), (acts == 1).float() - found[:, 4]
-    for part in torch.randperm(128).split(64):
-        found = t.model(rows(k)[part])
-        ratio = (torch.distributions.Categorical(logits=found[:, :4]).log_prob(acts[part]) - old[part]).exp()
-        loss = -torch.min(ratio * gain[part], ratio.clamp(0.8, 1.2) * gain[part]).mean()
-        loss = loss + F.mse_loss(found[:, 4], gain[part])
-        del found, ratio
-        t.update(loss)
-    return loss
 
 
 # ---------------------------------------------------------------- language models as they are tuned
@@ -1190,16 +952,6 @@ def adapters_added_later(t: Loop, k: int) -> Any:
     return updated(sgd(t.model), t.model(**labelled(k)).loss)
 
 
-@case(adapted, adamw, {"input_ids": tokens(0)}, mean_square)
-def preferences_without_adapters(t: Loop, k: int) -> Any:
-    """DPO: the reference is the model with its adapters disabled; both answers in one batch."""
-    text = tokens(k)
-    with torch.no_grad(), t.model.disable_adapter():
-        before = chosen(t.model(input_ids=text).logits, text)
-    gain = chosen(t.model(input_ids=text).logits, text) - before
-    return t.update(-F.logsigmoid(0.1 * (gain[:4] - gain[4:])).mean())
-
-
 def generated(model: Any, prompt: Tensor, count: int) -> Tensor:
     mask = torch.ones(prompt.shape, dtype=torch.long)
     return model.generate(  # type: ignore[no-any-return]
@@ -1217,21 +969,6 @@ def generation_between_steps(t: Loop, k: int) -> Any:
     gain = (text[:, 6:] == 7).float().sum(1)
     gain = (gain - gain.mean()) / (gain.std() + 1e-4)
     return t.update(-(chosen(t.model(input_ids=text).logits, text) * gain).mean()), text
-
-
-@case(gpt2, adamw, labelled(0), None)
-def generation_in_training_mode(t: Loop, k: int) -> Any:
-    """Generates without leaving training mode."""
-    loss = t.update(t.model(**labelled(k)).loss)
-    return loss, generated(t.model, tokens(k, 2, 4), 4)
-
-
-@case(gpt2, adamw, {"input_ids": tokens(0)}, lambda output: next_token(output.logits, tokens(0)))
-def labels_in_some_steps(t: Loop, k: int) -> Any:
-    """Plans without labels, and passes them in some steps, so that the model computes the loss."""
-    if k % 2:
-        return t.update(t.model(**labelled(k)).loss)
-    return t.update(next_token(t.model(input_ids=tokens(k)).logits, tokens(k)))
 
 
 def frozen_gpt2() -> Any:
@@ -1268,57 +1005,10 @@ def evaluation_in_between(t: Loop, k: int) -> Any:
     return loss, float(found)
 
 
-@case()
-def evaluation_with_gradients(t: Loop, k: int) -> Any:
-    """Looks at gradients of the input in evaluation mode between steps (saliency)."""
-    loss = t.update(classified(t.model, k))
-    t.model.eval()
-    x = rows(k, 16).requires_grad_()
-    (slope,) = torch.autograd.grad(t.model(x).sum(), x)
-    t.model.train()
-    return loss, slope
-
-
-@case()
-def evaluation_mode_forgotten(t: Loop, k: int) -> Any:
-    """Trains on in evaluation mode after the first evaluation."""
-    if k == 2:
-        t.model.eval()
-    return t.update(classified(t.model, k))
-
-
 @case(lambda: Net().eval(), then=lambda t: t.model.train())
 def planned_in_evaluation_mode(t: Loop, k: int) -> Any:
     """Plans a model as it was loaded, in evaluation mode, and trains it in training mode."""
     return t.update(classified(t.model, k))
-
-
-def entropy(output: Tensor) -> Tensor:
-    return -(output.softmax(1) * output.log_softmax(1)).sum()
-
-
-def only_norms_trained() -> Images:
-    model = Images()
-    frozen(model)
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            frozen(module, False)
-    return model
-
-
-def trained_norms(model: nn.Module) -> torch.optim.Optimizer:
-    return sgd(*(m for m in model.modules() if isinstance(m, nn.BatchNorm2d)))
-
-
-@case(only_norms_trained, trained_norms, images(0), entropy, beside=lambda model: copy.deepcopy(model.state_dict()))
-def training_at_test_time(t: Loop, k: int) -> Any:
-    """Adapts the norms by the entropy of each test batch, then predicts, and puts the weights back."""
-    loss = t.update(entropy(t.model(images(k, 8 if k % 2 else 5))))
-    with torch.no_grad():
-        found = t.model(images(k))
-    if k % 3 == 2:
-        t.model.load_state_dict(t.beside)
-    return loss, found
 
 
 @case()
@@ -1383,9 +1073,9 @@ class Result:
 
     name: str
     about: str
-    broken: str = ""
-    failed: str = ""
-    row: Row = field(default_factory=Row)
+    row: Row
+    broken: str
+    failed: str
 
 
 def drive(name: str, record: Record) -> None:
@@ -1399,14 +1089,8 @@ def drive(name: str, record: Record) -> None:
 def trial(name: str) -> Result:
     """Train both ways."""
     torch.set_num_threads(1)
-    result = Result(name, " ".join((TABLE[name].run.__doc__ or "").split()))
-    with contextlib.redirect_stderr(io.StringIO()):
-        try:
-            result.row = compared(functools.partial(drive, name))
-            result.broken = result.row.broken
-        except Exception as error:
-            result.failed, result.broken = documents.brief(error), "not trained"
-    return result
+    about = " ".join((TABLE[name].run.__doc__ or "").split())
+    return Result(name, about, *tried(functools.partial(drive, name)))
 
 
 def checks(results: list[Result]) -> list[documents.Check]:

@@ -35,7 +35,7 @@ import torch
 import transformers
 from torch import nn
 from torch.utils import _pytree as pytree
-from trainings import OVER, Record, Row, compared, shown
+from trainings import OVER, Record, Row, shown, tried
 from varying_models import FAMILIES, MASKS, Family
 
 import ckptplan
@@ -394,16 +394,10 @@ def trial(seed: int) -> Result:
     def training(record: Record) -> None:
         RUN[spec.way](record, Varying(spec))
 
-    result = Result(seed, spec.family, spec.way, spec.varies)
-    with contextlib.redirect_stderr(io.StringIO()):
-        try:
-            result.varies = possible(spec, FAMILIES[spec.family]())
-            result.row = compared(training, seed)
-            result.broken = result.row.broken
-        except Exception as error:
-            result.failed, result.broken = documents.brief(error), "not trained"
-    result.seconds = round(time.perf_counter() - begun, 1)
-    return result
+    row, broken, failed = tried(training, seed)
+    varies = possible(spec, FAMILIES[spec.family]())
+    took_s = round(time.perf_counter() - begun, 1)
+    return Result(seed, spec.family, spec.way, varies, took_s, failed, broken, row)
 
 
 def results_of(seeds: Iterable[int], workers: int) -> Iterator[Result]:

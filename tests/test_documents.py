@@ -184,9 +184,7 @@ def test_files_exist(page: Path) -> None:
     """Paths of the repository, or of the package without its name."""
     for text in code(page):
         for path in re.findall(r"^(?:[\w.-]+/)+(?:[\w-]+\.(?:py|json|md|toml|png))?$", text):
-            if not path.startswith(
-                ("tmp/", "probe/", "profile/", "measure/", "plans/", "histories/", "traces/", "plots/")
-            ):
+            if not path.startswith(("tmp/", "probe/", "profile/", "measure/", "plans/", "histories/", "traces/")):
                 assert (ROOT / path).exists() or (ROOT / "ckptplan" / path).exists(), path
 
 

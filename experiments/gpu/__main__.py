@@ -76,8 +76,6 @@ def run(part: str, options: work.Options, args: argparse.Namespace) -> bool:
         "device": options.device, "small": options.small, "sources": sources(),
     }  # fmt: skip
     results.write("all", show.document(results, options.cases, found))
-    for path in show.plots(results, options.cases, options.out / "plots"):
-        print(path)
     if args.json is not None:
         Results(args.json.parent).write(args.json.stem, show.document(results, options.cases, found))
     return True

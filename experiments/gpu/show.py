@@ -1,12 +1,10 @@
-"""`table`: everything in a folder of results as text, one JSON document, and plots. No torch."""
+"""`table`: everything in a folder of results as text, and one JSON document. No torch."""
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import statistics
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -289,43 +287,3 @@ def complaints(results: Results, cases: Sequence[str]) -> Iterator[str]:
             for name, found in bits["plans"].items():
                 if further(found["steps"], bits["plain_again"]):
                     yield f"{case.name}: {name} {_bits(found['steps'])}; plain {_bits(bits['plain_again'])}"
-
-
-def plots(results: Results, cases: Sequence[str], folder: Path) -> list[Path]:
-    """Step over peak for each case, everything on one scale; needs matplotlib."""
-    if importlib.util.find_spec("matplotlib") is None:
-        print("table: no plots, matplotlib is not installed")
-        return []
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    drawn = []
-    for name in cases:
-        points: dict[str, dict[str, tuple[float, float]]] = {}
-        for _, data in _groups(results, find(name)):
-            for contender, found in data.get("contenders", {}).items():
-                if len(found.get("times", {}).get("step_s", ())) < LEAST_STEPS:
-                    continue
-                kind = contender.partition(".")[0] if "predicted" in found else "rivals"
-                point = found["peaks"]["judged_bytes"] / 2**30, found["times"]["median_step_s"] * 1e3
-                points.setdefault(kind, {}).setdefault(contender, point)  # a rival beside several plans: once
-        if not points:
-            continue
-        figure, axes = pyplot.subplots(figsize=(7, 4.5))
-        for kind, found_points in points.items():
-            axes.scatter(*zip(*found_points.values(), strict=True), label=kind)
-            if kind == "rivals":
-                for contender, point in found_points.items():
-                    axes.annotate(contender, point, textcoords="offset points", xytext=(4, 4), fontsize=8)
-        axes.set(xlabel="reserved peak, GiB", ylabel="forward and backward, ms", title=name, yscale="log")
-        axes.yaxis.set_minor_formatter("{x:.0f}")
-        axes.yaxis.set_major_formatter("{x:.0f}")
-        axes.legend()
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{name}.svg"
-        figure.savefig(path, bbox_inches="tight")
-        pyplot.close(figure)
-        drawn.append(path)
-    return drawn
