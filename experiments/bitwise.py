@@ -11,26 +11,21 @@ updated in between, swap space is used again from step to step, and copies are d
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import random
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
-
-import torch
-from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+from unittest import mock
 
 import documents
 import made_plans
 import models
 import small_models
+import torch
+from torch import nn
 
 import ckptplan
 from ckptplan.core.link import TIERS, Tier
@@ -41,24 +36,18 @@ from ckptplan.core.rules import enforceable_points
 from ckptplan.core.schedule import residency
 from ckptplan.core.segment import Segment
 from ckptplan.runtime import handle as application
+from ckptplan.runtime.observe.measure import same_bits
 from ckptplan.runtime.step import default_loss
 from ckptplan.runtime.swap.stores import ChecksumStore, DiskStore, disk
 
 Made = tuple[nn.Module, Any]
 
 SMALL: dict[str, dict[str, int]] = {
-    "gpt2": {"batch": 2, "length": 64, "layers": 4},
-    "bert": {"batch": 2, "length": 64, "layers": 4},
-    "vit": {"batch": 1, "layers": 4},
-    "resnet50": {"batch": 2},
-    "llama": {"batch": 2, "length": 64, "layers": 4},
-    "t5": {"batch": 1, "length": 64, "layers": 2},
-    "swin": {"batch": 1, "layers": 2},
-    "convnext": {"batch": 1},
-    "mixtral": {"batch": 1, "length": 64},
-    "lstm": {"batch": 2, "length": 32},
-    "unet": {"batch": 1},
-}
+    "gpt2": {"batch": 2, "length": 64, "layers": 4}, "bert": {"batch": 2, "length": 64, "layers": 4},
+    "vit": {"batch": 1, "layers": 4}, "resnet50": {"batch": 2}, "llama": {"batch": 2, "length": 64, "layers": 4},
+    "t5": {"batch": 1, "length": 64, "layers": 2}, "swin": {"batch": 1, "layers": 2}, "convnext": {"batch": 1},
+    "mixtral": {"batch": 1, "length": 64}, "lstm": {"batch": 2, "length": 32}, "unet": {"batch": 1},
+}  # fmt: skip
 """Sizes at which a step takes some hundredths of a second."""
 FROM_TESTS = ("conv_norm", "unet", "nested", "shared", "views", "routed", "low_rank", "custom_function")
 WITHOUT_AUTOCAST = ("lstm",)
@@ -158,7 +147,6 @@ def moving(
 def delayed_copies(seed: int, longest_s: float = 2e-3) -> Iterator[None]:
     """Half of the copies, either way, take up to `longest_s` longer."""
     rng = random.Random(seed)
-    write, read = disk._write, disk._read
 
     def late(copy: Callable[..., None]) -> Callable[..., None]:
         def run(*arguments: Any) -> None:
@@ -168,11 +156,8 @@ def delayed_copies(seed: int, longest_s: float = 2e-3) -> Iterator[None]:
 
         return run
 
-    disk._write, disk._read = late(write), late(read)
-    try:
+    with mock.patch.multiple(disk, _write=late(disk._write), _read=late(disk._read)):
         yield
-    finally:
-        disk._write, disk._read = write, read
 
 
 def train(model: nn.Module, inputs: Any, steps: int, autocast: bool) -> list[dict[str, torch.Tensor]]:
@@ -196,31 +181,22 @@ def differing(found: list[dict[str, torch.Tensor]], wanted: list[dict[str, torch
     """What differs in any bit, by step."""
     out = []
     for k, (a, b) in enumerate(zip(found, wanted, strict=True)):
-        names = [name for name in {**a, **b} if name not in a or name not in b or not _same(a[name], b[name])]
+        names = [name for name in {**a, **b} if name not in a or name not in b or not same_bits(a[name], b[name])]
         out += [f"step {k}: {name}" for name in names]
     return out
 
 
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    bits = [t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(bits[0], bits[1])
-
-
 def main() -> None:
     """Run all of them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = documents.parser(__doc__)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--only", help="names of architectures, with commas between them")
+    parser.add_argument("--only", type=documents.among(architectures()), help="names of architectures")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="directory for bitwise.json")
     given = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message=".*lr_scheduler.*")
     made = architectures()
-    names = list(made) if given.only is None else given.only.split(",")
-    unknown = [name for name in names if name not in made]
-    if unknown:
-        raise SystemExit(f"unknown: {', '.join(unknown)}; there are {', '.join(made)}")
+    names = given.only or list(made)
     rows: list[dict[str, Any]] = []
     for name in names:
         autocast = name not in WITHOUT_AUTOCAST
@@ -236,20 +212,12 @@ def main() -> None:
                 found = train(model, inputs, given.steps, autocast)
                 stats = handle.stats()
             wrong = differing(found, wanted)
-            rows.append(
-                {
-                    "architecture": name,
-                    "plan": what,
-                    "steps": given.steps,
-                    "autocast": autocast,
-                    "tensors_compared": sum(len(step) for step in wanted),
-                    "recomputed_stages": stats.recomputed_stages,
-                    "swapped_bytes": stats.swapped_out_bytes,
-                    "disk_bytes_per_step": plan.disk_bytes,
-                    "segments": len(plan.segments),
-                    "differing": wrong,
-                }
-            )
+            rows.append({
+                "architecture": name, "plan": what, "steps": given.steps, "autocast": autocast,
+                "tensors_compared": sum(len(step) for step in wanted), "recomputed_stages": stats.recomputed_stages,
+                "swapped_bytes": stats.swapped_out_bytes, "disk_bytes_per_step": plan.disk_bytes,
+                "segments": len(plan.segments), "differing": wrong,
+            })  # fmt: skip
             print(
                 f"{name:<22} {what:<10} {stats.recomputed_stages:>5} recomputed, {len(plan.segments)} segments, "
                 f"{stats.swapped_out_bytes / 2**20:8.1f} MiB swapped: {'DIFFERS: ' + wrong[0] if wrong else 'equal'}",
@@ -275,12 +243,8 @@ def two_files(*, checksums: bool = False) -> Iterator[None]:
         made = {"host": DiskStore(), "disk": DiskStore(device=device, chunk_bytes=1 << 14)}
         return {tier: ChecksumStore(store) if checksums else store for tier, store in made.items()}
 
-    before = application.make_stores
-    application.make_stores = both  # type: ignore[attr-defined]
-    try:
+    with mock.patch.object(application, "make_stores", both):
         yield
-    finally:
-        application.make_stores = before  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":

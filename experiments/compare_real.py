@@ -3,6 +3,7 @@
     python experiments/compare_real.py --out experiments/results
     python experiments/compare_real.py --out experiments/results --recompute-alone
     python experiments/compare_real.py --out /tmp/compiled --models gpt2,resnet50 --compiled 0.25,0.5,1
+    python experiments/compare_real.py --out /tmp/tight --rules pooch --share 0
     python experiments/compare_real.py --out /tmp/quick --quick
 
 Every rival trains its own copy of the same model on the same inputs. Its peak is measured (allocator events), and
@@ -10,7 +11,8 @@ Every rival trains its own copy of the same model on the same inputs. Its peak i
 so that each ratio is between neighbours in time. A cell is one rival on one model: won where the bootstrap interval of
 the median ratio lies below 1, lost where it lies above. Dropout is off: a compiled model draws other random numbers
 than an eager one, and without dropout all rivals compute the very same step. On a CPU swaps go to a file in the same
-memory; with `--recompute-alone` plans have none, and neither have the rivals.
+memory; with `--recompute-alone` plans have none, and neither have the rivals. Greedy rules plan from the same profile
+for a budget half-way from the smallest peak to everything kept, or another share of the way.
 """
 
 from __future__ import annotations
@@ -26,9 +28,8 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import documents
@@ -43,9 +44,9 @@ import ckptplan
 from ckptplan.baselines import BASELINES
 from ckptplan.core.errors import InfeasibleBudgetError
 from ckptplan.core.option import ACTIONS
-from ckptplan.core.schedule import residency
 from ckptplan.runtime.observe.measure import held_tensors, peak_above_start, unique_bytes
 from ckptplan.solving import smallest_peak
+from ckptplan.solving.frontier import everything_kept_bytes
 
 SCHEMA = "ckptplan.compare_real/1"
 GIB, MIB = 1 << 30, 1 << 20
@@ -66,8 +67,8 @@ WHAT = {
     "the same memory: it shows the cost of copying and can't lower the peak. Copies lose their strides, so kernels may "
     "round otherwise. With pin_memory=False it does nothing on the CPU",
     "swap_all": "ckptplan's own baseline: every stage swapped to a file, at the smallest peak this allows",
-    "greedy": "published greedy rules (ckptplan.baselines) on the same profile, for a budget half-way between the "
-    "smallest peak and everything kept",
+    "greedy": "published greedy rules (ckptplan.baselines) on the same profile, for a budget between the smallest peak "
+    "and everything kept",
     "compiled": "torch.compile(fullgraph=True) with this activation_memory_budget; 1 is plain compiled training. What "
     "its kernels hold outside of torch's allocator isn't seen",
 }
@@ -76,19 +77,15 @@ WHAT = {
 RECOMPUTE_ALONE = ("plain", "hf", "hf/every2", "sequential/2", "sequential/4", "chen_greedy")
 """The rivals that don't copy anything."""
 
-GREEDY = ("chen_greedy", "superneurons", "capuchin")
+GREEDY = ["chen_greedy", "superneurons", "capuchin"]
 RESAMPLES = 10_000
 INTERVAL = (2.5, 97.5)
 """Percentiles of the bootstrap medians."""
 
 BLOCKS: Mapping[str, str] = {
-    "gpt2": "transformer.h",
-    "t5": "encoder.block",
-    "bert": "bert.encoder.layer",
-    "vit": "vit.layers",
-    "resnet50": "resnet.encoder.stages",
-    "llama": "model.layers",
-}
+    "gpt2": "transformer.h", "t5": "encoder.block", "bert": "bert.encoder.layer", "vit": "vit.layers",
+    "resnet50": "resnet.encoder.stages", "llama": "model.layers",
+}  # fmt: skip
 """Model -> its list of blocks, where it has one; for ResNet the list of stages, each with a list of blocks."""
 
 Inputs = dict[str, Tensor]
@@ -188,12 +185,12 @@ def make(name: str, quick: bool) -> tuple[nn.Module, Inputs]:
 
 
 @contextlib.contextmanager
-def baseline(model: nn.Module, forward: Forward, *, name: str, profile: ckptplan.Profile) -> Iterator[Forward]:
-    """A published rule, for the budget half-way or the next larger one that it keeps."""
-    least = 1 if name == "swap_all" else smallest_peak(profile).peak_bytes
-    r = residency(profile, [stage.keep for stage in profile.stages])
-    most = max(*r.forward_bytes, *r.backward_bytes)
-    budget_bytes = least if name == "swap_all" else (least + most) // 2
+def baseline(
+    model: nn.Module, forward: Forward, *, name: str, profile: ckptplan.Profile, share: float
+) -> Iterator[Forward]:
+    """A published rule, for a budget at this share of the way or the next larger one that it keeps."""
+    least = smallest_peak(profile).peak_bytes
+    budget_bytes = 1 if name == "swap_all" else least + int((everything_kept_bytes(profile) - least) * share)
     try:
         plan = BASELINES[name](profile, budget_bytes)
     except InfeasibleBudgetError as error:
@@ -202,16 +199,15 @@ def baseline(model: nn.Module, forward: Forward, *, name: str, profile: ckptplan
         yield forward
 
 
-def entrants(
-    name: str, profile: ckptplan.Profile, segments: Sequence[int], ratios: Sequence[float]
-) -> dict[str, Enter]:
+def entrants(name: str, profile: ckptplan.Profile, given: argparse.Namespace) -> dict[str, Enter]:
     """Names, and what puts a copy of the model under each regime."""
-    segments = segments if name in BLOCKS else ()
-    known = rivals(ratios=ratios, path=BLOCKS.get(name), segments=segments, every=(1, 2))
+    segments = given.segments if name in BLOCKS else ()
+    known = rivals(ratios=given.compiled, path=BLOCKS.get(name), segments=segments, every=(1, 2))
     found = {"plain": known["keep"].enter}
     found |= {key: known[key].enter for key in ("hf", "hf/every2", *(f"sequential/{n}" for n in segments))}
     found |= {"save_on_cpu": known["save_on_cpu"].enter}
-    found |= {key: functools.partial(baseline, name=key, profile=profile) for key in ("swap_all", *GREEDY)}
+    rules = {name: functools.partial(baseline, name=name, profile=profile, share=given.share) for name in given.rules}
+    found |= {"swap_all": functools.partial(baseline, name="swap_all", profile=profile, share=0.0), **rules}
     return found | {key: rival.enter for key, rival in known.items() if rival.compiles}
 
 
@@ -278,17 +274,14 @@ def race(contenders: Sequence[Contender], rounds: int) -> None:
 def row(c: Contender, reference: Contender, compiled_s: float | None, allowed: tuple[float, float]) -> Row:
     """Lay a contender beside the plain model; `allowed` has the plain step's own `rounding`."""
     return Row(
-        c.name,
-        peak_bytes=c.peak_bytes,
-        step=Timing(c.step_s, min(c.times_s), max(c.times_s), tuple(c.times_s)),
-        over_plain=c.step_s / reference.step_s,
-        over_compiled=c.step_s / compiled_s if compiled_s else None,
+        c.name, peak_bytes=c.peak_bytes, step=Timing(c.step_s, min(c.times_s), max(c.times_s), tuple(c.times_s)),
+        over_plain=c.step_s / reference.step_s, over_compiled=c.step_s / compiled_s if compiled_s else None,
         gradients=verdict(c.gradients, reference.gradients, allowed[0]),
         gradient_deviation=deviation(c.gradients, reference.gradients),
         buffers=verdict(c.buffers, reference.buffers, allowed[1]),
         buffer_deviation=deviation(c.buffers, reference.buffers),
         extra_flops=None if c.flops is None or not reference.flops else c.flops / reference.flops - 1,
-    )
+    )  # fmt: skip
 
 
 def verdict(found: Sequence[Tensor], wanted: Sequence[Tensor], allowed: float) -> str:
@@ -308,26 +301,19 @@ def deviation(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
 
 
 def compare(
-    name: str,
-    stack: contextlib.ExitStack,
-    *,
-    quick: bool,
-    segments: Sequence[int],
-    ratios: Sequence[float],
-    rounds: int,
-    swaps: bool,
-    say: Callable[[str], None],
+    name: str, stack: contextlib.ExitStack, given: argparse.Namespace
 ) -> tuple[list[Pair], tuple[float, float]]:
     """Enter every rival, then ours at its peak; race them; lay them side by side. Also the plain step's rounding."""
     ignore_garbage()
-    model, inputs = make(name, quick)
+    swaps, rounds = not given.recompute_alone, given.rounds
+    model, inputs = make(name, given.quick)
     entered: list[tuple[Contender, Contender | None, dict[str, Any]]] = []
     missing: list[Pair] = []
     profile = ckptplan.profile(copy.deepcopy(model), inputs)
-    for rival, way in entrants(name, profile, segments, ratios).items():
+    for rival, way in entrants(name, profile, given).items():
         if not swaps and rival not in RECOMPUTE_ALONE:
             continue
-        say(f"{name}: {rival}")
+        print(f"{name}: {rival}", file=sys.stderr, flush=True)
         mine = copy.deepcopy(model)
         try:
             forward = stack.enter_context(way(mine, functools.partial(mine, **inputs)))
@@ -336,7 +322,6 @@ def compare(
             missing.append(Pair(Row(rival, reason=f"{type(error).__name__}: {str(error).strip().splitlines()[0]}")))
             continue
         entered.append((contender, *ours(model, inputs, contender, stack, swaps)))
-    say(f"{name}: {rounds} rounds of {sum(1 + (own is not None) for _, own, _ in entered)} steps")
     race([c for pair in entered for c in pair[:2] if c], rounds)
     torch._dynamo.reset()
     reference = next(c for c, _, _ in entered if c.name == "plain")
@@ -400,49 +385,40 @@ def ours(
         if contender.peak_bytes <= rival.peak_bytes:
             break
     facts = {
-        "status": plan.status,
-        "gap": plan.gap,
-        "space": plan.space,
-        "slack": slack,
-        "budget_bytes": plan.budget_bytes,
-        "peak_bytes": plan.peak_bytes,
-        "step_s": plan.step_s,
-        "overhead": plan.overhead,
+        "status": plan.status, "gap": plan.gap, "space": plan.space, "slack": slack, "budget_bytes": plan.budget_bytes,
+        "peak_bytes": plan.peak_bytes, "step_s": plan.step_s, "overhead": plan.overhead,
         "actions": dict(Counter(decision.action for decision in plan.decisions.values())),
-    }
+    }  # fmt: skip
     return contender, {"planning_s": took_s, "plan": facts}
 
 
-def table(name: str, pairs: Sequence[Pair]) -> str:
-    """One line per rival, ours on the right."""
-    head = (
-        f"{name}\n{'rival':<15}{'peak MiB':>9}{'step ms':>9}{'min-max':>13}{'/plain':>8}{'/comp.':>8}{'FLOPs':>8}"
-        f"{'grads':>9}{'buffers':>9} |{'ours MiB':>9}{'step ms':>9}{'/plain':>8}{'/rival':>8}{'interval':>12}"
-        f"{'grads':>8}{'':>6}"
-    )
-    lines = [head]
+def table(name: str, pairs: Sequence[Pair]) -> None:
+    """Print one line per rival, ours on the right."""
+    columns = (
+        name, "peak MiB", "step ms", "/plain", "/compiled", "FLOPs", "gradients", "buffers", "ours MiB", "step ms",
+        "/plain", "/rival", "gradients", "",
+    )  # fmt: skip
+    cells: list[tuple[Any, ...]] = []
     for pair in pairs:
         rival, own = pair.rival, pair.ours
         if rival.step is None or rival.peak_bytes is None:
-            lines.append(f"{rival.name:<15}not measured: {rival.reason}")
+            cells.append((rival.name, rival.reason))
             continue
-        spread = f"{rival.step.min_s * 1e3:.0f}-{rival.step.max_s * 1e3:.0f}"
-        flops = "" if rival.extra_flops is None else f"{rival.extra_flops:+.1%}"
-        over_compiled = "" if rival.over_compiled is None else f"{rival.over_compiled:.2f}"
+        flops = None if rival.extra_flops is None else f"{rival.extra_flops:+.1%}"
+        over_compiled = None if rival.over_compiled is None else f"{rival.over_compiled:.2f}"
         line = (
-            f"{rival.name:<15}{rival.peak_bytes / MIB:>9.1f}{rival.step.median_s * 1e3:>9.1f}{spread:>13}"
-            f"{rival.over_plain:>8.2f}{over_compiled:>8}{flops:>8}{rival.gradients:>9}{rival.buffers:>9} |"
-        )
+            rival.name, f"{rival.peak_bytes / MIB:.1f}", f"{rival.step.median_s * 1e3:.1f}", f"{rival.over_plain:.2f}",
+            over_compiled, flops, rival.gradients, rival.buffers,
+        )  # fmt: skip
         if own is None or own.step is None or pair.over_rival is None:
-            least = pair.plan["min_peak_bytes"] if pair.plan else 0
-            lines.append(f"{line}  no plan fits; the smallest peak is {least / MIB:.1f} MiB")
+            cells.append((*line, f"no plan below {(pair.plan or {}).get('min_peak_bytes', 0) / MIB:.1f}"))
             continue
         ratio, low, high = pair.over_rival
-        lines.append(
-            f"{line}{(own.peak_bytes or 0) / MIB:>9.1f}{own.step.median_s * 1e3:>9.1f}{own.over_plain:>8.2f}"
-            f"{ratio:>8.2f}{f'{low:.2f}-{high:.2f}':>12}{own.gradients:>8}{outcome(pair):>6}"
-        )
-    return "\n".join(lines)
+        cells.append((
+            *line, f"{(own.peak_bytes or 0) / MIB:.1f}", f"{own.step.median_s * 1e3:.1f}", f"{own.over_plain:.2f}",
+            f"{ratio:.2f} ({low:.2f}-{high:.2f})", own.gradients, outcome(pair),
+        ))  # fmt: skip
+    documents.show(documents.table(columns, cells))
 
 
 def complaints(name: str, pairs: Sequence[Pair]) -> list[str]:
@@ -461,60 +437,41 @@ def complaints(name: str, pairs: Sequence[Pair]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder for compare_real.json")
-    parser.add_argument("--models", default="gpt2,t5,resnet50,vit,unet", help="comma-separated names in models.py")
+    parser = documents.parser(__doc__)
+    parser.add_argument("--models", type=documents.among(MODELS), default=["gpt2", "t5", "resnet50", "vit", "unet"])
     parser.add_argument("--rounds", type=int, default=20, help="timed steps of each")
-    parser.add_argument("--compiled", default="", help="comma-separated activation_memory_budget ratios; 1 is none")
-    parser.add_argument("--segments", default="2,4", help="segment counts of checkpoint_sequential")
+    parser.add_argument("--compiled", type=documents.reals, default=[], help="activation_memory_budgets; 1 is none")
+    parser.add_argument("--segments", type=documents.numbers, default=[2, 4], help="of checkpoint_sequential")
+    parser.add_argument("--rules", type=documents.among(BASELINES), default=GREEDY, help="published rules")
+    parser.add_argument("--share", type=float, default=0.5, help="of the way to everything kept, for rules")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of torch")
     parser.add_argument("--recompute-alone", action="store_true", help="plans without swaps, beside rivals without")
     parser.add_argument("--quick", action="store_true", help="one model of two blocks, little data, 3 rounds")
     args = parser.parse_args()
-    began = time.perf_counter()
     torch.set_num_threads(args.threads)
     torch._dynamo.config.recompile_limit = 64  # every ratio compiles the same forward anew
-    quick = {"models": "gpt2", "rounds": 3, "segments": "2"} if args.quick else {}
-    for key, value in quick.items():
-        if getattr(args, key) == parser.get_default(key):
-            setattr(args, key, value)
+    if args.quick:
+        args.models, args.rounds, args.segments = ["gpt2"], 3, [2]
     document: dict[str, Any] = {
-        "schema": SCHEMA,
-        "command": documents.command(),
-        "environment": documents.environment(args.threads),
-        "rounds": args.rounds,
-        "quick": args.quick,
-        "recompute_alone": args.recompute_alone,
-        "dropout": 0,
-        "slack": SLACK,
-        "what": WHAT,
+        "schema": SCHEMA, "rounds": args.rounds, "quick": args.quick, "recompute_alone": args.recompute_alone,
+        "dropout": 0, "slack": SLACK, "what": WHAT,
         "close": f"2-norm distance from the plain step at most {CLOSE} times that step's own from double precision",
-        "wrong": [],
-        "cases": {},
-    }
-    for name in args.models.split(","):
+        "wrong": [], "cases": {},
+    }  # fmt: skip
+    for name in args.models:
         with contextlib.ExitStack() as stack:
-            pairs, allowed = compare(
-                name,
-                stack,
-                quick=args.quick,
-                segments=[int(x) for x in args.segments.split(",")],
-                ratios=[float(x) for x in args.compiled.split(",") if x],
-                rounds=args.rounds,
-                swaps=not args.recompute_alone,
-                say=lambda text: print(f"{time.perf_counter() - began:5.0f} s  {text}", file=sys.stderr, flush=True),
-            )
+            pairs, allowed = compare(name, stack, args)
         document["cases"][name] = {
             "rounding": {"gradients": allowed[0], "buffers": allowed[1]},
             "pairs": [asdict(pair) | {"outcome": outcome(pair)} for pair in pairs],
         }
         document["wrong"] += complaints(name, pairs)
-        documents.write(
-            document, args.out / ("compare_recompute.json" if args.recompute_alone else "compare_real.json")
-        )
-        print(table(name, pairs), flush=True)
+        file = "compare_recompute.json" if args.recompute_alone else "compare_real.json"
+        documents.save(args.out, file, document, threads=args.threads)
+        table(name, pairs)
     for text in document["wrong"]:
         print(f"VIOLATION {text}")
+    sys.exit(bool(document["wrong"]))
 
 
 if __name__ == "__main__":

@@ -33,6 +33,9 @@ BASES = {"transformers": "PreTrainedModel", "diffusers": "ModelMixin"}
 DRAWS = Path(__file__).with_name("drawn.json")
 """The draws of the committed results, made before anything was run on them."""
 
+TIMES = 4
+"""Factor of the samples in trainings, so that activations are more than the gradients of these small models."""
+
 BATCH, LENGTH, TEXT_LENGTH = 2, 64, 16
 VOCAB, RESERVED = 1000, 100  # tokens; the last ones are those that a config names
 POSITIONS = 512
@@ -136,18 +139,9 @@ _WIDTH = re.compile(
 )
 
 SHRINKINGS = (
-    (8, 6, True),
-    (16, 6, True),
-    (32, 6, True),
-    (4, 6, True),
-    (8, 6, False),
-    (2, 6, True),
-    (4, None, False),
-    (2, 6, False),
-    (None, 6, True),
-    (None, 6, False),
-    (None, None, False),
-)
+    (8, 6, True), (16, 6, True), (32, 6, True), (4, 6, True), (8, 6, False), (2, 6, True), (4, None, False),
+    (2, 6, False), (None, 6, True), (None, 6, False), (None, None, False),
+)  # fmt: skip
 """Divisor, layers, images: from the smallest to the default config."""
 
 
@@ -259,12 +253,9 @@ def _audio(s: Settings) -> list[Making]:
     mel = s.get("num_mel_bins", "feature_size", "n_mels", "input_feat_per_channel", "spectrogram_bins", default=80)
     long = s.get("max_length", default=128)
     return [
-        _normal(BATCH, SAMPLES),
-        _normal(BATCH, 1, SAMPLES),
-        _normal(BATCH, long, mel),
-        _normal(BATCH, 2 * LENGTH, mel),
-        _normal(BATCH, mel, 2 * LENGTH),
-    ]
+        _normal(BATCH, SAMPLES), _normal(BATCH, 1, SAMPLES), _normal(BATCH, long, mel),
+        _normal(BATCH, 2 * LENGTH, mel), _normal(BATCH, mel, 2 * LENGTH),
+    ]  # fmt: skip
 
 
 def _features(s: Settings) -> list[Making]:
@@ -315,15 +306,22 @@ def _pooled(s: Settings) -> list[Making]:
     return [_normal(2, width) for width in [*widths, 64][:5]]
 
 
+def _codes(s: Settings) -> list[Making]:
+    books = s.get("num_codebooks", "n_codes_total", "num_quantizers", default=8)
+    return [_whole(_ids(s), *shape) for shape in ((BATCH, LENGTH), (BATCH, books, LENGTH), (BATCH, LENGTH, books))]
+
+
+def _conditions(s: Settings) -> list[Making]:
+    images = [_normal(2, s.get("conditioning_channels", default=3), 8 * n, 8 * n) for n in (16, 32, 8, 64)]
+    return [*images, _normal(2, s.get("conditioning_channels", default=4), 4, 16, 16)]
+
+
+TIMESTEPS: list[Making] = [
+    functools.partial(torch.randint, 0, 999, (2,)), functools.partial(torch.rand, 2), lambda: torch.tensor(10),
+    functools.partial(torch.rand, 2, 5),
+]  # fmt: skip
 MAKINGS: tuple[tuple[str, Callable[[Settings], list[Making]]], ...] = (
-    (
-        r"^(decoder_)?input_ids$|^(input|decoder|text|question|audio)_(ids|codes|tokens)$|^tokens$|^concept_ids$",
-        lambda s: [
-            _whole(_ids(s), BATCH, LENGTH),
-            _whole(_ids(s), BATCH, s.get("num_codebooks", "n_codes_total", "num_quantizers", default=8), LENGTH),
-            _whole(_ids(s), BATCH, LENGTH, s.get("num_codebooks", "n_codes_total", "num_quantizers", default=8)),
-        ],
-    ),
+    (r"^(decoder_)?input_ids$|^(input|decoder|text|question|audio)_(ids|codes|tokens)$|^tokens$|^concept_ids$", _codes),
     (r"^bbox$", lambda s: [lambda: torch.tensor([10, 20, 30, 40]).expand(BATCH, LENGTH, 4).clone()]),
     (GRID, _grid),
     (r"^(pixel_values_videos|pixel_values|images?|pixel_values_images|reference_image)$", _images),
@@ -332,22 +330,11 @@ MAKINGS: tuple[tuple[str, Callable[[Settings], list[Making]]], ...] = (
     (r"^(input_features|spectrogram|input_audio_features|mel_spectrogram)$", _features),
     (r"^(inputs_embeds|encoder_outputs|embeddings|image_embeds)$", _hidden),
     (r"^(sample|hidden_states|x|latents|noisy_latents|z|hidden_state)$", lambda s: [*_samples(s), *_hidden(s)]),
-    (
-        r"^(timesteps?|t|sigma|noise_level)$",
-        lambda s: [
-            functools.partial(torch.randint, 0, 999, (2,)),
-            functools.partial(torch.rand, 2),
-            lambda: torch.tensor(10),
-            functools.partial(torch.rand, 2, 5),
-        ],
-    ),
+    (r"^(timesteps?|t|sigma|noise_level)$", lambda s: TIMESTEPS),
     (r"^(encoder_hidden_states.*|.*text_states|prompt_embeds?|cap_feats|context|text_embeds?)$", _contexts),
     (r"pooled|proj_embedding|clip_text|^y$", _pooled),
     (r"^(encoder|prompt|text|txt).*(attention_)?mask", lambda s: [functools.partial(torch.ones, 2, TEXT_LENGTH)]),
-    (
-        r"^(decoder_)?attention_mask$|padding_mask$",
-        lambda s: [functools.partial(torch.ones, BATCH, LENGTH, dtype=torch.long)],
-    ),
+    (r"^(decoder_)?attention_mask$|padding_mask$", lambda s: [lambda: torch.ones(BATCH, LENGTH).long()]),
     (r"^img_ids$", lambda s: [lambda: torch.rand(LENGTH, s_axes(s))]),
     (r"^txt_ids$", lambda s: [lambda: torch.rand(TEXT_LENGTH, s_axes(s))]),
     (r"guidance", lambda s: [functools.partial(torch.ones, 2)]),
@@ -357,19 +344,10 @@ MAKINGS: tuple[tuple[str, Callable[[Settings], list[Making]]], ...] = (
     (r"^added_cond_kwargs$", lambda s: [dict]),
     (r"^img_shapes$", lambda s: [lambda: [[(1, 8, 8)]] * 2]),
     (r"^txt_seq_lens$", lambda s: [lambda: [TEXT_LENGTH] * 2]),
-    (
-        r"controlnet_cond|conditioning_image|^control",
-        lambda s: (
-            [_normal(2, s.get("conditioning_channels", default=3), 8 * size, 8 * size) for size in (16, 32, 8, 64)]
-            + [_normal(2, s.get("conditioning_channels", default=4), 4, 16, 16)]
-        ),
-    ),
-    (r"past_values$", lambda s: _series(s)),
+    (r"controlnet_cond|conditioning_image|^control", _conditions),
+    (r"past_values$", lambda s: [_normal(*_series_shape(s))]),
     (r"past_observed_mask$", lambda s: [functools.partial(torch.ones, *_series_shape(s))]),
-    (
-        r"past_time_features$",
-        lambda s: [_normal(*_series_shape(s)[:2], s.get("num_time_features", default=1) or 1)],
-    ),
+    (r"past_time_features$", lambda s: [_normal(*_series_shape(s)[:2], s.get("num_time_features", default=1) or 1)]),
 )
 """Pattern of a parameter's name -> what may be passed for it, the likeliest first."""
 
@@ -393,10 +371,6 @@ def _series_shape(s: Settings) -> tuple[int, ...]:
     long = s.get("context_length", "seq_length", default=64) + max(lags, default=0)
     channels = s.get("num_input_channels", "input_size", default=1)
     return (BATCH, long, channels) if channels > 1 or "num_input_channels" in s.fields else (BATCH, long)
-
-
-def _series(s: Settings) -> list[Making]:
-    return [_normal(*_series_shape(s))]
 
 
 Inputs = dict[str, Any]
@@ -450,6 +424,12 @@ def inputs_for(kind: type[nn.Module], config: Any) -> Iterator[dict[str, Making]
 def loss_of(output: Any) -> Tensor:
     """The mean squares of all floating tensors of the output that require a gradient, added."""
     return torch.stack([t.float().pow(2).mean() for t in _tensors(output)]).sum()
+
+
+def repeated(inputs: Inputs, times: int) -> Inputs:
+    """The inputs with as many times their samples."""
+    return {k: v.repeat(times, *[1] * (v.dim() - 1)) if isinstance(v, Tensor) and v.dim() else v
+            for k, v in inputs.items()}  # fmt: skip
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:

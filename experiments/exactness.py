@@ -1,38 +1,32 @@
 """Is the planner exact where everything can be tried, and never behind the recompute-only optimum?
 
     python experiments/exactness.py --chains 100 --odd 3000 --rotor 200 --workers 2 --out experiments/results
-    python experiments/exactness.py --chains 0 --odd 0 --rotor 20 --seconds 5 --without segment-dp
 
 Random chains of 1 to 7 stages with menus, segments, swapping, shared storages and skips: ours against every plan there
 is, by the referee's cost (tests/brute_force.py): options, segments, parts of what may move, and points. Random chains
 of 1 to 4 stages with ties, zero times and bytes, extreme links and host limits: no plan is faster than one called
 optimal or than its bound, and none has a smaller peak than one called proven. Of both, two in seven are launched by a
 host that takes about as long as the device. Random textbook chains of up to 48 stages: ours, recompute only, against
-the dynamic program of Beaumont et al. (2019) at exact byte resolution. With `--without` a part of the search for plans
-is off, as in `ablation.py`; budgets are those of the whole solver. With `--workers` so many chains are in work at once.
+the dynamic program of Beaumont et al. (2019) at exact byte resolution. With `--workers` so many chains are in work at
+once.
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import itertools
-import json
 import math
 import random
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+import documents  # isort: split
 
 import brute_force
-from ablation import PARTS, switch_off
 from random_chains import launched, odd_chain, random_chain, textbook_chain
 
 from ckptplan.baselines import BASELINES
@@ -48,9 +42,9 @@ SAME = 1e-9
 """Sums of the same seconds in another order differ by less, relatively."""
 
 
-def sound(profile: Profile, plan: Plan) -> Plan:
+def sound(profile: Profile, plan: Plan, host_bytes: int | None = None) -> Plan:
     """`plan`, or an end with the rules it breaks."""
-    broken = validate(profile, plan, plan.budget_bytes)
+    broken = validate(profile, plan, plan.budget_bytes, host_bytes=host_bytes)
     if broken:
         raise SystemExit(f"the referee rejects a plan: {broken}")
     return plan
@@ -77,18 +71,12 @@ def against_brute_force(seed: int, percents: tuple[int, ...]) -> list[dict[str, 
         took_s = time.perf_counter() - begin
         best_s = brute_force.fastest(profile, budget)
         assert best_s is not None, "a plan was found, so brute force finds one"
-        rows.append(
-            {
-                "seed": seed,
-                "stages": len(profile.stages),
-                "percent": percent,
-                "equal": abs(plan.step_s - best_s) <= SAME * max(best_s, 1.0),
-                "bound_holds": plan.lower_bound_s <= best_s * (1 + SAME),
-                "optimal": plan.status == "optimal",
-                "excess": plan.step_s / best_s - 1 if best_s else 0.0,
-                "seconds": took_s,
-            }
-        )
+        rows.append({
+            "seed": seed, "stages": len(profile.stages), "percent": percent,
+            "equal": abs(plan.step_s - best_s) <= SAME * max(best_s, 1.0),
+            "bound_holds": plan.lower_bound_s <= best_s * (1 + SAME), "optimal": plan.status == "optimal",
+            "excess": plan.step_s / best_s - 1 if best_s else 0.0, "seconds": took_s,
+        })  # fmt: skip
     return rows
 
 
@@ -105,36 +93,23 @@ def without_false_proofs(seed: int, percents: tuple[int, ...]) -> list[dict[str,
     found, most = smallest_peak(profile, limits), everything_kept_bytes(profile)
     least = brute_force.smallest_peak(profile, host_bytes=host, within=combinations)
     row = {"seed": seed, "stages": len(profile.stages), "host_bytes": host}
+    wrong = not found.bound_bytes <= least <= found.peak_bytes or (found.proven and found.peak_bytes > least)
     rows: list[dict[str, Any]] = [
-        {
-            **row,
-            "peak": found.peak_bytes,
-            "peak_proven": found.proven,
-            "false": found.bound_bytes > least
-            or found.peak_bytes < least
-            or (found.proven and found.peak_bytes > least),
-        }
-    ]
+        {**row, "peak": found.peak_bytes, "peak_proven": found.proven, "false": wrong}
+    ]  # fmt: skip
     for percent in percents:
         budget = found.peak_bytes + max(0, most - found.peak_bytes) * percent // 100
-        plan = solve_profile(profile, budget, limits)
-        broken = validate(profile, plan, budget, host_bytes=host)
-        if broken:
-            raise SystemExit(f"the referee rejects a plan: {broken}")
+        plan = sound(profile, solve_profile(profile, budget, limits), host)
         # Only plans below its step matter.
         better = brute_force.fastest_plan(
             profile, budget, host_bytes=host, within=combinations, below_s=plan.step_s * (1 - SAME)
         )
         best_s = plan.step_s if better is None else better[0].makespan_s
-        rows.append(
-            {
-                **row,
-                "percent": percent,
-                "optimal": plan.status == "optimal",
-                "excess": plan.step_s / best_s - 1 if best_s else 0.0,
-                "false": plan.lower_bound_s > best_s * (1 + SAME) or (plan.status == "optimal" and better is not None),
-            }
-        )
+        rows.append({
+            **row, "percent": percent, "optimal": plan.status == "optimal",
+            "excess": plan.step_s / best_s - 1 if best_s else 0.0,
+            "false": plan.lower_bound_s > best_s * (1 + SAME) or (plan.status == "optimal" and better is not None),
+        })  # fmt: skip
     return rows
 
 
@@ -173,56 +148,51 @@ def _of_odd(chains: int, rows: Sequence[dict[str, Any]]) -> str:
     )
 
 
+def _of_brute(chains: int, rows: Sequence[dict[str, Any]]) -> str:
+    return (
+        f"{chains} chains, {len(rows)} plans: equal to brute force in {sum(row['equal'] for row in rows)}, said to be "
+        f"optimal in {sum(row['optimal'] for row in rows)}; bound above the optimum in "
+        f"{sum(not row['bound_holds'] for row in rows)}; worst excess "
+        f"{max((row['excess'] for row in rows), default=0.0):.3%}"
+    )
+
+
+def _of_rotor(chains: int, rows: Sequence[dict[str, Any]]) -> str:
+    excess = [row["excess"] for row in rows if row["excess"] is not None]
+    return (
+        f"{chains} chains, {len(rows)} plans, recompute only: behind rotor in {sum(x > SAME for x in excess)}; rotor "
+        f"fits in {len(excess)}; least excess {min(excess, default=0.0):.3%}; proven to be optimal "
+        f"{sum(row['optimal'] for row in rows)}, largest gap {max((row['gap'] for row in rows), default=0.0):.3%}, "
+        f"seconds {max((row['seconds'] for row in rows), default=0.0):.2f} at most"
+    )
+
+
 def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = documents.parser(__doc__)
     parser.add_argument("--chains", type=int, default=100, help="random chains against brute force")
     parser.add_argument("--odd", type=int, default=3000, help="odd chains whose proofs are examined")
     parser.add_argument("--rotor", type=int, default=200, help="random chains against rotor")
-    parser.add_argument("--budgets", default="0,30,70", help="per cent from the smallest peak to everything kept")
+    parser.add_argument("--budgets", type=documents.numbers, default=[0, 30, 70], help="per cent of the way")
     parser.add_argument("--seconds", type=float, default=10.0, help="time limit of a solve against rotor")
-    parser.add_argument("--without", choices=sorted(PARTS), help="a part of the search that is off")
     parser.add_argument("--workers", type=int, default=1, help="chains in work at once, each in a process")
-    parser.add_argument("--out", type=Path, help="folder for exactness.json")
     args = parser.parse_args()
-    if args.without and args.out:
-        parser.error("--without is for looking, and writes no result; leave out --out")
-    if args.without:
-        if args.workers > 1:
-            parser.error("--without is for one process; leave out --workers")
-        switch_off(args.without)
-    percents = tuple(int(x) for x in args.budgets.split(","))
-    with contextlib.ExitStack() as stack:
-        each: Callable[..., Iterable[list[dict[str, Any]]]] = map
-        if args.workers > 1:
-            each = stack.enter_context(ProcessPoolExecutor(args.workers, get_context("spawn"))).map
+    percents = tuple(args.budgets)
+    with ProcessPoolExecutor(args.workers, get_context("spawn")) as pool:
 
         def rows(of: Callable[[int], list[dict[str, Any]]], first: int, chains: int) -> list[dict[str, Any]]:
-            return list(itertools.chain.from_iterable(each(of, range(first, first + chains))))
+            return list(itertools.chain.from_iterable(pool.map(of, range(first, first + chains))))
 
         brute = rows(partial(against_brute_force, percents=percents), 0, args.chains)
         odd = rows(partial(without_false_proofs, percents=percents), 20_000, args.odd)
         rotor = rows(partial(against_rotor, seconds=args.seconds), 10_000, args.rotor)
-    behind = [row for row in rotor if row["excess"] is not None and row["excess"] > SAME]
-    equal, optimal = sum(row["equal"] for row in brute), sum(row["optimal"] for row in brute)
-    too_high = sum(not row["bound_holds"] for row in brute)
-    summary = [
-        _of_odd(args.odd, odd),
-        f"{args.chains} chains, {len(brute)} plans: equal to brute force in {equal}, said to be optimal in {optimal}; "
-        f"bound above the optimum in {too_high}; "
-        f"worst excess {max((row['excess'] for row in brute), default=0.0):.3%}",
-        f"{args.rotor} chains, {len(rotor)} plans, recompute only: behind rotor in {len(behind)}; rotor fits in "
-        f"{sum(r['excess'] is not None for r in rotor)}; least excess "
-        f"{min((r['excess'] for r in rotor if r['excess'] is not None), default=0.0):.3%}; proven to be optimal "
-        f"{sum(r['optimal'] for r in rotor)}, largest gap {max((r['gap'] for r in rotor), default=0.0):.3%}, seconds "
-        f"{max((r['seconds'] for r in rotor), default=0.0):.2f} at most",
-    ]
+    summary = [_of_odd(args.odd, odd), _of_brute(args.chains, brute), _of_rotor(args.rotor, rotor)]
     print(*summary, sep="\n")
-    for row in [r for r in brute if not (r["equal"] and r["bound_holds"])] + [r for r in odd if r["false"]] + behind:
+    wrong = [row for row in brute if not (row["equal"] and row["bound_holds"])] + [row for row in odd if row["false"]]
+    wrong += [row for row in rotor if row["excess"] is not None and row["excess"] > SAME]
+    for row in wrong:
         print("WRONG", row)
-    if args.out:
-        document = {"command": " ".join(sys.argv), "summary": summary, "brute_force": brute, "odd": odd, "rotor": rotor}
-        (args.out / "exactness.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    documents.save(args.out, "exactness.json", {"summary": summary, "brute_force": brute, "odd": odd, "rotor": rotor})
+    sys.exit(bool(wrong))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ stays applied through hundreds of them. After each fault:
 
 from __future__ import annotations
 
-import argparse
 import collections
 import contextlib
 import ctypes
@@ -30,21 +29,20 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import documents  # isort: split
+
+import small_models
 import torch
+from bitwise import plans, two_files
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-
-import documents
-import small_models
-from bitwise import plans, two_files
-
 import ckptplan
 from ckptplan.core.errors import CkptPlanError, SwapError
+from ckptplan.runtime.observe.measure import same_bits
 from ckptplan.runtime.step import default_loss
 from ckptplan.runtime.swap.stores import DiskStore, disk
 
@@ -120,12 +118,19 @@ def clean_step(model: nn.Module, inputs: Any) -> list[Any]:
 
 def same(found: list[Any], wanted: list[Any]) -> bool:
     """Bit for bit."""
-    return all(
-        (a is None) == (b is None) and (a is None or torch.equal(a, b)) for a, b in zip(found, wanted, strict=True)
-    )
+    return all(a is b or same_bits(a, b) for a, b in zip(found, wanted, strict=True))
 
 
 # ---------------------------------------------------------------- faults
+
+
+@contextlib.contextmanager
+def registered(handle: Any) -> Iterator[None]:
+    """Takes a hook off at the end."""
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 @contextlib.contextmanager
@@ -142,11 +147,8 @@ def raising_module(subject: Subject, rng: random.Random, fault: Fault) -> Iterat
             fault.fired = True
             raise Boom(f"call {call}")
 
-    handle = module.register_forward_pre_hook(hook)
-    try:
+    with registered(module.register_forward_pre_hook(hook)):
         yield
-    finally:
-        handle.remove()
 
 
 @contextlib.contextmanager
@@ -158,11 +160,8 @@ def raising_gradient(subject: Subject, rng: random.Random, fault: Fault) -> Iter
         fault.fired = True
         raise Boom("gradient")
 
-    handle = parameter.register_hook(hook)
-    try:
+    with registered(parameter.register_hook(hook)):
         yield
-    finally:
-        handle.remove()
 
 
 @contextlib.contextmanager
@@ -181,11 +180,8 @@ def failing_copy(subject: Subject, rng: random.Random, fault: Fault) -> Iterator
             raise OSError(code, os.strerror(code))
         return original(*arguments)
 
-    setattr(disk, name, copy)
-    try:
+    with mock.patch.object(disk, name, copy):
         yield
-    finally:
-        setattr(disk, name, original)
 
 
 @contextlib.contextmanager
@@ -211,11 +207,8 @@ def killed_worker(subject: Subject, rng: random.Random, fault: Fault) -> Iterato
 @contextlib.contextmanager
 def between(subject: Subject, action: Callable[[], None]) -> Iterator[None]:
     """`action` runs when forward has ended and backward has not begun."""
-    handle = subject.model.register_forward_hook(lambda *_: action())
-    try:
+    with registered(subject.model.register_forward_hook(lambda *_: action())):
         yield
-    finally:
-        handle.remove()
 
 
 @contextlib.contextmanager
@@ -288,18 +281,13 @@ def out_of_memory(subject: Subject, rng: random.Random, fault: Fault) -> Iterato
 
 Injector = Callable[[Subject, random.Random, Fault], contextlib.AbstractContextManager[None]]
 KINDS: dict[str, tuple[Injector, tuple[type[BaseException], ...]]] = {
-    "forward": (raising_module, (Boom,)),
-    "recompute": (raising_module, (Boom,)),
-    "backward": (raising_gradient, (Boom,)),
-    "copy out": (failing_copy, (SwapError,)),
-    "copy back": (failing_copy, (SwapError,)),
-    "full disk": (failing_copy, (SwapError,)),
-    "killed worker": (killed_worker, (SwapError,)),
-    "lost file": (damaged_file, (SwapError,)),
-    "corrupted file": (damaged_file, (SwapError,)),
-    "interrupt": (interrupt, (KeyboardInterrupt,)),
+    "forward": (raising_module, (Boom,)), "recompute": (raising_module, (Boom,)),
+    "backward": (raising_gradient, (Boom,)), "copy out": (failing_copy, (SwapError,)),
+    "copy back": (failing_copy, (SwapError,)), "full disk": (failing_copy, (SwapError,)),
+    "killed worker": (killed_worker, (SwapError,)), "lost file": (damaged_file, (SwapError,)),
+    "corrupted file": (damaged_file, (SwapError,)), "interrupt": (interrupt, (KeyboardInterrupt,)),
     "out of memory": (out_of_memory, (torch.OutOfMemoryError,)),
-}
+}  # fmt: skip
 
 
 # ---------------------------------------------------------------- what must be as before
@@ -410,14 +398,13 @@ def subjects(seed: int) -> Iterator[Subject]:
 
 def main() -> None:
     """Run the campaign."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = documents.parser(__doc__)
     parser.add_argument("--faults", type=int, default=1500, help="how many have to hit")
-    parser.add_argument("--kinds", help="only these, with commas between them")
+    parser.add_argument("--kinds", type=documents.among(KINDS), default=list(KINDS), help="only these")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="directory for faults.json")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    kinds = list(KINDS) if given.kinds is None else given.kinds.split(",")
+    kinds = given.kinds
     threads_before, files_before = threading.active_count(), len(os.listdir("/proc/self/fd"))
     everyone = list(subjects(given.seed))
     gc.freeze()  # what is there stays: each later collection looks at one step's objects alone
@@ -453,14 +440,12 @@ def main() -> None:
         f"{number} steps, {hit} faults that hit: {silent} silent errors, {len(bad)} with anything wrong; "
         f"{left[0]} threads and {left[1]} files left behind"
     )
-    if given.out is not None:
-        summary = {
-            "steps": number, "faults": hit, "silent": silent, "wrong": bad, "threads_left": left[0],
-            "files_left": left[1], "outcomes": [[kind, what, n] for (kind, what), n in sorted(table.items())],
-        }  # fmt: skip
-        documents.write(summary, given.out / "faults.json")
-    if bad or any(left):
-        raise SystemExit(1)
+    summary = {
+        "steps": number, "faults": hit, "silent": silent, "wrong": bad, "threads_left": left[0],
+        "files_left": left[1], "outcomes": [[kind, what, n] for (kind, what), n in sorted(table.items())],
+    }  # fmt: skip
+    documents.save(given.out, "faults.json", summary)
+    sys.exit(bool(bad or any(left)))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ right verdict is that of these bytes and the context; of `fit`, "plan" if blocks
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import tempfile
@@ -20,9 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import documents
 import yaml
-from rich.console import Console
-from rich.table import Table
 from typer.testing import CliRunner
 
 from ckptplan.cli.app import app
@@ -281,38 +279,39 @@ def run(job: Job, folder: Path) -> dict[str, Any]:
         return row | {"verdict": verdict, "right": says == job.expected}
     estimated = Estimate.load(written)
     return row | {
-        "peak_bytes": estimated.peak_bytes,
-        "needs_bytes": estimated.total_bytes,
-        "error": estimated.peak_bytes / job.kept_bytes - 1,
-        "verdict": estimated.verdict,
+        "peak_bytes": estimated.peak_bytes, "needs_bytes": estimated.total_bytes,
+        "error": estimated.peak_bytes / job.kept_bytes - 1, "verdict": estimated.verdict,
         "right": estimated.verdict == job.expected,
-    }
+    }  # fmt: skip
 
 
 def main() -> int:
     """Run the jobs, print the table, say whether the limits hold."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder for fit_jobs.json")
-    parser.add_argument("--only", default="", help="numbers of jobs from 0 on, by commas; the others stay as they are")
+    parser = documents.parser(__doc__)
+    parser.add_argument("--only", type=documents.numbers, default=list(range(len(JOBS))), help="jobs, from 0 on")
     args = parser.parse_args()
-    path = args.out / "fit_jobs.json"
-    rows: dict[str, Any] = json.loads(path.read_text()) if args.only and path.exists() else {}
-    for number in [int(n) for n in args.only.split(",") if n] or range(len(JOBS)):
+    known = args.out and args.out / "fit_jobs.json"
+    rows: dict[str, Any] = json.loads(known.read_text()) if known and known.exists() else {}
+    for number in args.only:
         with tempfile.TemporaryDirectory() as folder:
             rows[str(number)] = run(JOBS[number], Path(folder))
-        path.write_text(json.dumps({n: rows[n] for n in sorted(rows, key=int)}, indent=1) + "\n")
-    table = Table("job", "command", "device", "by hand", "estimate", "error", "needs", "verdict")
-    for row in rows.values():
-        peak = [f"{row[name] / GIB:.2f}" if name in row else "" for name in ("peak_bytes", "needs_bytes")]
-        error = f"{row['error']:+.1%}" if "error" in row else ""
-        verdict = row["verdict"] if row["right"] else f"{row['verdict']}, not {row['expected']}"
-        hand = f"{row['by_hand_bytes'] / GIB:.2f}"
-        table.add_row(row["job"], row["command"], row["device"], hand, peak[0], error, peak[1], verdict)
-    Console(width=130).print(table)
+    cells = [
+        (row["job"], row["command"], row["device"], f"{row['by_hand_bytes'] / GIB:.2f}",
+         *(f"{row[name] / GIB:.2f}" if name in row else None for name in ("peak_bytes", "needs_bytes")),
+         f"{row['error']:+.1%}" if "error" in row else None,
+         row["verdict"] if row["right"] else f"{row['verdict']}, not {row['expected']}")
+        for row in rows.values()
+    ]  # fmt: skip
+    columns = ("job", "command", "device", "by hand", "estimate", "needs", "error", "verdict")
+    documents.show(documents.table(columns, cells))
     within = all(abs(row.get("error", 0)) <= 0.03 for row in rows.values())
-    right = all(row["right"] for row in rows.values())
-    print(f"{len(rows)} jobs: within 3 % of the bytes by hand: {within}; verdicts right: {right}")
-    return 0 if within and right else 1
+    kept = documents.told([
+        (within, "each estimate within 3 % of the bytes by hand"),
+        (all(row["right"] for row in rows.values()), "each verdict is that of the bytes by hand"),
+    ])  # fmt: skip
+    if known:
+        known.write_text(json.dumps({n: rows[n] for n in sorted(rows, key=int)}, indent=1) + "\n")
+    return 0 if kept else 1
 
 
 if __name__ == "__main__":

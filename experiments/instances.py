@@ -83,14 +83,9 @@ class Builder:
         last = self.storages[self.output]
         self.storages[self.output] = replace(last, program_until=n - 1)
         return Profile(
-            tuple(self.stages),
-            tuple(self.storages),
-            (held,) * n,
-            tuple(backward),
-            held + gradients,
-            self.link,
+            tuple(self.stages), tuple(self.storages), (held,) * n, tuple(backward), held + gradients, self.link,
             resident_bytes=held,
-        )
+        )  # fmt: skip
 
 
 def _menu(block: Block, given: tuple[int, ...], made: list[int]) -> tuple[Option, ...]:
@@ -101,20 +96,13 @@ def _menu(block: Block, given: tuple[int, ...], made: list[int]) -> tuple[Option
     keep = Option("keep", (*given, *saved), (), saved_bytes + two_largest // 2, two_largest)
     seconds = sum(op.seconds for op in ops)
     recompute = Option(
-        "recompute",
-        given,
-        (),
-        two_largest + ops[-1].nbytes,
-        saved_bytes + two_largest,
-        recompute_s=seconds - ops[-1].seconds,
-        recomputes=True,
-    )
+        "recompute", given, (), two_largest + ops[-1].nbytes, saved_bytes + two_largest,
+        recompute_s=seconds - ops[-1].seconds, recomputes=True,
+    )  # fmt: skip
     menu = [
-        keep,
-        replace(keep, name="swap", moves=tuple(range(len(keep.saved)))),
-        recompute,
+        keep, replace(keep, name="swap", moves=tuple(range(len(keep.saved)))), recompute,
         replace(recompute, name="recompute+swap", moves=tuple(range(len(given)))),
-    ]
+    ]  # fmt: skip
     # Save what is dearest to compute per byte first: the lower hull of bytes against time, since times add up.
     worth = sorted(
         (j for j, op in enumerate(ops[:-1]) if op.saved and op.seconds > 0),
@@ -125,15 +113,11 @@ def _menu(block: Block, given: tuple[int, ...], made: list[int]) -> tuple[Option
         chosen = sorted(worth[:count])
         kept_bytes = sum(ops[j].nbytes for j in chosen)
         option = Option(
-            f"selective-{count}",
-            (*(made[j] for j in chosen), *given),
-            (),
-            two_largest + kept_bytes + ops[-1].nbytes,
+            f"selective-{count}", (*(made[j] for j in chosen), *given), (), two_largest + kept_bytes + ops[-1].nbytes,
             saved_bytes - kept_bytes + two_largest,
-            recompute_s=recompute.recompute_s - sum(ops[j].seconds for j in chosen),
-            recomputes=True,
+            recompute_s=recompute.recompute_s - sum(ops[j].seconds for j in chosen), recomputes=True,
             ops=tuple(chosen),
-        )
+        )  # fmt: skip
         menu += [option, replace(option, name=f"{option.name}+swap", moves=tuple(range(len(option.saved))))]
     return tuple(menu)
 
@@ -150,22 +134,16 @@ def transformer_block(tokens: int, width: int, sequence: int, *, kind: str = "bl
     """Attention with a fused kernel and a four times wider feed-forward part; `cross` tokens attended to besides."""
     attention = replace(_matmul(tokens, sequence * 2, width), nbytes=2 * tokens * width)
     ops = [
-        _pointwise(tokens * width),
-        _matmul(tokens, width, 3 * width),
-        attention,
-        _matmul(tokens, width, width),
+        _pointwise(tokens * width), _matmul(tokens, width, 3 * width), attention, _matmul(tokens, width, width),
         _pointwise(tokens * width, 2),
-    ]
+    ]  # fmt: skip
     if cross:
         memory = replace(_matmul(tokens, cross * 2, width), nbytes=2 * tokens * width)
         ops += [_matmul(tokens, width, width), _matmul(cross, width, 2 * width), memory, _matmul(tokens, width, width)]
     ops += [
-        _pointwise(tokens * width),
-        _matmul(tokens, width, 4 * width),
-        _pointwise(4 * tokens * width),
-        replace(_matmul(tokens, 4 * width, width), saved=False),
-        _pointwise(tokens * width, 2),
-    ]
+        _pointwise(tokens * width), _matmul(tokens, width, 4 * width), _pointwise(4 * tokens * width),
+        replace(_matmul(tokens, 4 * width, width), saved=False), _pointwise(tokens * width, 2),
+    ]  # fmt: skip
     return Block(kind, tuple(ops), 2 * (12 + 4 * bool(cross)) * width * width)
 
 
@@ -174,16 +152,11 @@ def bottleneck(images: int, side: int, channels: int, *, stride: int = 1, kind: 
     pixels, inner = images * side * side, channels // 4
     before = images * (side * stride) ** 2
     ops = [
-        _matmul(before, channels // stride, inner),
-        _pointwise(before * inner),
-        _pointwise(before * inner, saved=False),
-        _matmul(pixels, 9 * inner, inner),
-        _pointwise(pixels * inner),
-        _pointwise(pixels * inner, saved=False),
-        _matmul(pixels, inner, channels),
-        _pointwise(pixels * channels),
+        _matmul(before, channels // stride, inner), _pointwise(before * inner),
+        _pointwise(before * inner, saved=False), _matmul(pixels, 9 * inner, inner), _pointwise(pixels * inner),
+        _pointwise(pixels * inner, saved=False), _matmul(pixels, inner, channels), _pointwise(pixels * channels),
         _pointwise(pixels * channels, 2),
-    ]
+    ]  # fmt: skip
     return Block(kind, tuple(ops), 2 * (channels * inner * 2 + 9 * inner * inner))
 
 
@@ -191,12 +164,9 @@ def double_conv(images: int, side: int, read: int, channels: int, *, kind: str) 
     """U-Net's: two 3x3 convolutions, normalised and activated."""
     pixels = images * side * side
     ops = [
-        _matmul(pixels, 9 * read, channels),
-        _pointwise(pixels * channels),
-        _matmul(pixels, 9 * channels, channels),
-        _pointwise(pixels * channels),
-        _pointwise(pixels * channels),
-    ]
+        _matmul(pixels, 9 * read, channels), _pointwise(pixels * channels), _matmul(pixels, 9 * channels, channels),
+        _pointwise(pixels * channels), _pointwise(pixels * channels),
+    ]  # fmt: skip
     return Block(kind, tuple(ops), 2 * 9 * channels * (read + channels))
 
 
@@ -281,38 +251,27 @@ def unet(levels: int, per_level: int, *, images: int = 16, link: float = LINK_BY
 
 
 INSTANCES: dict[str, Callable[[], Profile]] = {
-    "homogeneous-12": lambda: homogeneous(12),
-    "homogeneous-100": lambda: homogeneous(100, link=8e9),
+    "homogeneous-12": lambda: homogeneous(12), "homogeneous-100": lambda: homogeneous(100, link=8e9),
     "heterogeneous-24": lambda: heterogeneous(24, seed=1),
     "heterogeneous-48": lambda: heterogeneous(48, seed=2, link=11e9),
     "heterogeneous-100": lambda: heterogeneous(100, seed=3),
     "heterogeneous-300": lambda: heterogeneous(300, seed=4, link=11e9),
-    "resnet-50": lambda: resnet((3, 4, 6, 3), images=128),
-    "resnet-152": lambda: resnet((3, 8, 36, 3), link=11e9),
+    "resnet-50": lambda: resnet((3, 4, 6, 3), images=128), "resnet-152": lambda: resnet((3, 8, 36, 3), link=11e9),
     "resnet-1001": lambda: resnet((3, 110, 217, 3), images=16),
-    "resnet-2000": lambda: resnet((3, 220, 440, 3), images=8),
-    "transformer-26": lambda: transformer(26),
-    "transformer-98": lambda: transformer(98, link=11e9),
-    "transformer-1000": lambda: transformer(1000),
-    "encoder-decoder-24": lambda: encoder_decoder(24),
-    "encoder-decoder-96": lambda: encoder_decoder(96, link=11e9),
-    "unet-14": lambda: unet(4, 2),
-    "unet-45": lambda: unet(5, 5, link=11e9),
-}
+    "resnet-2000": lambda: resnet((3, 220, 440, 3), images=8), "transformer-26": lambda: transformer(26),
+    "transformer-98": lambda: transformer(98, link=11e9), "transformer-1000": lambda: transformer(1000),
+    "encoder-decoder-24": lambda: encoder_decoder(24), "encoder-decoder-96": lambda: encoder_decoder(96, link=11e9),
+    "unet-14": lambda: unet(4, 2), "unet-45": lambda: unet(5, 5, link=11e9),
+}  # fmt: skip
 """Name -> profile. Link speeds differ, since a slow link makes swapping, recompute and segments meet."""
 
-DISK = "+disk"
 REAL = Path(__file__).parent / "profiles"
 """Profiles of real models, which `real_profiles.py` writes."""
 
 
 @cache
 def instance(name: str) -> Profile:
-    """The profile of that name; with `DISK` behind it, with a disk tier a fifth as fast as its link."""
-    if name.endswith(DISK):
-        chain = instance(name.removesuffix(DISK))
-        link = chain.link
-        return replace(chain, disk=Link(link.out_bytes_per_s / 5, link.in_bytes_per_s / 5, link.latency_s))
+    """The profile of that name."""
     if name in INSTANCES:
         return INSTANCES[name]()
     with tempfile.TemporaryDirectory() as folder:

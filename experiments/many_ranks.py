@@ -21,34 +21,23 @@ in `--out` has already.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
 import json
-import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import documents
 import torch
 import torch.distributed as dist
-from drawn_models import build, drawn, loss_of
+from drawn_models import TIMES, build, drawn, loss_of, repeated
 from measured_step import Peak, measured
 from ranks import Ranks, ranks
-from rich.console import Console
-from rich.table import Table
 from small_models import Transformer
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from trainer_drawn import TIMES, repeated
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import ckptplan
@@ -84,15 +73,13 @@ MOST_WITHOUT = 0.2
 """Largest share of the trainings that may not work without a plan either."""
 
 WAYS: dict[str, Way] = {
-    "beside": Way("10%"),
-    "in buckets": Way("40%", {"gradient_as_bucket_view": True}),
-    "static graph": Way("70%", {"static_graph": True}),
-    "sharded": Way("10%", fsdp=True),
+    "beside": Way("10%"), "in buckets": Way("40%", {"gradient_as_bucket_view": True}),
+    "static graph": Way("70%", {"static_graph": True}), "sharded": Way("10%", fsdp=True),
     "sharded, whole until backward": Way("40%", {"reshard_after_forward": False}, fsdp=True, ranks=(2,)),
     "sharded, by two until backward": Way("40%", {"reshard_after_forward": 2}, fsdp=True, ranks=(4,)),
     "sharded, in bfloat16": Way("70%", {"param_dtype": "bfloat16", "reduce_dtype": "float32"}, fsdp=True, ranks=(2,)),
     "sharded by two, replicated": Way("70%", {"replicas": 2}, fsdp=True, ranks=(4,)),
-}
+}  # fmt: skip
 
 
 WITHOUT = "without a plan"
@@ -275,7 +262,7 @@ def trains(name: str) -> str:
     try:
         _unused(name)
     except Exception as error:
-        return f"{type(error).__name__}: {error}"[:200]
+        return documents.brief(error)
     return ""
 
 
@@ -285,18 +272,13 @@ def _of_group(group: Ranks, name: str, called: str, count: int) -> Row:
         found = group.run(function, name, way)
         for error in found:
             if isinstance(error, BaseException):
-                return Row(name, count, called, failed=f"{without}{type(error).__name__}: {error}"[:300])
+                return Row(name, count, called, failed=without + documents.brief(error))
     worst = max(found, key=lambda row: row.peak_bytes / row.budget_bytes)
     return replace(
-        worst,
-        way=called,
-        bitwise=all(row.bitwise for row in found),
-        one_plan=all(row.one_plan for row in found),
-        recomputed=min(row.recomputed for row in found),
-        swapped_bytes=min(row.swapped_bytes for row in found),
-        kept_bytes=found[0].kept_bytes,
-        fake_bytes=fake_bytes(name, way, count) if way.fsdp else 0,
-    )
+        worst, way=called, bitwise=all(row.bitwise for row in found), one_plan=all(row.one_plan for row in found),
+        recomputed=min(row.recomputed for row in found), swapped_bytes=min(row.swapped_bytes for row in found),
+        kept_bytes=found[0].kept_bytes, fake_bytes=fake_bytes(name, way, count) if way.fsdp else 0,
+    )  # fmt: skip
 
 
 @functools.cache
@@ -306,7 +288,7 @@ def _fails_alone(name: str) -> str:
         way = WAYS["beside"]
         alone.good(plain, name, way)
         found = alone.run(cell, name, way)[0]
-    return f"{type(found).__name__}: {found}"[:200] if isinstance(found, BaseException) else ""
+    return documents.brief(found) if isinstance(found, BaseException) else ""
 
 
 def _of_model(name: str, ways: Sequence[str], count: int) -> Iterator[Row]:
@@ -320,23 +302,27 @@ def _of_model(name: str, ways: Sequence[str], count: int) -> Iterator[Row]:
                 yield found
 
 
-def table(rows: Sequence[Row]) -> Table:
-    found = Table(
-        "model", "ranks", "way", "bits", "peak", "predicted", "off", "budget", "without", "acts", "gathers", "staging",
-        "failed",
+COLUMNS = (
+    "model", "ranks", "way", "bits", "peak", "predicted", "off", "budget", "without", "acts", "gathers", "staging",
+    "failed",
+)  # fmt: skip
+
+
+def cells(row: Row) -> tuple[Any, ...]:
+    """A row of the table."""
+    peak, predicted, budget, without, swapped, staging = map(
+        format_bytes,
+        (row.peak_bytes, row.predicted_bytes, row.budget_bytes, row.plain_peak_bytes, row.swapped_bytes,
+         row.staging_bytes),
     )  # fmt: skip
-    for row in rows:
-        found.add_row(
-            row.name.rpartition(".")[2], str(row.ranks), row.way, "equal" if row.bitwise else "-",
-            format_bytes(row.peak_bytes), format_bytes(row.predicted_bytes), "-" if row.failed else f"{row.off:+.1%}",
-            format_bytes(row.budget_bytes), format_bytes(row.plain_peak_bytes),
-            f"{row.recomputed}, {format_bytes(row.swapped_bytes)}", f"{row.gathers} of {row.plain_gathers}",
-            format_bytes(row.staging_bytes), row.failed,
-        )  # fmt: skip
-    return found
+    return (
+        row.name.rpartition(".")[2], row.ranks, row.way, "equal" if row.bitwise else None, peak, predicted,
+        None if row.failed else f"{row.off:+.1%}", budget, without, f"{row.recomputed}, {swapped}",
+        f"{row.gathers} of {row.plain_gathers}", staging, row.failed,
+    )  # fmt: skip
 
 
-def checks(rows: Sequence[Row]) -> list[tuple[bool, str]]:
+def checks(rows: Sequence[Row]) -> list[documents.Check]:
     """The promises, and whether each is kept."""
     planned = [row for row in rows if not row.failed.startswith(WITHOUT)]
 
@@ -370,8 +356,7 @@ def checks(rows: Sequence[Row]) -> list[tuple[bool, str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="directory for the JSON")
+    parser = documents.parser(__doc__)
     parser.add_argument("--models", help="comma-separated names, in place of the three and the draw")
     parser.add_argument("--ranks", default=RANKS, help="sizes of the groups")
     parser.add_argument("--ways", help="comma-separated parts of names of ways")
@@ -380,7 +365,6 @@ def main() -> None:
     if not all(any(part in called for called in WAYS) for part in parts):
         parser.error(f"--ways {given.ways!r}: each has to be in one of {', '.join(WAYS)}")
     torch.set_num_threads(1)  # as in the groups: kernels that work in parallel take more
-    console = Console(width=220)
     names = given.models.split(",") if given.models else [*NAMED, *drawn("ranks")]
     rows: list[Row] = []
     for count in map(int, given.ranks.split(",")):
@@ -396,10 +380,10 @@ def main() -> None:
                 with ranks(1) as alone:
                     failed = alone.run(trains, name)[0]
                 if failed:
-                    console.print(f"{name} doesn't train without a plan: {failed}", highlight=False)
+                    print(f"{name} doesn't train without a plan: {failed}")
                     continue
                 if why := _fails_alone(name):
-                    console.print(f"{name} can't follow a plan on one rank: {why}", highlight=False)
+                    print(f"{name} can't follow a plan on one rank: {why}")
                     continue
                 count_drawn += 1
             rows += _of_model(name, ways, count)
@@ -408,7 +392,7 @@ def main() -> None:
         made = {(row.name, row.ranks, row.way): row for row in rows}
         kept = [Row(**row) for row in json.loads(known.read_text())["rows"]]
         rows = [made.pop((row.name, row.ranks, row.way), row) for row in kept] + list(made.values())
-    documents.finish(rows, checks(rows), table(rows), console, given.out, "many_ranks.json")
+    documents.finish(rows, checks(rows), documents.table(COLUMNS, map(cells, rows)), given.out, "many_ranks.json")
 
 
 if __name__ == "__main__":

@@ -11,28 +11,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import transformers as hf
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    ConvNextConfig,
-    ConvNextForImageClassification,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    ResNetConfig,
-    ResNetForImageClassification,
-    SwinConfig,
-    SwinForImageClassification,
-    T5Config,
-    T5ForConditionalGeneration,
-    ViTConfig,
-    ViTForImageClassification,
-)
 
 VOCAB = 2000
 LABELS = 10
@@ -40,108 +21,76 @@ LABELS = 10
 Made = tuple[nn.Module, dict[str, Tensor]]
 
 
-def gpt2(batch: int = 4, length: int = 256, layers: int = 8) -> Made:
+def gpt2(batch: int = 4, length: int = 256, layers: int = 8, width: int = 256) -> Made:
     """8 blocks of width 256, dropout 0.1."""
-    config = GPT2Config(
-        vocab_size=VOCAB,
-        n_positions=256,
-        n_embd=256,
-        n_layer=layers,
-        n_head=8,
-        bos_token_id=0,
-        eos_token_id=0,
-        use_cache=False,
-    )
-    return _text(GPT2LMHeadModel, config, batch, length)
+    config = hf.GPT2Config(
+        vocab_size=VOCAB, n_positions=256, n_embd=width, n_layer=layers, n_head=width // 32,
+        bos_token_id=0, eos_token_id=0, use_cache=False,
+    )  # fmt: skip
+    return _text(hf.GPT2LMHeadModel, config, batch, length)
 
 
 def bert(batch: int = 5, length: int = 256, layers: int = 8) -> Made:
     """8 layers of width 256, dropout 0.1."""
-    config = BertConfig(
+    config = hf.BertConfig(
         vocab_size=VOCAB, hidden_size=256, num_hidden_layers=layers, num_attention_heads=8, intermediate_size=1024
     )
-    return _text(BertForMaskedLM, config, batch, length)
+    return _text(hf.BertForMaskedLM, config, batch, length)
 
 
 def llama(batch: int = 4, length: int = 256, layers: int = 8) -> Made:
     """8 blocks of width 256, two query heads to a key-value head; dropout in the attention."""
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=256,
-        intermediate_size=688,
-        num_hidden_layers=layers,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        attention_dropout=0.1,
-        use_cache=False,
-    )
-    return _text(LlamaForCausalLM, config, batch, length)
+    config = hf.LlamaConfig(
+        vocab_size=VOCAB, hidden_size=256, intermediate_size=688, num_hidden_layers=layers, num_attention_heads=8,
+        num_key_value_heads=4, attention_dropout=0.1, use_cache=False,
+    )  # fmt: skip
+    return _text(hf.LlamaForCausalLM, config, batch, length)
 
 
 def vit(batch: int = 5, layers: int = 8) -> Made:
     """8 layers of width 256, 64 pixels in patches of 4, dropout 0.1."""
-    config = ViTConfig(
-        image_size=64,
-        patch_size=4,
-        hidden_size=256,
-        num_hidden_layers=layers,
-        num_attention_heads=8,
-        intermediate_size=1024,
-        hidden_dropout_prob=0.1,
-        attention_probs_dropout_prob=0.1,
-        num_labels=LABELS,
-    )
-    return _images(ViTForImageClassification, config, batch, size=64)
+    config = hf.ViTConfig(
+        image_size=64, patch_size=4, hidden_size=256, num_hidden_layers=layers, num_attention_heads=8,
+        intermediate_size=1024, hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1, num_labels=LABELS,
+    )  # fmt: skip
+    return _images(hf.ViTForImageClassification, config, batch, size=64)
 
 
 def resnet50(batch: int = 32) -> Made:
     """ResNet-50 (depths 3, 4, 6, 3) on images of 64 pixels."""
-    return _images(ResNetForImageClassification, ResNetConfig(num_labels=LABELS), batch, size=64)
+    return _images(hf.ResNetForImageClassification, hf.ResNetConfig(num_labels=LABELS), batch, size=64)
 
 
 def t5(batch: int = 4, length: int = 256, layers: int = 4) -> Made:
     """An encoder and a decoder of 4 blocks each, width 256, dropout 0.1."""
-    config = T5Config(
-        vocab_size=VOCAB,
-        d_model=256,
-        d_kv=32,
-        d_ff=1024,
-        num_layers=layers,
-        num_heads=8,
-        decoder_start_token_id=0,
+    config = hf.T5Config(
+        vocab_size=VOCAB, d_model=256, d_kv=32, d_ff=1024, num_layers=layers, num_heads=8, decoder_start_token_id=0,
         use_cache=False,
-    )
-    return _text(T5ForConditionalGeneration, config, batch, length)
+    )  # fmt: skip
+    return _text(hf.T5ForConditionalGeneration, config, batch, length)
 
 
 def swin(batch: int = 2, layers: int = 6) -> Made:
     """Swin with depths 2, 2, `layers`, 2: the maps shrink, the channels grow."""
-    config = SwinConfig(
+    config = hf.SwinConfig(
         image_size=224, patch_size=4, embed_dim=48, depths=[2, 2, layers, 2], num_heads=[2, 4, 8, 16], num_labels=LABELS
     )
-    return _images(SwinForImageClassification, config, batch, size=224)
+    return _images(hf.SwinForImageClassification, config, batch, size=224)
 
 
 def convnext(batch: int = 8) -> Made:
     """ConvNeXt with depths 3, 3, 9, 3."""
-    config = ConvNextConfig(depths=[3, 3, 9, 3], hidden_sizes=[48, 96, 192, 384], num_labels=LABELS)
-    return _images(ConvNextForImageClassification, config, batch, size=112)
+    config = hf.ConvNextConfig(depths=[3, 3, 9, 3], hidden_sizes=[48, 96, 192, 384], num_labels=LABELS)
+    return _images(hf.ConvNextForImageClassification, config, batch, size=112)
 
 
 def mixtral(batch: int = 4, length: int = 256) -> Made:
     """4 blocks of width 192 with 4 experts each, two of them for every token."""
-    config = MixtralConfig(
-        vocab_size=VOCAB,
-        hidden_size=192,
-        intermediate_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        use_cache=False,
-    )
-    return _text(MixtralForCausalLM, config, batch, length)
+    config = hf.MixtralConfig(
+        vocab_size=VOCAB, hidden_size=192, intermediate_size=384, num_hidden_layers=4, num_attention_heads=6,
+        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, use_cache=False,
+    )  # fmt: skip
+    return _text(hf.MixtralForCausalLM, config, batch, length)
 
 
 class LSTMForCausalLM(nn.Module):
@@ -215,18 +164,9 @@ def unet(batch: int = 4) -> Made:
 
 
 MODELS: Mapping[str, Callable[..., Made]] = {
-    "gpt2": gpt2,
-    "bert": bert,
-    "vit": vit,
-    "resnet50": resnet50,
-    "llama": llama,
-    "t5": t5,
-    "swin": swin,
-    "convnext": convnext,
-    "mixtral": mixtral,
-    "lstm": lstm,
-    "unet": unet,
-}
+    made.__name__: made
+    for made in (gpt2, bert, vit, resnet50, llama, t5, swin, convnext, mixtral, lstm, unet)
+}  # fmt: skip
 """Name -> function that makes the model, in training mode, and keyword inputs with labels; the same each time.
 
 All take `batch`, those of text `length` too, and some `layers`.
@@ -245,18 +185,11 @@ def blocks(layers: int) -> Planned:
 
 def experts() -> Planned:
     """Two blocks with 24 experts of width 128 each, two of them for every token."""
-    config = MixtralConfig(
-        vocab_size=VOCAB,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=24,
-        num_experts_per_tok=2,
-        use_cache=False,
-    )
-    return (*_text(MixtralForCausalLM, config, 4, 128), None)
+    config = hf.MixtralConfig(
+        vocab_size=VOCAB, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=24, num_experts_per_tok=2, use_cache=False,
+    )  # fmt: skip
+    return (*_text(hf.MixtralForCausalLM, config, 4, 128), None)
 
 
 class BidirectionalLSTM(nn.Module):
@@ -290,19 +223,13 @@ def diffusion_unet() -> Planned:
 
     torch.manual_seed(0)
     model = UNet2DConditionModel(
-        sample_size=32,
-        block_out_channels=(32, 64, 128),
+        sample_size=32, block_out_channels=(32, 64, 128),
         down_block_types=("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
-        layers_per_block=1,
-        cross_attention_dim=64,
-        attention_head_dim=8,
-    )
-    inputs = {
-        "sample": torch.randn(2, 4, 32, 32),
-        "timestep": torch.randint(0, 1000, (2,)),
-        "encoder_hidden_states": torch.randn(2, 16, 64),
-    }
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D"), layers_per_block=1,
+        cross_attention_dim=64, attention_head_dim=8,
+    )  # fmt: skip
+    sample, timestep = torch.randn(2, 4, 32, 32), torch.randint(0, 1000, (2,))
+    inputs = {"sample": sample, "timestep": timestep, "encoder_hidden_states": torch.randn(2, 16, 64)}
     return model.train(), inputs, _of_sample
 
 
@@ -312,23 +239,14 @@ def flux() -> Planned:
 
     torch.manual_seed(0)
     model = FluxTransformer2DModel(
-        in_channels=16,
-        num_layers=3,
-        num_single_layers=6,
-        attention_head_dim=32,
-        num_attention_heads=4,
-        joint_attention_dim=64,
-        pooled_projection_dim=64,
-        axes_dims_rope=(8, 12, 12),
-    )
+        in_channels=16, num_layers=3, num_single_layers=6, attention_head_dim=32, num_attention_heads=4,
+        joint_attention_dim=64, pooled_projection_dim=64, axes_dims_rope=(8, 12, 12),
+    )  # fmt: skip
     inputs = {
-        "hidden_states": torch.randn(1, 256, 16),
-        "encoder_hidden_states": torch.randn(1, 32, 64),
-        "pooled_projections": torch.randn(1, 64),
-        "timestep": torch.rand(1),
-        "img_ids": torch.randn(256, 3),
+        "hidden_states": torch.randn(1, 256, 16), "encoder_hidden_states": torch.randn(1, 32, 64),
+        "pooled_projections": torch.randn(1, 64), "timestep": torch.rand(1), "img_ids": torch.randn(256, 3),
         "txt_ids": torch.randn(32, 3),
-    }
+    }  # fmt: skip
     return model.train(), inputs, _of_sample
 
 

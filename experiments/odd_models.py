@@ -12,29 +12,19 @@ for bit; of the cases about memory, the peak with the plan's budget. DIFFERENT, 
 
 from __future__ import annotations
 
-import argparse
 import collections
-import sys
-from pathlib import Path
-
-import torch
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import documents
 import odd  # noqa: F401 - registers the cases
+import torch
 from odd.harness import CASES, DECISIONS, ITEMS, outcome
-
-LONGEST = 300  # characters of a message in the file; some of PyTorch's list all of its kernels
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = documents.parser(__doc__)
     parser.add_argument("--case", action="append", choices=sorted(CASES), metavar="NAME", help="this one alone")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path, help="folder for odd_models.json")
     given = parser.parse_args()
-    torch.set_num_threads(given.threads)
+    torch.set_num_threads(1)
     names = given.case or list(CASES)
     print(f"{'case':<46} {'item':<7}" + "".join(f"{decision:<14}" for decision in DECISIONS))
     rows, counts, broken = [], collections.Counter[str](), 0
@@ -47,29 +37,17 @@ def main() -> None:
         if given.case:
             for decision, o in found.items():
                 print(f"    {decision}: {o.kind}{f', {o.stages} stages' if o.stages else ''}. {o.detail}")
-        rows.append(
-            {
-                "case": name,
-                "item": CASES[name].item,
-                "about": CASES[name].about,
-                "outcomes": {
-                    decision: {"kind": o.kind, "stages": o.stages, "detail": o.detail[:LONGEST]}
-                    for decision, o in found.items()
-                },
-            }
-        )
+        rows.append({
+            "case": name, "item": CASES[name].item, "about": CASES[name].about,
+            "outcomes": {
+                decision: {"kind": o.kind, "stages": o.stages, "detail": o.detail[: documents.LONGEST]}
+                for decision, o in found.items()
+            },
+        })  # fmt: skip
     total = ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
     print(f"{len(names)} cases x {len(DECISIONS)} decisions: {total}; {broken} break a promise")
-    if given.out is not None:
-        document = {
-            "command": documents.command(),
-            "environment": documents.environment(given.threads),
-            "items": ITEMS,
-            "counts": dict(counts),
-            "broken": broken,
-            "cases": rows,
-        }
-        documents.write(document, given.out / "odd_models.json")
+    document = {"items": ITEMS, "counts": dict(counts), "broken": broken, "cases": rows}
+    documents.save(given.out, "odd_models.json", document)
 
 
 if __name__ == "__main__":

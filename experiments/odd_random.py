@@ -11,21 +11,16 @@ one in full; `--shrink` looks for a smaller one with the same outcome.
 
 from __future__ import annotations
 
-import argparse
 import collections
 import itertools
 import re
-import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import torch
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-
 import documents
+import torch
 from odd.generated import Spec, case, draw, features, smaller
 from odd.harness import BROKEN, DECISIONS, MIXED, Outcome, Trial
 
@@ -68,13 +63,12 @@ def shrunk(seed: int, decision: str) -> tuple[Spec, Outcome]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = documents.parser(__doc__)
     parser.add_argument("--seeds", type=int, default=1000)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seed", type=int, action="append", help="this one alone, in full")
     parser.add_argument("--shrink", choices=ALL, help="the decision under which a smaller model is to end alike")
     parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--out", type=Path, help="folder for odd_random.json")
     given = parser.parse_args()
     torch.set_num_threads(1)
     for seed in given.seed or ():
@@ -103,7 +97,7 @@ def run(seeds: range, processes: int, out: Path | None) -> None:
     broken: list[dict[str, Any]] = []
     measured = 0
     begun = time.perf_counter()
-    for seed, found in zip(seeds, _all_outcomes(seeds, processes), strict=True):
+    for seed, found in zip(seeds, ProcessPoolExecutor(processes).map(outcomes, seeds), strict=True):
         named = features(draw(seed))
         used.update(named)
         pairs.update(itertools.combinations(named, 2))
@@ -123,28 +117,15 @@ def run(seeds: range, processes: int, out: Path | None) -> None:
     for text, count in reasons.most_common():
         print(f"{count:>6}  {text}")
     print(f"{len(seeds)} models, {measured} peaks measured, {len(broken)} promises broken, {seconds:.0f} s")
-    if out is None:
-        return
     possible = len(used) * (len(used) - 1) // 2
     document = {
-        "command": documents.command(),
-        "environment": documents.environment(1),
-        "seeds": [seeds.start, seeds.stop],
-        "seconds": round(seconds),
+        "seeds": [seeds.start, seeds.stop], "seconds": round(seconds),
         "counts": {decision: {kind: of[kind] for kind in kinds} for decision, of in counts.items()},
-        "peaks_measured": measured,
-        "broken": broken,
-        "reasons": dict(reasons.most_common()),
+        "peaks_measured": measured, "broken": broken, "reasons": dict(reasons.most_common()),
         "features": dict(sorted(used.items())),
         "pairs_of_features": {"possible": possible, "seen": len(pairs), "seen_once": list(pairs.values()).count(1)},
-    }
-    documents.write(document, out / "odd_random.json")
-
-
-def _all_outcomes(seeds: range, processes: int) -> Any:
-    if processes == 1:
-        return map(outcomes, seeds)
-    return ProcessPoolExecutor(processes).map(outcomes, seeds)
+    }  # fmt: skip
+    documents.save(out, "odd_random.json", document)
 
 
 if __name__ == "__main__":

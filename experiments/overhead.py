@@ -1,61 +1,73 @@
-"""What the machinery itself costs: per packed tensor, stage call and recomputed block, and where everything is kept.
+"""What the machinery costs: a plan that keeps everything, recomputed blocks, the check, and a swapped storage.
 
-    python experiments/overhead.py --out experiments/results
-    python experiments/overhead.py --quick
-    python experiments/overhead.py --blocks --out experiments/results
+    python experiments/overhead.py --rounds 60 --out experiments/results
+    python experiments/overhead.py --parts swap,check --rounds 9
 
-Runs with and without are interleaved, eight steps at a time after one that isn't timed, of which the runtime measures
-one, so that the machine's load meets both alike. Figures are medians over pairs, in seconds of the calling thread's
-CPU, which does all the work here, so that other programs' turns don't count. What they do to caches and memory does
-count, so medians come with their standard error, and the least of all rounds, which was disturbed least, beside them.
-The wall clock's figure for real steps is given too.
+Runs with and without are interleaved, so that the machine's load meets both alike, every other round in reverse.
+Figures are medians over rounds, in seconds of the calling thread's CPU, which does all the work here, with their
+standard error, and the least of all rounds, which was disturbed least. Four parts, each of which replaces its own in
+the file:
 
-The promise is that a plan which keeps everything takes at most 1 % more than the plain step on stages of 5 ms and more.
-Calls of tiny stages, of which hundreds make a step, tell the cost of a call to a microsecond, with everything in the
-caches. Real stages fill the caches themselves, so their calls cost several times as much, and they are what counts. But
-by default the C library gives the heap's end back to the system and takes it anew from step to step, depending on what
-lies there: a percent or two for a step by chance, with a plan or without. So real stages are measured twice, as they
-are and with a heap that is kept, and the latter tells what the machinery costs.
+keep
+    A plan that keeps everything takes at most 1 % more than the plain step on stages of 5 ms and more. Calls of tiny
+    stages tell the cost of a call with everything in the caches; real stages fill the caches themselves, so their calls
+    cost several times as much. By default the C library gives the heap's end back to the system and takes it anew, a
+    percent or two of a step by chance; so real stages are measured as they are and with a heap that is kept.
+blocks
+    A recomputed block takes at most 1.2 times what it takes under `torch.utils.checkpoint`, for blocks that are so
+    small that all their time is Python's.
+check
+    With every stage recomputed, digests add at most 1 % to a run of a thousand steps, in which 3 and 9.97 on average
+    have them, and spots at most 1 % to a step. Spots take less than steps differ by, so the time within their functions
+    is added up, which the clock's own calls make too long rather than too short.
+swap
+    What a stage adds per saved storage, beside a pair of `saved_tensors_hooks`: one that does nothing (identity), one
+    that keeps PyTorch's check for writes in place (checked), one that makes an empty tensor when it is unpacked
+    (emptied). Of a plan's storages all stay, or all move through a store that copies nothing. By the least of all
+    rounds, what stays costs at most three pairs that do nothing.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import gc
 import json
 import math
+import operator
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
+from unittest import mock
 
-import documents
+import documents  # isort: split
+
+import models
 import torch
+from made_plans import plan_of
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ckptplan.cli.demo import keep_pages
-from ckptplan.core.plan import Decision, Decisions, Plan
+from ckptplan.core.plan import Decision, Decisions, Transfer
 from ckptplan.core.segment import Segment
 from ckptplan.profiling.profiler import profile
 from ckptplan.runtime.controller import Controller, is_glue
+from ckptplan.runtime.guard import check
 from ckptplan.runtime.handle import apply
 from ckptplan.runtime.observe.counters import Counters
 from ckptplan.runtime.observe.meter import EVERY, Meter
 from ckptplan.runtime.recompute.selective import NumberedOps
+from ckptplan.runtime.step import default_loss
 from ckptplan.runtime.swap.session import SwapSession
 from ckptplan.runtime.swap.stores import NULL_STORES
 
-SCHEMA = "ckptplan.overhead/5"
-PROMISE = 0.01
-STAGE_S = 5e-3
-"""What the promise speaks of."""
+SCHEMA = "ckptplan.overhead/6"
+KEEP_PROMISE = CHECK_PROMISE = 0.01
 BLOCK_PROMISE = 1.2
-"""Times `torch.utils.checkpoint`, for a recomputed block."""
-
+SWAP_PROMISE, SWAP_GROWTH = 3.0, 2.2
+CPU = torch.device("cpu")
 
 Way = tuple[Callable[[], Any], Callable[[], contextlib.AbstractContextManager[Any]]]
 """What to time, and in what surroundings, which aren't timed."""
@@ -85,11 +97,9 @@ def spread(values: list[float]) -> dict[str, float]:
     """Quartiles, and the median's standard error where values are spread normally (Kendall and Stuart, 10.11)."""
     first, median, third = statistics.quantiles(values, n=4)
     return {
-        "first": first,
-        "median": median,
-        "third": third,
+        "first": first, "median": median, "third": third,
         "error": 1.2533 * (third - first) / 1.349 / math.sqrt(len(values)),
-    }
+    }  # fmt: skip
 
 
 def added_us(found: Found, count: int) -> dict[str, float]:
@@ -99,11 +109,14 @@ def added_us(found: Found, count: int) -> dict[str, float]:
     return {**pairs, "least": (min(other) - min(plain)) / count * 1e6}
 
 
+# --- keep ---
+
+
 def per_packed_tensor(rounds: int, count: int = 200) -> dict[str, float]:
     """Pack and unpack of one tensor of its own storage, which doesn't move, above autograd's own saving of it."""
     factors = [torch.ones(2048) for _ in range(count)]
     x = torch.ones(2048, requires_grad=True)
-    counters = Counters(meter=Meter(torch.device("cpu")))
+    counters = Counters(meter=Meter(CPU))
 
     def step() -> None:
         y = x
@@ -112,37 +125,17 @@ def per_packed_tensor(rounds: int, count: int = 200) -> dict[str, float]:
         y.sum().backward()
 
     def packed() -> None:
-        session = SwapSession({}, torch.device("cpu"), lambda storage: False, counters)
+        session = SwapSession({}, CPU, lambda storage: False, counters)
         with session.packing().hooks():
             step()
 
     return added_us(interleaved([(step, contextlib.nullcontext), (packed, contextlib.nullcontext)], rounds), count)
 
 
-def keep_all(model: nn.Module, inputs: Any) -> Plan:
-    """Everything kept, without a solver."""
-    chain = profile(model, inputs, menus=False)
-    n = len(chain.stages)
-    return Plan(
-        stages=tuple(stage.name for stage in chain.stages),
-        choices=(Decision("keep"),) * n,
-        status="feasible",
-        budget_bytes=1 << 59,
-        peak_bytes=0,
-        host_bytes=0,
-        step_s=chain.baseline_step_s,
-        baseline_step_s=chain.baseline_step_s,
-        lower_bound_s=0.0,
-        space="keep",
-        planner="keep",
-        fingerprint=chain.fingerprint,
-        inputs=tuple(stage.inputs for stage in chain.stages),
-    )
-
-
 def plain_and_kept(model: nn.Module, inputs: torch.Tensor, rounds: int) -> tuple[Found, int]:
     """So many steps without and with a plan that keeps everything that one is measured, and their calls of stages."""
-    plan = keep_all(model, inputs)
+    chain = profile(model, inputs, menus=False)
+    plan = plan_of(chain, ["keep"] * len(chain.stages))
     with apply(model, plan) as handle:
 
         def steps(count: int = EVERY) -> None:
@@ -188,6 +181,39 @@ class _Stages(nn.Module):
         return x
 
 
+def keep_part(rounds: int) -> dict[str, Any]:
+    """A plan that keeps everything."""
+    tensor = per_packed_tensor(rounds)
+    call = added_us(*plain_and_kept(_Stages(100, 4), torch.randn(2, 4), rounds))
+    model, inputs = _Stages(12, 384), torch.randn(256, 384)
+    as_it_is, _ = plain_and_kept(model, inputs, rounds)
+    keep_pages(True)
+    real, calls = plain_and_kept(model, inputs, rounds)
+    shares = {clock: added_share(found) for clock, found in real.items()}
+    stages = calls // EVERY
+    stage_ms = statistics.median(real["cpu"][0]) / calls * 1e3
+    found = {
+        "per_packed_tensor_us": tensor, "per_stage_call_us": call, "stages": stages, "stage_ms": stage_ms,
+        "per_real_stage_call_us": added_us(real, calls), "overhead": shares,
+        "overhead_as_it_is": {clock: added_share(of) for clock, of in as_it_is.items()},
+        "promise_kept": all(share["median"] <= KEEP_PROMISE for share in shares.values()),
+    }  # fmt: skip
+    lines = [
+        ("per packed tensor, one storage each", tensor), ("per stage call", call),
+        (f"per stage call among stages of {stage_ms:.1f} ms", found["per_real_stage_call_us"]),
+    ]  # fmt: skip
+    cells = [(what, f"{q['median']:.2f} µs", f"{q['error']:.2f}", f"{q['least']:.2f}") for what, q in lines]
+    for heap in ("overhead", "overhead_as_it_is"):
+        for clock, q in found[heap].items():
+            name = f"{heap.replace('_', ' ')}, {clock}"
+            cells.append((name, f"{q['median']:+.2%}", f"{q['error']:.2%}", f"{q['least']:+.2%}"))
+    documents.show(documents.table(("everything kept", "median", "±", "least"), cells))
+    return found
+
+
+# --- blocks ---
+
+
 class _Blocks(nn.Module):
     """A chain of equal blocks, each called through `around`."""
 
@@ -222,14 +248,9 @@ def llama() -> tuple[_Blocks, torch.Tensor]:
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
     config = LlamaConfig(
-        hidden_size=16,
-        intermediate_size=32,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        num_hidden_layers=DEPTH,
-        max_position_embeddings=8,
-        attn_implementation="sdpa",
-    )
+        hidden_size=16, intermediate_size=32, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=DEPTH,
+        max_position_embeddings=8, attn_implementation="sdpa",
+    )  # fmt: skip
     x = torch.randn(2, 8, 16)
     positions = LlamaRotaryEmbedding(config)(x, torch.arange(8)[None])
     layers = [LlamaDecoderLayer(config, layer_idx=i) for i in range(DEPTH)]
@@ -293,7 +314,6 @@ def per_recomputed_block(make: Callable[[], tuple[_Blocks, torch.Tensor]], round
     model, x = make()
     model.train()
     x.requires_grad_()
-    device = torch.device("cpu")
     ways: dict[str, Way] = {}
 
     def steps() -> None:
@@ -312,9 +332,9 @@ def per_recomputed_block(make: Callable[[], tuple[_Blocks, torch.Tensor]], round
 
     def planned(decision: Decision, segments: tuple[Segment, ...] = ()) -> Callable[[], Any]:
         names = tuple(f"blocks.{i}" for i in range(DEPTH))
-        counters = Counters(meter=Meter(device))
+        counters = Counters(meter=Meter(CPU))
         decisions = Decisions(names, (decision,) * DEPTH, segments)
-        controller = Controller(model, decisions, NULL_STORES, device, counters=counters)
+        controller = Controller(model, decisions, NULL_STORES, CPU, counters=counters)
 
         @contextlib.contextmanager
         def entered() -> Iterator[None]:
@@ -349,111 +369,265 @@ def per_recomputed_block(make: Callable[[], tuple[_Blocks, torch.Tensor]], round
     return {
         "modules": len(list(model.blocks[0].modules())),
         "block_us": {way: statistics.median(s) / (STEPS * DEPTH) * 1e6 for way, s in seconds.items()},
-        "recompute_over_torch": ratio("recompute", "torch"),
-        "segment_over_torch": ratio("segment", "torch"),
+        "recompute_over_torch": ratio("recompute", "torch"), "segment_over_torch": ratio("segment", "torch"),
         "selective_over_torch_selective": ratio("selective", "torch selective"),
-        "torch_over_plain": ratio("torch", "plain"),
-        "recompute_over_plain": ratio("recompute", "plain"),
+        "torch_over_plain": ratio("torch", "plain"), "recompute_over_plain": ratio("recompute", "plain"),
+    }  # fmt: skip
+
+
+def blocks_part(rounds: int) -> dict[str, Any]:
+    """Recomputed blocks."""
+    found = {make.__name__: per_recomputed_block(make, rounds) for make in BLOCKS}
+    ratios = [key for key in next(iter(found.values())) if "_over_" in key]
+    cells = [
+        (name, row["modules"], *(f"{row['block_us'][way]:.0f} µs" for way in ("plain", "torch", "recompute")),
+         *(f"{row[key]['median']:.2f} ± {row[key]['error']:.2f}" for key in ratios))
+        for name, row in found.items()
+    ]  # fmt: skip
+    columns = ("block", "modules", "plain", "torch", "ours", *(key.replace("_", " ") for key in ratios))
+    documents.show(documents.table(columns, cells))
+    kept = all(row["recompute_over_torch"]["median"] <= BLOCK_PROMISE for row in found.values())
+    return {"results": found, "promise_kept": kept}
+
+
+# --- check ---
+
+RUN = 1000
+"""Steps of the run that sampled checks are reckoned for."""
+CHECKED: dict[str, Callable[[], models.Made]] = {
+    "gpt2": models.gpt2, "resnet50": lambda: models.resnet50(8), "unet": models.unet
+}  # fmt: skip
+
+
+def per_checked_step(make: Callable[[], models.Made], rounds: int) -> dict[str, Any]:
+    """Seconds of each kind of step, and the shares that the checks add."""
+    torch.manual_seed(0)
+    model, inputs = make()
+    model.train()
+    chain = profile(model, inputs, menus=False)
+    plan = plan_of(chain, ["recompute"] * len(chain.stages))
+    compared = 0
+
+    def step() -> None:
+        model.zero_grad()
+        default_loss(model(**inputs)).backward()
+
+    def around(when: Any) -> Callable[[], contextlib.AbstractContextManager[None]]:
+        @contextlib.contextmanager
+        def applied() -> Iterator[None]:
+            nonlocal compared
+            with apply(model, plan, check=when) as handle, handle.unmetered():
+                if when == "sampled":
+                    # The steps that come have spots; the first learns.
+                    handle._applied.controller.checks._seen = check.FIRST
+                step()
+                before = handle.stats().compared_tensors
+                yield
+                found = handle.stats().compared_tensors - before
+                assert (found > 0) == (when == "always")
+                compared = max(compared, found)
+
+        return applied
+
+    ways = {when: around(when) for when in check.WHEN}
+    seconds = dict(zip(ways, interleaved([(step, way) for way in ways.values()], rounds)["cpu"], strict=True))
+    off = seconds["off"]
+
+    def added(when: str) -> dict[str, float]:
+        return spread([a / b - 1 for a, b in zip(seconds[when], off, strict=True)])
+
+    own: list[float] = []
+    for _ in range(rounds):
+        with around("sampled")(), timed_spots() as found:
+            step()
+        own.append(sum(found))
+    spots_s = statistics.median(own)
+    checked = check.FIRST + (RUN - check.FIRST) / check.EVERY
+    always, spots = added("always"), spots_s / statistics.median(off)
+    recomputed = sum(choice.action == "recompute" for choice in plan.choices)
+    return {
+        "stages": len(chain.stages), "recomputed_stages": recomputed, "compared_tensors": compared,
+        "off_s": statistics.median(off), "checked_s": statistics.median(seconds["always"]),
+        "always": always["median"], "with_spots": added("sampled"), "spots": spots,
+        "spots_us_per_recomputed_stage": spots_s / recomputed * 1e6, "checked_steps_in_run": checked,
+        "sampled": checked / RUN * always["median"],
+    }  # fmt: skip
+
+
+@contextlib.contextmanager
+def timed_spots() -> Iterator[list[float]]:
+    """Seconds of each call that reads or compares a spot inside."""
+    found: list[float] = []
+
+    def timed(run: Callable[..., None]) -> Callable[..., None]:
+        def call(*args: Any) -> None:
+            begin = time.thread_time()
+            run(*args)
+            found.append(time.thread_time() - begin)
+
+        return call
+
+    with mock.patch.multiple(
+        check.StageSpots,
+        save=timed(check.StageSpots.save),
+        compare_saved=timed(check.StageSpots.compare_saved),
+        ended=timed(check.StageSpots.ended),
+    ):
+        yield found
+
+
+def check_part(rounds: int) -> dict[str, Any]:
+    """The check while training."""
+    found = {name: per_checked_step(make, rounds) for name, make in CHECKED.items()}
+    cells = [
+        (name, row["stages"], row["compared_tensors"], f"{row['off_s']:.3f} s", f"{row['checked_s']:.3f} s",
+         f"{row['always']:+.1%}", f"{row['sampled']:+.2%}",
+         f"{row['with_spots']['median']:+.2%} ± {row['with_spots']['error']:.2%}", f"{row['spots']:+.2%}",
+         f"{row['spots_us_per_recomputed_stage']:.0f} µs")
+        for name, row in found.items()
+    ]  # fmt: skip
+    columns = ("model", "stages", "tensors", "step", "checked", "always", "sampled", "with spots", "spots", "a stage")
+    documents.show(documents.table(columns, cells))
+    kept = all(max(row["sampled"], row["spots"]) <= CHECK_PROMISE for row in found.values())
+    return {"run_steps": RUN, "results": found, "promise_kept": kept}
+
+
+# --- swap ---
+
+ELEMENTS = 64
+COUNTS = (300, 1000, 2000)
+
+
+class _Checked:
+    """A saved tensor with its version."""
+
+    __slots__ = ("value", "version")
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value, self.version = value, value._version
+
+    def tensor(self) -> torch.Tensor:
+        if self.value._version != self.version:
+            raise RuntimeError(f"version {self.value._version} of a tensor that was saved at version {self.version}")
+        return self.value
+
+
+class _Emptied:
+    """A saved tensor that isn't held, but for what it takes to make one like it."""
+
+    __slots__ = ("dtype", "size")
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.size, self.dtype = value.size(), value.dtype
+
+    def tensor(self) -> torch.Tensor:
+        return torch.empty(self.size, dtype=self.dtype)
+
+
+HOOKS: dict[str, tuple[Any, Any]] = {
+    "identity": (lambda t: t, lambda t: t),
+    "checked": (_Checked, operator.methodcaller("tensor")),
+    "emptied": (_Emptied, operator.methodcaller("tensor")),
+}
+
+
+def saving(count: int) -> dict[str, Callable[[], None]]:
+    """Ways to run a stage that saves `count` storages, forward and backward."""
+    x, factors = torch.ones(ELEMENTS, requires_grad=True), [torch.ones(ELEMENTS) for _ in range(count)]
+
+    def forward() -> torch.Tensor:
+        y = x
+        for factor in factors:
+            y = y * factor  # saves the factor
+        return y
+
+    def hooked(pack: Any, unpack: Any) -> None:
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            y = forward()
+        y.sum().backward()
+
+    def planned(moves: tuple[int, ...]) -> None:
+        session = SwapSession(
+            {"host": NULL_STORES["host"]}, CPU, lambda storage: False, Counters(), [[ELEMENTS * 4] * count]
+        )
+        with session.stage(0, (Transfer(moves, 0, 0),) if moves else ()):
+            y = forward()
+        loss = y.sum()
+        del y
+        session.release(0)
+        session.prefetch(0)
+        loss.backward()
+
+    return {
+        "plain": lambda: forward().sum().backward(),
+        **{name: functools.partial(hooked, *pair) for name, pair in HOOKS.items()},
+        "stays": functools.partial(planned, ()),
+        "moves": functools.partial(planned, tuple(range(count))),
     }
 
 
-def print_blocks(found: dict[str, dict[str, Any]]) -> None:
-    """One row for each kind."""
-    print(
-        f"\nforward and backward of a recomputed block, medians; at most {BLOCK_PROMISE} times torch.utils.checkpoint\n"
-        f"{'':<13}{'modules':>8}{'plain':>9}{'torch':>9}{'ours':>9}{'ours/torch':>20}{'segment/torch':>15}"
-        f"{'selective/selective':>21}{'torch/plain':>13}{'ours/plain':>12}"
-    )
-    for name, row in found.items():
-        us, ours = row["block_us"], row["recompute_over_torch"]
-        print(
-            f"{name:<13}{row['modules']:>8}{us['plain']:>6.0f} µs{us['torch']:>6.0f} µs{us['recompute']:>6.0f} µs"
-            f"{ours['median']:>13.2f} ± {ours['error']:.2f}{row['segment_over_torch']['median']:>15.2f}"
-            f"{row['selective_over_torch_selective']['median']:>21.2f}{row['torch_over_plain']['median']:>13.2f}"
-            f"{row['recompute_over_plain']['median']:>12.2f}"
-        )
+def swap_part(rounds: int) -> dict[str, Any]:
+    """Bookkeeping per saved storage."""
+    ways = {(count, name): run for count in COUNTS for name, run in saving(count).items()}
+    # Each runs once before, since what ran before it has left its own memory in the caches.
+    timed = interleaved([(run, functools.partial(_after, run)) for run in ways.values()], rounds)["cpu"]
+    seconds = dict(zip(ways, timed, strict=True))
+    found: dict[int, dict[str, dict[str, float]]] = {count: {} for count in COUNTS}
+    for (count, name), own in seconds.items():
+        plain = seconds[count, "plain"]
+        median = spread([(a - b) / count * 1e6 for a, b in zip(own, plain, strict=True)])
+        found[count][name] = {
+            "in_all_us": min(own) / count * 1e6, "added_us": (min(own) - min(plain)) / count * 1e6,
+            "added_us_median": median["median"], "added_us_error": median["error"],
+        }  # fmt: skip
+    for of_count in found.values():
+        for each in of_count.values():
+            for key in ("added_us", "added_us_median"):
+                each[key.replace("added_us", "over_identity")] = each[key] / of_count["identity"][key]
+    cells = [
+        (count, name, *(f"{q[key]:.2f} µs" for key in ("in_all_us", "added_us")), f"{q['over_identity']:.2f}",
+         f"{q['added_us_median']:.2f} ± {q['added_us_error']:.2f} µs", f"{q['over_identity_median']:.2f}")
+        for count, of_count in found.items()
+        for name, q in of_count.items()
+    ]  # fmt: skip
+    columns = ("storages", "way", "in all", "added", "over identity", "medians: added", "over identity")
+    documents.show(documents.table(columns, cells))
+    growth = {
+        name: statistics.median(a / b for a, b in zip(seconds[2000, name], seconds[1000, name], strict=True))
+        for name in found[1000]
+    }
+    most = max(of_count["stays"]["over_identity"] for of_count in found.values())
+    kept = most <= SWAP_PROMISE and max(growth.values()) <= SWAP_GROWTH
+    return {"results": found, "growth": growth, "promise_kept": kept}
+
+
+@contextlib.contextmanager
+def _after(run: Callable[[], Any]) -> Iterator[None]:
+    run()
+    yield
+
+
+PARTS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "keep": keep_part, "blocks": blocks_part, "check": check_part, "swap": swap_part
+}  # fmt: skip
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="folder for the JSON file")
-    parser.add_argument("--rounds", type=int, default=30, help="pairs of eight steps")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--quick", action="store_true", help="a quarter of the rounds")
-    parser.add_argument("--blocks", action="store_true", help="recomputed blocks alone; the file keeps the rest")
+    parser = documents.parser(__doc__)
+    parser.add_argument("--parts", type=documents.among(PARTS), default=list(PARTS))
+    parser.add_argument("--rounds", type=int, default=30, help="of each way")
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    rounds = max(args.rounds // 4, 4) if args.quick else args.rounds
-    found = {make.__name__: per_recomputed_block(make, rounds) for make in BLOCKS}
-    blocks = {
-        "command": documents.command(),
-        "environment": documents.environment(args.threads),
-        "rounds": rounds,
-        "results": found,
-        "promise_kept": all(row["recompute_over_torch"]["median"] <= BLOCK_PROMISE for row in found.values()),
-    }
-    if args.blocks:
-        print_blocks(found)
-        if args.out is not None:
-            path = args.out / "overhead.json"
-            if not path.exists():
-                raise SystemExit(f"{path} isn't there, and --blocks replaces a part of it: leave --blocks out first")
-            documents.write({**json.loads(path.read_text(encoding="utf-8")), "schema": SCHEMA, "blocks": blocks}, path)
-        return
-    tensor = per_packed_tensor(rounds)
-    tiny, calls = plain_and_kept(_Stages(100, 4), torch.randn(2, 4), rounds)
-    call = added_us(tiny, calls)
-    model, inputs = _Stages(12, 384), torch.randn(256, 384)
-    as_it_is, real_calls = plain_and_kept(model, inputs, rounds)
-    keep_pages(True)
-    real, _ = plain_and_kept(model, inputs, rounds)
-    beside = {clock: added_share(found) for clock, found in real.items()}
-    plain_s, kept_s = (statistics.median(steps) / EVERY for steps in real["cpu"])
-    stages = real_calls // EVERY
-    results = {
-        "per_packed_tensor_us": tensor,
-        "per_stage_call_us": call,
-        "stages": stages,
-        "stage_ms": plain_s / stages * 1e3,
-        "plain_step_s": plain_s,
-        "kept_step_s": kept_s,
-        "per_real_stage_call_us": added_us(real, real_calls),
-        "overhead": beside,
-        "overhead_as_it_is": {clock: added_share(found) for clock, found in as_it_is.items()},
-        "overhead_by_calls": call["median"] / (STAGE_S * 1e6),
-        "promise_kept": all(share["median"] <= PROMISE for share in beside.values()),
-    }
-    for what, us in (
-        ("per packed tensor (pack and unpack, one storage each)", tensor),
-        ("per stage call (forward, backward's hook, times)", call),
-        (f"per stage call among stages of {plain_s / stages * 1e3:.1f} ms", results["per_real_stage_call_us"]),
-    ):
-        print(
-            f"{what:<56}{us['median']:7.2f} µs ± {us['error']:.2f} (quartiles {us['first']:.2f} {us['third']:.2f}, "
-            f"least {us['least']:.2f})"
-        )
-    print(
-        f"keeping everything on stages of {STAGE_S * 1e3:.0f} ms, by the calls of tiny ones "
-        f"{results['overhead_by_calls']:+.2%}"
-    )
-    for heap in ("overhead", "overhead_as_it_is"):
-        for clock, q in results[heap].items():
-            print(
-                f"  {stages} real ones, {'heap kept' if heap == 'overhead' else 'as it is':<9}, {clock:<5}"
-                f"{q['median']:+.2%} ± {q['error']:.2%} (median of {rounds} pairs of {EVERY} steps; "
-                f"quartiles {q['first']:+.2%} {q['third']:+.2%}; least {q['least']:+.2%})"
-            )
-    print_blocks(found)
-    if args.out is not None:
-        document = {
-            "schema": SCHEMA,
-            "command": documents.command(),
-            "environment": documents.environment(args.threads),
-            "rounds": rounds,
-            "results": results,
-            "blocks": blocks,
-        }
-        documents.write(document, args.out / "overhead.json")
+    torch.set_num_threads(1)
+    known = args.out and args.out / "overhead.json"
+    document: dict[str, Any] = json.loads(known.read_text()) if known and known.exists() else {}
+    for name in args.parts:
+        found = PARTS[name](args.rounds)
+        print(f"{name}: {'kept' if found['promise_kept'] else 'BROKEN'}", flush=True)
+        document[name] = {
+            "command": documents.command(), "environment": documents.environment(), "rounds": args.rounds, **found
+        }  # fmt: skip
+    if known:
+        documents.write({**document, "schema": SCHEMA}, known)
 
 
 if __name__ == "__main__":

@@ -15,29 +15,15 @@ eight of the draw that train count. Prints PASS or FAIL. `--seed` draws others, 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import os
-import sys
-import time
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import documents
 import torch
-from drawn_models import Recipe, build, draw, drawn, loss_of
-from estimate_drawn import LONGEST, in_a_process
-from rich.console import Console
-from rich.table import Table
-from trainer_drawn import TIMES, repeated
+from drawn_models import TIMES, Recipe, build, draw, drawn, loss_of, repeated
 
 import ckptplan
 from ckptplan.core.units import format_bytes
@@ -106,7 +92,7 @@ def verified(recipe: Recipe, times: int, profile: ckptplan.Profile, way: str, bu
         plan = ckptplan.solve(profile, budget=budget, time_limit_s=3, **limits)
         found = ckptplan.verify(model, plan, inputs, loss_fn=loss_of, repeats=1)
     except Exception as error:
-        return Tried(way, budget, failed=f"{type(error).__name__}: {error}"[:LONGEST])
+        return Tried(way, budget, failed=documents.brief(error))
     # What differs between two plain steps, too, is none of the plan's.
     equal = found.gradients_equal is True or not set(found.differing) - set(found.plain_differing)
     return Tried(
@@ -127,7 +113,7 @@ def run(name: str) -> Row:
             times = 1
             _train(recipe, times)
     except Exception as error:
-        return Row(name, failed=f"without a plan: {type(error).__name__}: {error}"[:LONGEST])
+        return Row(name, failed=f"without a plan: {documents.brief(error)}")
     model, inputs = recipe.make()
     inputs = repeated(dict(inputs), times)
     parameters = sum(p.numel() for p in model.parameters())
@@ -141,7 +127,7 @@ def run(name: str) -> Row:
             else:
                 profiles[way] = ckptplan.profile(model, inputs, loss_fn=loss_of)
         except Exception as error:
-            found.append(Tried(way, "profile", failed=f"{type(error).__name__}: {error}"[:LONGEST]))
+            found.append(Tried(way, "profile", failed=documents.brief(error)))
             break
     del model, inputs
     found += [verified(recipe, times, profile, way, b) for way, profile in profiles.items() for b in BUDGETS]
@@ -165,23 +151,24 @@ def counted(rows: Sequence[Row]) -> list[Row]:
     return found
 
 
-def table(rows: Sequence[Row]) -> Table:
-    found = Table(
-        "model", "way", "budget", "bits", "peak", "of", "plain", "recomputed", "swapped", "gap", "what failed"
-    )
+COLUMNS = ("model", "way", "budget", "bits", "peak", "of", "plain", "recomputed", "swapped", "gap", "what failed")
+
+
+def cells(rows: Sequence[Row]) -> list[tuple[Any, ...]]:
+    """The table's rows."""
+    found: list[tuple[Any, ...]] = []
     for row in rows:
         short = row.name.rpartition(".")[2]
         if row.failed:
-            found.add_row(short, *["-"] * 9, row.failed)
-        for each in row.tried:
-            cells = [each.way, each.budget, "equal" if each.gradients_equal else "-"]
-            cells += [format_bytes(n) for n in (each.measured_bytes, each.budget_bytes, each.plain_bytes)]
-            cells += [str(each.recomputed), format_bytes(each.swapped_bytes), f"{each.gap:.1%}", each.failed]
-            found.add_row(short, *cells)
+            found.append((short, *[None] * 9, row.failed))
+        for t in row.tried:
+            sizes = [format_bytes(n) for n in (t.measured_bytes, t.budget_bytes, t.plain_bytes)]
+            bits, swapped = "equal" if t.gradients_equal else None, format_bytes(t.swapped_bytes)
+            found.append((short, t.way, t.budget, bits, *sizes, t.recomputed, swapped, f"{t.gap:.1%}", t.failed))
     return found
 
 
-def checks(rows: Sequence[Row]) -> list[tuple[bool, str]]:
+def checks(rows: Sequence[Row]) -> list[documents.Check]:
     """The promises, and whether each is kept."""
     held = counted(rows)
     packages = Counter(row.name.partition(".")[0] for row in held)
@@ -204,11 +191,9 @@ def checks(rows: Sequence[Row]) -> list[tuple[bool, str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="directory for the JSON")
+    parser = documents.parser(__doc__)
     parser.add_argument("--seed", type=int, help="draw other models; without it, the committed draw")
     parser.add_argument("--models", help="comma-separated qualified names, in place of a draw")
-    parser.add_argument("--time-limit", type=float, default=TIME_LIMIT_S, help="seconds for each model")
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
     given = parser.parse_args()
     if given.models:
@@ -217,26 +202,18 @@ def main() -> None:
         names = drawn("planned_drawn")
     else:
         names = [name for package, n in COUNTS.items() for name in draw(given.seed, SPARE * n, (package,))]
-    console = Console(width=200)
+    rows: list[Row] = []
     ready: Counter[str] = Counter()
-
-    def one(name: str) -> Row | None:
-        package = name.partition(".")[0]
-        if not given.models and ready[package] >= COUNTS[package]:
-            return None
-        begun = time.perf_counter()
-        found = in_a_process(run, name, given.time_limit)
+    wanted = (n for n in names if given.models or ready[n.partition(".")[0]] < COUNTS[n.partition(".")[0]])
+    for name, found in documents.in_processes(run, wanted, jobs=given.jobs, time_limit_s=TIME_LIMIT_S):
         row = found if isinstance(found, Row) else Row(name, failed=str(found))
-        ready[package] += not row.failed
-        good = sum(each.good for each in row.tried)
-        failed = row.failed or next((each.failed for each in row.tried if each.failed), "")
-        took_s = time.perf_counter() - begun
-        console.print(f"{name}: {good} of {len(row.tried)} {failed} {took_s:.0f} s", highlight=False)
-        return row
-
-    with ThreadPoolExecutor(given.jobs) as pool:
-        rows = [row for row in pool.map(one, names) if row is not None]
-    documents.finish(rows, checks(rows), table(rows), console, given.out, "planned_drawn.json")
+        rows.append(row)
+        ready[name.partition(".")[0]] += not row.failed
+        failed = row.failed or next((t.failed for t in row.tried if t.failed), "")
+        print(f"{name}: {sum(t.good for t in row.tried)} of {len(row.tried)} {failed}", flush=True)
+    rows.sort(key=lambda row: names.index(row.name))
+    table = documents.table(COLUMNS, cells(rows))
+    documents.finish(rows, checks(rows), table, given.out, "planned_drawn.json")
 
 
 if __name__ == "__main__":

@@ -111,10 +111,9 @@ def row(name: str, found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="directory for the JSON file")
-    parser.add_argument("--models", default=",".join(PLANNED), help="names in models.py's PLANNED")
-    parser.add_argument("--depths", default=",".join(map(str, DEPTHS)), help="numbers of equal GPT-2 blocks")
+    parser = documents.parser(__doc__)
+    parser.add_argument("--models", type=documents.among(PLANNED), default=list(PLANNED), help="of models.py")
+    parser.add_argument("--depths", type=documents.numbers, default=DEPTHS, help="numbers of equal GPT-2 blocks")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--before", type=Path, help="another checkout, whose package plans each model as well")
     parser.add_argument("--only", help=argparse.SUPPRESS)
@@ -123,10 +122,7 @@ def main() -> None:
     if args.only:
         print(json.dumps(seconds_of(args.only)))
         return
-    names = [
-        *filter(None, args.models.split(",")),
-        *(f"blocks-{depth}" for depth in filter(None, args.depths.split(","))),
-    ]
+    names = [*args.models, *(f"blocks-{depth}" for depth in args.depths)]
     begin = time.perf_counter()
     results: dict[str, Any] = {}
     for name in names:
@@ -139,15 +135,8 @@ def main() -> None:
             results[name]["before"] = before
             print(row(f"({name}", before) + ")", flush=True)
         print(row(name, results[name]), flush=True)
-    if args.out is not None:
-        document = {
-            "schema": SCHEMA,
-            "command": documents.command(),
-            "environment": documents.environment(args.threads),
-            "took_s": time.perf_counter() - begin,
-            "models": results,
-        }
-        documents.write(document, args.out / "planning_time.json")
+    document = {"schema": SCHEMA, "took_s": time.perf_counter() - begin, "models": results}
+    documents.save(args.out, "planning_time.json", document, threads=args.threads)
 
 
 if __name__ == "__main__":

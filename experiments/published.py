@@ -10,17 +10,16 @@ same are saved, and the note of the row says so. Nothing is fitted to the figure
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import documents
 import torch
 from published_models import GPT, GoogLeNet, Llama8B, UNet, ViT, mobilenet_v2, resnet50, vgg16
 from torch import Tensor, nn
@@ -96,77 +95,14 @@ class Row:
         """The bytes that the source's figure counts."""
         if self.counts == ALLOCATED:
             return found.peak_bytes
-        context = SOURCES[self.source].context_bytes if self.counts == DRIVER else 0
-        assert context is not None
+        context = SOURCES[self.source]["context_bytes"] if self.counts == DRIVER else 0
         return found.reserved_bytes + context
 
 
-@dataclass(frozen=True)
-class Source:
-    """Where figures are from.
-
-    Parameters
-    ----------
-    where, ran : str
-        Address; software and hardware as stated.
-    context_bytes : int, optional
-        What the source itself measured for a process that holds next to nothing.
-    """
-
-    where: str
-    ran: str
-    context_bytes: int | None = None
-
-
-SOURCES = {
-    "MONeT": Source(
-        "Shah et al. (ICLR 2021), arXiv 2010.14501; github.com/utsaslab/MONeT, README.md, 'Results', row PyTorch, "
-        "measured by examples/check_runtime_original.py",
-        "PyTorch 1.5.1, CUDA 10.1, V100 16 GB, cudnn.benchmark on; max_memory_allocated() / 2**20 over 120 forwards "
-        "and backwards of the output's sum, no optimizer, no zero_grad; images of 224 x 224 (UNet 416 x 608), float32. "
-        "The script counts in units of 2**20 bytes, so the README's GB are taken as 2**30",
-    ),
-    "LLMs from scratch": Source(
-        "github.com/rasbt/LLMs-from-scratch, ch05/10_llm-training-speed/README.md, 'Single GPU speed comparisons'",
-        "PyTorch 2.6.0, CUDA 12.4, A100 (bytes don't depend on which); memory_reserved() / 1024**3 after training; "
-        "GPT-2 with 12 layers of width 768, untied head, dropout 0.1, vocabulary 50257, batch 8, context 1024. Code is "
-        "published of the first and of the last step; those between follow the page's description",
-    ),
-    "Transformers": Source(
-        "github.com/huggingface/transformers, docs/source/en/perf_train_gpu_one.mdx at 0016acf, 'Efficient Training on "
-        "a Single GPU'",
-        "January 2022 (so PyTorch 1.10 or older), V100-SXM2 of 16160 MiB; nvmlDeviceGetMemoryInfo().used // 1024**2 "
-        "after Trainer.train(); bert-large-uncased for classification, 512 tokens, Trainer's defaults otherwise. The "
-        "page reads 1343 MB after one tiny tensor; that tensor's segment is 2 of them",
-        context_bytes=1341 * MIB,
-    ),
-    "torchao": Source(
-        "github.com/pytorch/ao at 03cf0ad, torchao/prototype/low_bit_optim/README.md, 'Benchmarks', row PyTorch, "
-        "measured by benchmarks/benchmark_low_bit_adam.py with its defaults",
-        "RTX 4070Ti SUPER; max_memory_allocated() / 1e9; ViT-H of 630M parameters, batch 8, 224 x 224, 45 classes, "
-        "bfloat16 autocast, AdamW(fused=True), not compiled",
-    ),
-    "torchtitan": Source(
-        "github.com/pytorch/torchtitan at 31a17bf, benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3, row "
-        "FSDP; settings in torchtitan/models/llama/train_configs/llama3_8b.toml and parallelisms/parallelize_llama.py",
-        "PyTorch nightly of 2024-12-23, H100 96 GB; memory_stats()['reserved_bytes.all.peak']; Llama 3.1 8B, local "
-        "batch 2 x 8192, parameters gathered in bfloat16 and gradients reduced in float32, one unit per layer, every "
-        "second matrix product and attention saved, AdamW",
-    ),
-}
-
-REJECTED = {
-    "pytorch/tutorials, 'Optimizer step in backward' (ViT-L/16, Adam: about 6 GB)": "one digit; device not named",
-    "rasbt/pytorch-memory-optim (ViT-L/16: 26.79, 18.21, 13.82, 5.69 GB)": "device not named in log or script",
-    "torchao, ViT-giant with activation checkpointing, 9.82 GB": "image size not stated",
-    "LLMs from scratch, steps 8 to 10 and several GPUs": "compiled models aren't covered",
-    "torchtitan, the tables' other rows": "compiled, in float8, or parallelized by tensors, context or pipeline",
-    "Transformers, rows with 8-bit Adam": "bitsandbytes' kernels and state aren't PyTorch operations",
-    "optimum-benchmark's training reports (GPT-2: 2507 MB)": "those that could be read ran on ROCm, not modelled",
-    "torchtune, README and pull requests 389 and 961": "lengths not stated, or figures that differ by person there",
-    "LOMO, LLaMA-7B (arXiv 2306.09782)": "shares by category, whose settings its issue 16 asks for",
-}
-"""Looked at and left out, and why."""
+TEXTS = json.loads(Path(__file__).with_name("published_sources.json").read_text(encoding="utf-8"))
+SOURCES: dict[str, dict[str, Any]] = TEXTS["sources"]
+"""Name -> where figures are from, what ran, and what the source itself measured for a process that holds next to
+nothing. Others were looked at and left out; "rejected" says why."""
 
 # --- MONeT ---
 
@@ -179,18 +115,9 @@ def _monet(name: str, batch: int, published: float, model: Callable[[], nn.Modul
     # Without zero_grad, gradients stay and each backward adds to them.
     size = (416, 608) if name == "UNet" else (224, 224)
     return Row(
-        f"{name}, batch {batch}",
-        f"float32, {size[0]} x {size[1]}, no optimizer",
-        "MONeT",
-        "v100-16gb",
-        ALLOCATED,
-        published,
-        GIB,
-        model,
-        _images(batch, *size),
-        {"loss_fn": torch.sum, "set_to_none": False},
-        note=note,
-    )
+        f"{name}, batch {batch}", f"float32, {size[0]} x {size[1]}, no optimizer", "MONeT", "v100-16gb", ALLOCATED,
+        published, GIB, model, _images(batch, *size), {"loss_fn": torch.sum, "set_to_none": False}, note=note,
+    )  # fmt: skip
 
 
 _CUDNN = "cuDNN's workspaces (benchmark on: whatever is fastest) are in the figure, not in the estimate"
@@ -226,15 +153,9 @@ def _gpt(
     return Row(
         f"GPT-2 163M, {name}",
         f"{str(dtype).removeprefix('torch.')}, batch 8 x 1024, AdamW{'' if optimizer == 'adamw' else ' fused'}",
-        "LLMs from scratch",
-        "a100-40gb",
-        RESERVED,
-        published,
-        GIB,
-        model,
-        _pairs,
+        "LLMs from scratch", "a100-40gb", RESERVED, published, GIB, model, _pairs,
         {"dtype": dtype, "loss_fn": _itself, "optimizer": optimizer},
-    )
+    )  # fmt: skip
 
 
 # --- Transformers ---
@@ -273,13 +194,9 @@ AttentionInterface.register("before_torch_1_11", _attention)
 
 def _bert() -> nn.Module:
     config = BertConfig(
-        hidden_size=1024,
-        num_hidden_layers=24,
-        num_attention_heads=16,
-        intermediate_size=4096,
-        num_labels=2,
+        hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096, num_labels=2,
         attn_implementation="before_torch_1_11",
-    )
+    )  # fmt: skip
     return BertForSequenceClassification(config)
 
 
@@ -300,23 +217,14 @@ def _bert_row(
     if "accumulation_steps" in settings:
         words.append(f"{settings['accumulation_steps']} micro-batches")
     return Row(
-        f"BERT large, {name}",
-        ", ".join([settings.get("amp", "float32"), *words]),
-        "Transformers",
-        "v100-16gb",
-        DRIVER,
-        published,
-        MIB,
-        _bert,
-        lambda: {
-            "input_ids": torch.zeros(batch, 512, dtype=torch.long),
-            "labels": torch.zeros(batch, dtype=torch.long),
-        },
+        f"BERT large, {name}", ", ".join([settings.get("amp", "float32"), *words]), "Transformers", "v100-16gb",
+        DRIVER, published, MIB, _bert,
+        lambda: {"input_ids": torch.zeros(batch, 512).long(), "labels": torch.zeros(batch).long()},
         # PyTorch before 2.0 filled gradients with zeros.
         {"optimizer": optimizer, "set_to_none": False, **settings},
         recompute="bert.encoder.layer" if recompute else "",
         note="softmax saves its input, as before PyTorch 1.11; as today's doesn't, the plain run would take 13369 MiB",
-    )
+    )  # fmt: skip
 
 
 # --- torchtitan ---
@@ -328,28 +236,19 @@ def _foreach(parameters: Any) -> torch.optim.Optimizer:
 
 def _titan(ranks: int, published: float) -> Row:
     return Row(
-        f"Llama 3.1 8B, {ranks} GPUs",
-        "FSDP2, bfloat16, selective checkpointing, 2 x 8192, AdamW",
-        "torchtitan",
-        "h100",
-        RESERVED,
-        published,
-        GIB,
-        Llama8B,
+        f"Llama 3.1 8B, {ranks} GPUs", "FSDP2, bfloat16, selective checkpointing, 2 x 8192, AdamW", "torchtitan",
+        "h100", RESERVED, published, GIB, Llama8B,
         lambda: (torch.zeros(2, 8192, dtype=torch.long), torch.zeros(2, 8192, dtype=torch.long)),
         {
             "loss_fn": _itself,
             "optimizer": _foreach,
             "fsdp": ckptplan.FSDP(
-                ranks,
-                units=("Checkpointed",),
-                reshard_after_forward=True,
-                param_dtype="bfloat16",
+                ranks, units=("Checkpointed",), reshard_after_forward=True, param_dtype="bfloat16",
                 reduce_dtype="float32",
             ),
         },
         note="there the last layer stays gathered after forward (0.4 GiB)",
-    )
+    )  # fmt: skip
 
 
 _FOUR = {"accumulation_steps": 4}
@@ -381,68 +280,48 @@ ROWS = (
     _bert_row("Adafactor", 4, 12295, optimizer=_adafactor),
     _bert_row("Adafactor, mixed, checkpointing", 1, 4847, optimizer=_adafactor, recompute=True, amp="float16", **_FOUR),
     Row(
-        "ViT-H/14",
-        "bfloat16 autocast, batch 8 x 224 x 224, AdamW fused",
-        "torchao",
-        "rtx4080",
-        ALLOCATED,
-        12.94,
-        GB,
+        "ViT-H/14", "bfloat16 autocast, batch 8 x 224 x 224, AdamW fused", "torchao", "rtx4080", ALLOCATED, 12.94, GB,
         lambda: ViT(224, 14, 1280, 32, 16, 45),
         lambda: (torch.empty(8, 3, 224, 224, device="meta"), torch.zeros(8, dtype=torch.long)),
         {"loss_fn": _itself, "amp": "bfloat16", "optimizer": _fused},
         note="which of timm's ViT-H of 630M parameters ran isn't said; the plain one is estimated. The difference is "
-        "21 MB "
-        "a layer, as much as one more tensor of the MLP's inner size, which a variant with QuickGELU would save. "
+        "21 MB a layer, as much as one more tensor of the MLP's inner size, which a variant with QuickGELU would save. "
         "Estimated for the RTX 4080: same architecture and compute capability",
     ),
     _titan(8, 82.4),
     _titan(128, 67.0),
-)
+)  # fmt: skip
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = documents.parser(__doc__)
     parser.add_argument("--only", help="rows whose source or name has this in it")
-    parser.add_argument("--out", type=Path, help="folder for published.json")
     args = parser.parse_args()
     chosen = [row for row in ROWS if not args.only or args.only.lower() in f"{row.source} {row.name}".lower()]
     if not chosen:
         parser.error(f"--only {args.only!r}: no row's source or name has that; sources are {', '.join(SOURCES)}")
-    print(f"{'source':18} {'run':44} {'settings':52} {'counts':10} {'published':>10} {'estimate':>10} {'error':>7}")
-    out = []
+    out: list[dict[str, Any]] = []
     for row in chosen:
         begin = time.perf_counter()
         found = row.estimate()
         nbytes = row.of(found)
-        error = nbytes / (row.published * row.unit) - 1
         unit = {GIB: "GiB", MIB: "MiB", GB: "GB"}[row.unit]
-        digits = 0 if row.unit == MIB else 2
-        shown = [f"{x:.{digits}f} {unit}" for x in (row.published, nbytes / row.unit)]
-        print(
-            f"{row.source:18} {row.name:44} {row.settings:52} {row.counts:10} {shown[0]:>10} {shown[1]:>10} "
-            f"{error:7.1%}",
-            flush=True,
-        )
-        out.append(
-            {
-                "source": row.source,
-                "run": row.name,
-                "settings": row.settings,
-                "device": row.device,
-                "counts": row.counts,
-                "unit": unit,
-                "published": row.published,
-                "estimate": round(nbytes / row.unit, 4),
-                "estimate_bytes": nbytes,
-                "error": round(error, 5),
-                "peak_phase": found.peak_phase,
-                "allocated_bytes": found.peak_bytes,
-                "reserved_bytes": found.reserved_bytes,
-                "note": row.note,
-                "seconds": round(time.perf_counter() - begin, 1),
-            }
-        )
+        out.append({
+            "source": row.source, "run": row.name, "settings": row.settings, "device": row.device,
+            "counts": row.counts, "unit": unit, "published": row.published,
+            "estimate": round(nbytes / row.unit, 4), "estimate_bytes": nbytes,
+            "error": round(nbytes / (row.published * row.unit) - 1, 5), "peak_phase": found.peak_phase,
+            "allocated_bytes": found.peak_bytes, "reserved_bytes": found.reserved_bytes, "note": row.note,
+            "seconds": round(time.perf_counter() - begin, 1),
+        })  # fmt: skip
+        print(f"{row.source}, {row.name}: {out[-1]['error']:+.1%}", flush=True)
+    columns = ("source", "run", "settings", "counts", "published", "estimate", "error")
+    cells = [
+        (r["source"], r["run"], r["settings"], r["counts"], f"{r['published']:.2f} {r['unit']}",
+         f"{r['estimate']:.2f} {r['unit']}", f"{r['error']:+.1%}")
+        for r in out
+    ]  # fmt: skip
+    documents.show(documents.table(columns, cells))
     errors = [r["error"] for r in out]
     sizes = sorted(map(abs, errors))
     summary = (
@@ -450,17 +329,7 @@ def main() -> None:
         f"lowest {min(errors):+.1%}, highest {max(errors):+.1%}"
     )
     print(summary)
-    if args.out:
-        document = {
-            "command": " ".join(["python", *sys.argv]),
-            "torch": torch.__version__,
-            "summary": summary,
-            "sources": {name: dataclasses.asdict(source) for name, source in SOURCES.items()},
-            "rows": out,
-            "rejected": REJECTED,
-        }
-        args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "published.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    documents.save(args.out, "published.json", {"summary": summary, **TEXTS, "rows": out})
 
 
 if __name__ == "__main__":

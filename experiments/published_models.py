@@ -90,14 +90,8 @@ def mobilenet_v2() -> nn.Module:
     layers = _conv(3, 32, 3, 2)
     inputs = 32
     settings = (
-        (1, 16, 1, 1),
-        (6, 24, 2, 2),
-        (6, 32, 3, 2),
-        (6, 64, 4, 2),
-        (6, 96, 3, 1),
-        (6, 160, 3, 2),
-        (6, 320, 1, 1),
-    )
+        (1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1),
+    )  # fmt: skip
     for expansion, outputs, count, stride in settings:
         for i in range(count):
             layers.append(_InvertedResidual(inputs, outputs, stride if i == 0 else 1, expansion))
@@ -131,31 +125,20 @@ class GoogLeNet(nn.Module):
         super().__init__()
         pool = nn.MaxPool2d(3, 2, ceil_mode=True)
         self.first = nn.Sequential(
-            *_conv(3, 64, 7, 2),
-            pool,
-            *_conv(64, 64, 1),
-            *_conv(64, 192, 3),
-            pool,
-            _Inception(192, 64, (96, 128), (16, 32), 32),
-            _Inception(256, 128, (128, 192), (32, 96), 64),
-            pool,
+            *_conv(3, 64, 7, 2), pool, *_conv(64, 64, 1), *_conv(64, 192, 3), pool,
+            _Inception(192, 64, (96, 128), (16, 32), 32), _Inception(256, 128, (128, 192), (32, 96), 64), pool,
             _Inception(480, 192, (96, 208), (16, 48), 64),
-        )
+        )  # fmt: skip
         self.second = nn.Sequential(
             _Inception(512, 160, (112, 224), (24, 64), 64),
             _Inception(512, 128, (128, 256), (24, 64), 64),
             _Inception(512, 112, (144, 288), (32, 64), 64),
         )
         self.third = nn.Sequential(
-            _Inception(528, 256, (160, 320), (32, 128), 128),
-            nn.MaxPool2d(2, 2, ceil_mode=True),
-            _Inception(832, 256, (160, 320), (32, 128), 128),
-            _Inception(832, 384, (192, 384), (48, 128), 128),
-            nn.AdaptiveAvgPool2d(1),
-            nn.Flatten(),
-            nn.Dropout(0.2),
-            nn.Linear(1024, 1000),
-        )
+            _Inception(528, 256, (160, 320), (32, 128), 128), nn.MaxPool2d(2, 2, ceil_mode=True),
+            _Inception(832, 256, (160, 320), (32, 128), 128), _Inception(832, 384, (192, 384), (48, 128), 128),
+            nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.2), nn.Linear(1024, 1000),
+        )  # fmt: skip
         self.auxiliary = nn.ModuleList(self._classifier(inputs) for inputs in (512, 528))
 
     @staticmethod

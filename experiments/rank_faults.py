@@ -13,7 +13,6 @@ Prints PASS or FAIL.
 
 from __future__ import annotations
 
-import argparse
 import re
 import subprocess
 import sys
@@ -24,21 +23,15 @@ from pathlib import Path
 
 import documents
 import psutil
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 SCRIPT = Path(__file__).parent.parent / "tests" / "parallel" / "failing_rank.py"
 SOON_S = 30.0
 STEP = "rank {last} has failed: {where} of stage '{stage}'"
 WAYS = {
-    "forward": STEP.replace("{where}", "forward"),
-    "recompute": STEP.replace("{where}", "recompute"),
-    "copy": "rank {last} has failed: copy out of stage ",
-    "killed": "",
-    "memory": "it is the budget of rank {last}",
+    "forward": STEP.replace("{where}", "forward"), "recompute": STEP.replace("{where}", "recompute"),
+    "copy": "rank {last} has failed: copy out of stage ", "killed": "", "memory": "it is the budget of rank {last}",
     "model": "has another step than rank 0",
-}
+}  # fmt: skip
 """What fails -> what has to be said."""
 PLANNING = ("memory", "model")
 
@@ -89,13 +82,11 @@ def _run(engine: str, ranks: int, way: str) -> Row:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="directory for the JSON")
+    parser = documents.parser(__doc__)
     given = parser.parse_args()
     rows = [_run(engine, ranks, way) for ranks in (2, 4) for engine in ("ddp", "fsdp") for way in WAYS]
-    table = Table("engine", "ranks", "what fails", "s", "left", "said")
-    for row in rows:
-        table.add_row(row.engine, str(row.ranks), row.way, f"{row.took_s:.1f}", str(row.left), escape(row.said))
+    cells = [(row.engine, row.ranks, row.way, f"{row.took_s:.1f}", row.left, row.said) for row in rows]
+    table = documents.table(("engine", "ranks", "what fails", "s", "left", "said"), cells)
 
     def names(wrong: list[Row]) -> str:
         return ", ".join(f"{row.engine} {row.ranks} {row.way}" for row in wrong) or "none"
@@ -107,7 +98,7 @@ def main() -> None:
         "leave a process or a file": [row for row in rows if row.left],
     }
     checks = [(not found, f"of {len(rows)} groups, these {what}: {names(found)}") for what, found in wrong.items()]
-    documents.finish(rows, checks, table, Console(width=200), given.out, "rank_faults.json")
+    documents.finish(rows, checks, table, given.out, "rank_faults.json")
 
 
 if __name__ == "__main__":

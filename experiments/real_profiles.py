@@ -8,13 +8,13 @@ in bfloat16 autocast with AdamW. Bytes come from traced steps and times from the
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import documents
 import torch
 from diffusers import UNet2DConditionModel, UNet2DModel
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ from transformers import (
     T5ForConditionalGeneration,
     WhisperConfig,
     WhisperForConditionalGeneration,
-)
+)  # fmt: skip
 
 import ckptplan
 
@@ -103,23 +103,15 @@ def _unet_conditional() -> Made:
 
 
 MODELS: dict[str, Callable[[], Made]] = {
-    "t5-small": lambda: _t5(512, 2048, 6, 8, 16),
-    "t5-base": lambda: _t5(768, 3072, 12, 12, 8),
-    "bart-base": _bart,
-    "whisper-small": _whisper,
-    "bert-large": _bert,
-    "mixtral": _mixtral,
-    "swin-base": _swin,
-    "segformer": _segformer,
-    "unet-pixels": _unet_pixels,
-    "unet-conditional": _unet_conditional,
-}
+    "t5-small": lambda: _t5(512, 2048, 6, 8, 16), "t5-base": lambda: _t5(768, 3072, 12, 12, 8), "bart-base": _bart,
+    "whisper-small": _whisper, "bert-large": _bert, "mixtral": _mixtral, "swin-base": _swin, "segformer": _segformer,
+    "unet-pixels": _unet_pixels, "unet-conditional": _unet_conditional,
+}  # fmt: skip
 
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=FOLDER, help="folder for the profiles")
+    parser = documents.parser(__doc__)
     parser.add_argument("--only", help="names of models, with commas between them")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,6 @@ commits alternate, so that the machine's load meets all alike.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import io
 import json
@@ -25,6 +24,8 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import documents
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("ckptplan", "tests", "experiments")
@@ -182,10 +183,9 @@ def rows(found: dict[str, Any]) -> Iterator[tuple[str, object]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = documents.parser(__doc__)
     parser.add_argument("--commit", action="append", default=[], help="count this commit, too; may be given repeatedly")
     parser.add_argument("--rounds", type=int, default=7, help="processes timed for each import")
-    parser.add_argument("--out", type=Path, help="folder for size.json")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         roots = {}
@@ -201,16 +201,7 @@ def main() -> None:
     print(f"{'':<44}" + "".join(f"{name:>26}" for name in columns))
     for label in labels:
         print(f"{label:<44}" + "".join(f"{column.get(label, '-')!s:>26}" for column in columns.values()))
-    if given.out is not None:
-        import documents  # loads torch and transformers, which counting doesn't need
-
-        document = {
-            "command": documents.command(),
-            "environment": documents.environment(1),
-            "rounds": given.rounds,
-            "results": results,
-        }
-        documents.write(document, given.out / "size.json")
+    documents.save(given.out, "size.json", {"rounds": given.rounds, "results": results})
 
 
 if __name__ == "__main__":

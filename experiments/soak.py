@@ -9,7 +9,6 @@ compared between its first and its last quarter. Exit code 1 if something isn't 
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 import random
@@ -24,11 +23,6 @@ from typing import Any
 import documents
 import psutil
 import torch
-from rich.console import Console
-from rich.table import Table
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-
 from small_models import Transformer, scheduled
 
 import ckptplan
@@ -66,14 +60,10 @@ def sample(step: int) -> dict[str, Any]:
         except OSError:
             continue  # the folder's own
     return {
-        "step": step,
-        "rss_bytes": process.memory_info().rss,
-        "tensors": len(tensors),
-        "tensor_bytes": sum(storages.values()),
-        "threads": threading.active_count(),
-        "files": process.num_fds(),
+        "step": step, "rss_bytes": process.memory_info().rss, "tensors": len(tensors),
+        "tensor_bytes": sum(storages.values()), "threads": threading.active_count(), "files": process.num_fds(),
         "file_bytes": sizes,
-    }
+    }  # fmt: skip
 
 
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, shape: tuple[int, int]) -> None:
@@ -100,7 +90,7 @@ def verdicts(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return out
 
 
-def soak(steps: int, seed: int, console: Console) -> dict[str, Any]:
+def soak(steps: int, seed: int) -> dict[str, Any]:
     """Run it."""
     torch.set_num_threads(1)
     torch.manual_seed(seed)
@@ -118,7 +108,7 @@ def soak(steps: int, seed: int, console: Console) -> dict[str, Any]:
             longest = 8 + (LENGTH - 8) * (step + 1) // growing
             train(model, optimizer, (rng.randint(1, BATCH), rng.randint(1, longest)))
         replans = [str(replan.larger) for replan in handle.replans]
-    console.print(f"{growing} growing steps, {len(replans)} new plans, {time.perf_counter() - begin:.0f} s")
+    print(f"{growing} growing steps, {len(replans)} new plans, {time.perf_counter() - begin:.0f} s")
 
     plan = mixed(ckptplan.profile(model, torch.randint(0, VOCABULARY, (BATCH, LENGTH)), menus=False))
     samples = []
@@ -133,41 +123,31 @@ def soak(steps: int, seed: int, console: Console) -> dict[str, Any]:
     # The first samples belong to the warming up: caches of kernels, the optimizer's state.
     settled = samples[len(samples) // 10 :]
     return {
-        "steps": steps,
-        "seed": seed,
-        "torch": torch.__version__,
-        "took_s": time.perf_counter() - begin,
-        "replans": replans,
-        "swapped_out_bytes": stats.swapped_out_bytes,
-        "recomputed_stages": stats.recomputed_stages,
-        "samples": samples,
-        "verdicts": verdicts(settled),
-    }
+        "steps": steps, "seed": seed, "took_s": time.perf_counter() - begin, "replans": replans,
+        "swapped_out_bytes": stats.swapped_out_bytes, "recomputed_stages": stats.recomputed_stages,
+        "samples": samples, "verdicts": verdicts(settled),
+    }  # fmt: skip
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = documents.parser(__doc__)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="directory for soak.json")
     args = parser.parse_args()
     if args.steps < 100:
         parser.error(f"--steps {args.steps}: fewer than 100 say nothing")
-    console = Console()
-    found = soak(args.steps, args.seed, console)
-    table = Table("", "first quarter", "last quarter", "grown", "allowed", "", title=f"{args.steps} steps")
-    for row in found["verdicts"]:
-        table.add_row(
-            row["what"], *(f"{row[key]:,.0f}" for key in ("first", "last", "grown", "allowed")),
-            "flat" if row["flat"] else "GROWS",
-        )  # fmt: skip
-    console.print(table)
-    console.print(
+    found = soak(args.steps, args.seed)
+    rows = [
+        (row["what"], *(f"{row[key]:,.0f}" for key in ("first", "last", "grown", "allowed")),
+         "flat" if row["flat"] else "GROWS")
+        for row in found["verdicts"]
+    ]  # fmt: skip
+    documents.show(documents.table(("", "first quarter", "last quarter", "grown", "allowed", ""), rows))
+    print(
         f"{found['swapped_out_bytes']:,} bytes swapped out, {found['recomputed_stages']:,} stages recomputed, "
         f"{len(found['replans'])} new plans, {found['took_s']:.0f} s"
     )
-    if args.out is not None:
-        documents.write(found, args.out / "soak.json")
+    documents.save(args.out, "soak.json", found)
     acted = found["swapped_out_bytes"] > 0 and found["recomputed_stages"] > 0
     sys.exit(0 if acted and all(row["flat"] for row in found["verdicts"]) else 1)
 

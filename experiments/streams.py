@@ -6,44 +6,24 @@ A device is emulated on the CPU (`tests/fake_kernels.py`): operations and copies
 allow, and memory is used again at once. Each seed trains a model whose stages run on four streams, by a random plan of
 swaps, recompute and segments, for two steps; losses and gradients are compared bit for bit with those of the plain
 model on a prompt device. Every eighth seed trains the plain model late as well: whatever differed there would be the
-emulation's. Then each wait is taken out of a copy of the package, and the seeds that notice are counted.
+emulation's. That a missing wait is noticed is for `tests/runtime/test_streams.py`.
 """
-
-# ruff: noqa: E402 - it imports the emulated device of the tests
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
-import os
 import random
-import subprocess
 import sys
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
-
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
 
 import documents
 import stream_programs
 import torch
 from fake_kernels import Device
-from safeguards import SAFEGUARDS, Safeguard
-from source import Package, copied
 from stream_programs import Run
 
 MODELS = 24
-ORDER = [
-    s
-    for s in SAFEGUARDS
-    if (s.item <= 5 and s.where.split(".")[0] in ("PinnedStore", "Record", "_Batch", "_Group", "start_leaving"))
-    or s.where == "Surroundings.restored"
-]
-"""The safeguards that order streams, and memory by them."""
 
 
 @functools.cache
@@ -52,100 +32,49 @@ def plain(model: int) -> Run:
     return stream_programs.train(Device.prompt(0), model, None)
 
 
-def trained(seed: int, models: int, *, control: bool) -> dict[str, Any]:
+def trained(seed: int, models: int) -> dict[str, Any]:
     """One seed: what was done, and how many values differ."""
     model = seed % models
-    plan = stream_programs.random_plan(model, random.Random(seed))
-    wanted = plain(model)
-    row: dict[str, Any] = {"seed": seed, "differing": -1, "error": ""}
-    try:
-        run = stream_programs.train(Device(seed), model, plan)
-    except Exception as error:  # a wait taken out may end in any
-        return row | {"error": f"{type(error).__name__}: {error}"}
-    row |= {
-        "differing": stream_programs.differing(run, wanted),
-        "left_bytes": run.left_bytes,
-        "compared": len(wanted.values),
-        "swapped_bytes": run.swapped_bytes,
-        "recomputed_stages": run.recomputed_stages,
-        "segments": run.segments,
-    }
-    if control:
+    run = stream_programs.train(Device(seed), model, stream_programs.random_plan(model, random.Random(seed)))
+    row: dict[str, Any] = {
+        "seed": seed, "differing": stream_programs.differing(run, plain(model)), "left_bytes": run.left_bytes,
+        "compared": len(plain(model).values), "swapped_bytes": run.swapped_bytes,
+        "recomputed_stages": run.recomputed_stages, "segments": run.segments,
+    }  # fmt: skip
+    if seed % 8 == 0:
         late = stream_programs.train(Device(seed), model, None)
-        row["control"] = stream_programs.differing(late, wanted)
+        row["control"] = stream_programs.differing(late, plain(model))
     return row
 
 
-def without(safeguard: Safeguard, package: Package, at: Path, seeds: int) -> dict[str, Any]:
-    """How many seeds notice that `safeguard` is missing from the copy at `at`, which is `package`."""
-    definition = package.find(safeguard.where, safeguard.old)
-    command = [sys.executable, str(at / "experiments" / "streams.py"), "--seeds", str(seeds), "--models", "1", "--rows"]
-    environment = {**os.environ, "PYTHONPATH": str(at), "PYTHONDONTWRITEBYTECODE": "1"}
-    with definition.changed(safeguard.old, safeguard.new):
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200, check=False)
-    rows = json.loads(done.stdout.strip().splitlines()[-1])
-    noticed = sum(bool(row["differing"]) for row in rows)
-    checked = sum(row["error"].startswith("CheckError") for row in rows)
-    return {"what": safeguard.what, "where": safeguard.where, "seeds": seeds, "noticed": noticed, "by_check": checked}
-
-
 def main() -> None:
-    """Run all seeds, then those without each wait."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = documents.parser(__doc__)
     parser.add_argument("--seeds", type=int, default=1000)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--models", type=int, default=MODELS, help="different models among them")
-    parser.add_argument("--without", type=int, default=0, help="seeds for each wait that is taken out; 0: none is")
-    parser.add_argument("--rows", action="store_true", help="print the rows as JSON, and nothing else")
-    parser.add_argument("--out", type=Path, help="directory for streams.json")
     given = parser.parse_args()
     torch.set_num_threads(1)
     begin = time.perf_counter()
     rows = []
     for seed in range(given.first, given.first + given.seeds):
-        rows.append(trained(seed, given.models, control=not given.rows and seed % 8 == 0))
-        if not given.rows and rows[-1]["differing"]:
+        rows.append(trained(seed, given.models))
+        if rows[-1]["differing"]:
             print(f"seed {seed}: {rows[-1]}", flush=True)
-    if given.rows:
-        print(json.dumps(rows))
-        return
+    acts = {"that_swap": "swapped_bytes", "that_recompute": "recomputed_stages", "with_segments": "segments"}
     found: dict[str, Any] = {
-        "command": documents.command(),
-        **documents.environment(1),
         "seeds": len(rows),
         "seconds": round(time.perf_counter() - begin, 1),
-        "values_compared": sum(row.get("compared", 0) for row in rows),
-        "swapped_bytes": sum(row.get("swapped_bytes", 0) for row in rows),
-        "recomputed_stages": sum(row.get("recomputed_stages", 0) for row in rows),
-        "segments": sum(row.get("segments", 0) for row in rows),
-        "seeds_that_swap": sum(bool(row.get("swapped_bytes")) for row in rows),
-        "seeds_that_recompute": sum(bool(row.get("recomputed_stages")) for row in rows),
-        "seeds_with_segments": sum(bool(row.get("segments")) for row in rows),
+        "values_compared": sum(row["compared"] for row in rows),
+        **{field: sum(row[field] for row in rows) for field in acts.values()},
+        **{f"seeds_{what}": sum(bool(row[field]) for row in rows) for what, field in acts.items()},
         "controls": sum("control" in row for row in rows),
         "controls_differing": sum(bool(row.get("control")) for row in rows),
         "seeds_differing": [row["seed"] for row in rows if row["differing"]],
-        "seeds_that_leave_memory": [row["seed"] for row in rows if row.get("left_bytes")],
+        "seeds_that_leave_memory": [row["seed"] for row in rows if row["left_bytes"]],
     }
-    print(
-        f"{len(rows)} seeds on several streams, {found['values_compared']} values compared: "
-        f"{found['seeds_that_swap']} swap, {found['seeds_that_recompute']} recompute, "
-        f"{found['seeds_with_segments']} have segments; {len(found['seeds_differing'])} differ in any byte, "
-        f"{len(found['seeds_that_leave_memory'])} leave memory; of {found['controls']} plain ones "
-        f"{found['controls_differing']} differ"
-    )
-    if given.without:
-        found["without"] = []
-        with tempfile.TemporaryDirectory() as scratch:
-            at = copied(ROOT, Path(scratch))
-            package = Package(at)
-            for safeguard in ORDER:
-                row = without(safeguard, package, at, given.without)
-                found["without"].append(row)
-                print(f"{row['noticed']:>4} of {row['seeds']} notice that this is missing: {row['what']}", flush=True)
-    if given.out is not None:
-        documents.write(found, given.out / "streams.json")
-    if found["seeds_differing"] or found["controls_differing"]:
-        raise SystemExit(1)
+    print(*(f"{what.replace('_', ' ')}: {value}" for what, value in found.items()), sep="\n")
+    documents.save(given.out, "streams.json", found)
+    sys.exit(bool(found["seeds_differing"] or found["controls_differing"]))
 
 
 if __name__ == "__main__":

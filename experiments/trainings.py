@@ -35,11 +35,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import itertools
 import logging
 import random
 import re
-import sys
 import traceback
 import warnings
 from collections import Counter
@@ -49,13 +49,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import documents
+import measured_step
 import numpy as np
 import torch
 from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-
-import measured_step
 
 from ckptplan.core.errors import CkptPlanError, InfeasibleBudgetError
 from ckptplan.integrations.lightning import ActivationPlanner
@@ -69,8 +67,6 @@ NAMED = "the peak may exceed the budget: "
 NO_PLAN = re.compile("no plan can be made|the former plan stays applied|there is none for it")
 LOSS_BYTES = 64
 """Losses of earlier steps to which loops and frameworks still refer; no plan counts them."""
-LONGEST = 400
-"""Characters of a message in a row."""
 OVER = ("silent", "first", "no plan", "again")
 
 
@@ -328,7 +324,7 @@ def compared(training: Training, seed: int = 7) -> Row:
     row.likes = [step.like for step in planned.steps]
     row.differences = dict(planned.differences)
     row.warnings = [
-        text[:LONGEST] for step in planned.steps for text in step.told if "peak" in text or "planned" in text
+        text[: documents.LONGEST] for step in planned.steps for text in step.told if "peak" in text or "planned" in text
     ]
     row.over = over(planned.steps)
     differing = [
@@ -349,6 +345,16 @@ def compared(training: Training, seed: int = 7) -> Row:
     elif row.kind == "equal" and len(planned.steps) != len(plain.steps):
         row.kind, row.detail = "ended", f"{len(planned.steps)} of {len(plain.steps)} steps"
     return row
+
+
+def tried(training: Training, seed: int = 7) -> tuple[Row, str, str]:
+    """How a training ends that is trained both ways, the promise that is broken, and why it couldn't be trained."""
+    with contextlib.redirect_stderr(io.StringIO()):
+        try:
+            row = compared(training, seed)
+            return row, row.broken, ""
+        except Exception as error:
+            return Row(), "not trained", documents.brief(error)
 
 
 def over(steps: list[Step]) -> dict[str, list[int]]:
@@ -391,5 +397,4 @@ def _same(a: Any, b: Any) -> bool:
 
 def _text(error: BaseException) -> str:
     where = traceback.extract_tb(error.__traceback__)[-1]
-    text = f"{type(error).__name__}: {' '.join(str(error).split())}"[:LONGEST]
-    return f"{text} [{Path(where.filename).name}:{where.lineno}]"
+    return f"{documents.brief(error)} [{Path(where.filename).name}:{where.lineno}]"

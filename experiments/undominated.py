@@ -10,23 +10,18 @@ page with both. The rules are those of `ckptplan.baselines` that plan within sec
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import documents
 import torch
 from instances import REAL, instance
 from models import MODELS
-from rich.console import Console
-from rich.table import Table
 
 import ckptplan
 from ckptplan.baselines import BASELINES
-from ckptplan.cli.tables import right
 from ckptplan.core.errors import InfeasibleBudgetError
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
@@ -123,23 +118,21 @@ def measured(name: str, profile: Profile) -> Row:
     )
 
 
-def table(rows: Sequence[Row]) -> Table:
-    """One line per model."""
-    out = Table(
-        "model", *right("stages", "solve", "gap", "plans beaten", "alternatives better", "points beaten", "page")
+COLUMNS = ("model", "stages", "solve", "gap", "plans beaten", "alternatives better", "points beaten", "page")
+
+
+def line(row: Row) -> tuple[str, ...]:
+    """The cells of a model's line."""
+    return (
+        row.model,
+        str(row.stages),
+        " ".join(f"{s:.1f}" for s in row.solve_s) + " s",
+        " ".join(f"{gap:.2%}" for gap in row.gaps),
+        f"{row.beaten_plans} of {len(row.steps_s)}",
+        f"{row.beating_alternatives} of {row.alternatives}",
+        f"{row.beaten_points} of {row.points}",
+        str(row.beaten_on_page),
     )
-    for row in rows:
-        out.add_row(
-            row.model,
-            str(row.stages),
-            " ".join(f"{s:.1f}" for s in row.solve_s) + " s",
-            " ".join(f"{gap:.2%}" for gap in row.gaps),
-            f"{row.beaten_plans} of {len(row.steps_s)}",
-            f"{row.beating_alternatives} of {row.alternatives}",
-            f"{row.beaten_points} of {row.points}",
-            str(row.beaten_on_page),
-        )
-    return out
 
 
 def checks(rows: Sequence[Row]) -> list[tuple[bool, str]]:
@@ -156,15 +149,13 @@ def checks(rows: Sequence[Row]) -> list[tuple[bool, str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default="all")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
     profiled = sorted(path.name.removesuffix(".json.gz") for path in REAL.glob("*.json.gz"))
-    wanted = (*profiled, *HERE) if args.models == "all" else args.models.split(",")
-    console, rows = Console(width=160), []
+    parser = documents.parser(__doc__)
+    parser.add_argument("--models", type=documents.among([*profiled, *HERE]), default=[*profiled, *HERE])
+    args = parser.parse_args()
+    rows = []
     torch.manual_seed(0)
-    for name in wanted:
+    for name in args.models:
         if name in HERE:
             model, inputs = MODELS[name]()
             profile = ckptplan.profile(model, inputs)
@@ -172,8 +163,8 @@ def main() -> None:
         else:
             profile = instance(name)
         rows.append(measured(name, profile))
-        console.print(table(rows[-1:]))
-    documents.finish(rows, checks(rows), table(rows), console, args.out, "undominated.json")
+        print(*line(rows[-1]), sep="  ", flush=True)
+    documents.finish(rows, checks(rows), documents.table(COLUMNS, map(line, rows)), args.out, "undominated.json")
 
 
 if __name__ == "__main__":

@@ -16,37 +16,26 @@ that names the cause; at most 2 % of the steps are after a plan was made for the
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import io
-import itertools
 import logging
-import multiprocessing
-import multiprocessing.connection
-import os
 import random
 import sys
 import tempfile
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import documents
 import lightning as L
 import torch
 import transformers
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 from torch.utils import _pytree as pytree
-from trainings import OVER, Record, Row, compared, shown
+from trainings import OVER, Record, Row, shown, tried
 from varying_models import FAMILIES, MASKS, Family
 
 import ckptplan
@@ -405,56 +394,23 @@ def trial(seed: int) -> Result:
     def training(record: Record) -> None:
         RUN[spec.way](record, Varying(spec))
 
-    result = Result(seed, spec.family, spec.way, spec.varies)
-    with contextlib.redirect_stderr(io.StringIO()):
-        try:
-            result.varies = possible(spec, FAMILIES[spec.family]())
-            result.row = compared(training, seed)
-            result.broken = result.row.broken
-        except Exception as error:
-            result.failed = f"{type(error).__name__}: {error}"[:400]
-            result.broken = "not trained"
-            if os.environ.get("SHOW"):
-                traceback.print_exc(file=sys.stdout)
-    result.seconds = round(time.perf_counter() - begun, 1)
-    return result
+    row, broken, failed = tried(training, seed)
+    varies = possible(spec, FAMILIES[spec.family]())
+    took_s = round(time.perf_counter() - begun, 1)
+    return Result(seed, spec.family, spec.way, varies, took_s, failed, broken, row)
 
 
 def results_of(seeds: Iterable[int], workers: int) -> Iterator[Result]:
-    """Try seeds, each in a process of its own, which starts with the modules that are loaded here."""
-    fork = multiprocessing.get_context("fork")
-    waiting = iter(seeds)
-    running: dict[Any, tuple[Any, int, float]] = {}
-    while True:
-        for seed in itertools.islice(waiting, workers - len(running)):
-            here, there = fork.Pipe(duplex=False)
-            process = fork.Process(target=_send, args=(there, seed))
-            process.start()
-            there.close()
-            running[here] = process, seed, time.monotonic() + TIME_LIMIT_S
-        if not running:
-            return
-        ready = multiprocessing.connection.wait(running, timeout=1.0)
-        for here in [c for c, (_, _, until) in running.items() if c in ready or time.monotonic() > until]:
-            process, seed, _ = running.pop(here)
-            try:
-                found = here.recv() if here in ready else f"no end within {TIME_LIMIT_S:.0f} s"
-            except EOFError:
-                found = "the process died"
-            process.kill()
-            process.join()
-            if not isinstance(found, Result):
-                spec = draw(seed)
-                found = Result(seed, spec.family, spec.way, spec.varies, broken="ended", row=Row("ended", found))
+    """Try seeds, each in a process of its own."""
+    for seed, found in documents.in_processes(trial, seeds, jobs=workers, time_limit_s=TIME_LIMIT_S, method="fork"):
+        if isinstance(found, Result):
             yield found
+        else:
+            spec = draw(seed)
+            yield Result(seed, spec.family, spec.way, spec.varies, broken="ended", row=Row("ended", found))
 
 
-def _send(there: Any, seed: int) -> None:
-    torch.set_num_threads(1)
-    there.send(trial(seed))
-
-
-def checks(results: Sequence[Result]) -> list[tuple[bool, str]]:
+def checks(results: Sequence[Result]) -> list[documents.Check]:
     """The promises, and whether each is kept."""
     n = sum(r.row.steps for r in results)
     over = {kind: sum(len(r.row.over.get(kind, ())) for r in results) for kind in OVER}
@@ -473,9 +429,10 @@ def checks(results: Sequence[Result]) -> list[tuple[bool, str]]:
     ]
 
 
-def table(results: Iterable[Result]) -> Table:
+def table(results: Iterable[Result]) -> Any:
     """Outcomes by family and way."""
-    shown = Table("", "trainings", "equal", "infeasible", "refused", "ended", "DIFFERENT", "steps", *OVER, box=None)
+    ends = ("equal", "infeasible", "refused", "ended", "DIFFERENT")
+    cells = []
     groups: dict[str, list[Result]] = {}
     for r in results:
         for name in (r.family, r.way, *r.varies, "all"):
@@ -483,11 +440,9 @@ def table(results: Iterable[Result]) -> Table:
     for name in (*FAMILIES, *WAYS, *VARIES, "all"):
         of = groups.get(name, [])
         kinds = Counter(r.row.kind for r in of if not r.failed)
-        counts = [len(of), *(kinds[k] for k in ("equal", "infeasible", "refused", "ended", "DIFFERENT"))]
-        counts += [sum(r.row.steps for r in of)]
-        counts += [sum(len(r.row.over.get(kind, ())) for r in of) for kind in OVER]
-        shown.add_row(name, *map(str, counts))
-    return shown
+        over = [sum(len(r.row.over.get(kind, ())) for r in of) for kind in OVER]
+        cells.append((name, len(of), *(kinds[k] for k in ends), sum(r.row.steps for r in of), *over))
+    return documents.table(("", "trainings", *ends, "steps", *OVER), cells)
 
 
 def show(result: Result) -> Result:
@@ -497,13 +452,11 @@ def show(result: Result) -> Result:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = documents.parser(__doc__)
     parser.add_argument("--number", type=int, default=NUMBER)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seed", type=int, action="append", help="this one alone, in full")
-    parser.add_argument("--verbose", action="store_true", help="print each in full")
     parser.add_argument("--workers", type=int, default=1, help="processes")
-    parser.add_argument("--out", type=Path, help="folder for varying.json")
     given = parser.parse_args()
     if given.seed is not None:
         results = [show(trial(seed)) for seed in given.seed]
@@ -512,17 +465,10 @@ def main() -> None:
     results = []
     for result in results_of(seeds, given.workers):
         results.append(result)
-        if given.verbose:
-            show(result)
-        elif result.broken:
-            print(
-                f"seed {result.seed}, {result.family}, {result.way}: {result.broken}. "
-                f"{result.row.detail}{result.failed}",
-                flush=True,
-            )
+        if result.broken:
+            print(f"seed {result.seed}: {result.broken}. {result.row.detail}{result.failed}", flush=True)
     results.sort(key=lambda r: r.seed)
-    console = Console(width=180)
-    documents.finish(results, checks(results), table(results), console, given.out, "varying.json")
+    documents.finish(results, checks(results), table(results), given.out, "varying.json")
 
 
 if __name__ == "__main__":

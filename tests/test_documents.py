@@ -171,7 +171,7 @@ def test_scripts_and_their_options_exist(page: Path) -> None:
     for text in code(page):
         for script, rest in re.findall(r"\bpython ((?:experiments|examples|docs)/\S+\.py)([^|&;]*)", text):
             assert (ROOT / script).is_file(), text
-            source = (ROOT / script).read_text()
+            source = (ROOT / script).read_text() + (ROOT / "experiments" / "documents.py").read_text()  # `--out`
             words = [word.partition("=")[0] for word in shlex.split(rest, comments=True)]
             assert [word for word in words if word.startswith("--") and f'"{word}"' not in source] == [], text
         for module, command in re.findall(r"\bpython -m (experiments\.\w+) ([a-z]+)", text):
@@ -184,9 +184,7 @@ def test_files_exist(page: Path) -> None:
     """Paths of the repository, or of the package without its name."""
     for text in code(page):
         for path in re.findall(r"^(?:[\w.-]+/)+(?:[\w-]+\.(?:py|json|md|toml|png))?$", text):
-            if not path.startswith(
-                ("tmp/", "probe/", "profile/", "measure/", "plans/", "histories/", "traces/", "plots/")
-            ):
+            if not path.startswith(("tmp/", "probe/", "profile/", "measure/", "plans/", "histories/", "traces/")):
                 assert (ROOT / path).exists() or (ROOT / "ckptplan" / path).exists(), path
 
 

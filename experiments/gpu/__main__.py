@@ -33,16 +33,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parsed(arguments)
     out = args.out.resolve()
     options = work.Options(
-        out=out,
-        device=args.device,
-        small=args.small,
-        deadline=time.time() + args.seconds,
-        cases=work.case_names(args.cases, args.small),
-        again=args.again,
-        isolated=not args.one_process,
+        out=out, device=args.device, small=args.small, deadline=time.time() + args.seconds,
+        cases=work.case_names(args.cases, args.small), again=args.again, isolated=not args.one_process,
         warm_up=args.warm_up if args.warm_up is not None else (1 if args.small else 4),
         timed=args.timed if args.timed is not None else (3 if args.small else 12),
-    )
+    )  # fmt: skip
     parts = ORDER if args.command == "all" else (args.command,)
     if args.command == "measure":
         parts = tuple(part for part in ("rivals", "plans") if getattr(args, part)) or ("rivals", "plans")
@@ -68,26 +63,19 @@ def run(part: str, options: work.Options, args: argparse.Namespace) -> bool:
     if part == "solve":
         choices = solving.Choices(
             time_limit_s=args.time_limit if args.time_limit is not None else (1.0 if args.small else 20.0),
-            replay=args.replay,
-            ahead=args.ahead,
-            fractions=args.fractions,
+            replay=args.replay, ahead=args.ahead, fractions=args.fractions,
             host_bytes=None if args.host_gb is None else int(args.host_gb * 2**30),
-        )
+        )  # fmt: skip
         return solving.solve_cases(options.results, [find(name) for name in options.cases], options.small, choices)
     results = Results(options.out)
     shown = show.text(results, options.cases)
     print(shown)
     (options.out / "table.txt").write_text(shown + "\n", encoding="utf-8")
     found = {
-        "date": time.strftime("%Y-%m-%d"),
-        "command": " ".join(["python -m experiments.gpu", *sys.argv[1:]]),
-        "device": options.device,
-        "small": options.small,
-        "sources": sources(),
-    }
+        "date": time.strftime("%Y-%m-%d"), "command": " ".join(["python -m experiments.gpu", *sys.argv[1:]]),
+        "device": options.device, "small": options.small, "sources": sources(),
+    }  # fmt: skip
     results.write("all", show.document(results, options.cases, found))
-    for path in show.plots(results, options.cases, options.out / "plots"):
-        print(path)
     if args.json is not None:
         Results(args.json.parent).write(args.json.stem, show.document(results, options.cases, found))
     return True

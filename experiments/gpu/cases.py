@@ -87,16 +87,11 @@ def llama(batch: int, length: int, layers: int = 16) -> Callable[[bool], Made]:
         import transformers as hf
 
         config = hf.LlamaConfig(
-            vocab_size=512 if small else 128256,
-            hidden_size=64 if small else 2048,
-            intermediate_size=256 if small else 8192,
-            num_hidden_layers=2 if small else layers,
-            num_attention_heads=4 if small else 32,
-            num_key_value_heads=1 if small else 8,
-            max_position_embeddings=8192,
-            tie_word_embeddings=True,
-            use_cache=False,
-        )
+            vocab_size=512 if small else 128256, hidden_size=64 if small else 2048,
+            intermediate_size=256 if small else 8192, num_hidden_layers=2 if small else layers,
+            num_attention_heads=4 if small else 32, num_key_value_heads=1 if small else 8,
+            max_position_embeddings=8192, tie_word_embeddings=True, use_cache=False,
+        )  # fmt: skip
         return functools.partial(hf.LlamaForCausalLM, config), _tokens(
             config, min(batch, 2) if small else batch, 64 if small else length
         )
@@ -113,15 +108,10 @@ def gpt2(layers: int, width: int, batch: int, length: int) -> Callable[[bool], M
 
         count, positions = (2, 64) if small else (batch, length)
         config = hf.GPT2Config(
-            vocab_size=512 if small else 50257,
-            n_positions=positions,
-            n_embd=64 if small else width,
-            n_layer=2 if small else layers,
-            n_head=2 if small else width // 64,
-            bos_token_id=0,
-            eos_token_id=0,
+            vocab_size=512 if small else 50257, n_positions=positions, n_embd=64 if small else width,
+            n_layer=2 if small else layers, n_head=2 if small else width // 64, bos_token_id=0, eos_token_id=0,
             use_cache=False,
-        )
+        )  # fmt: skip
         inputs = _tokens(config, count, positions)
         lengths = torch.linspace(positions // 2, positions, count).long()
         mask = torch.arange(positions)[None] < lengths[:, None]
@@ -141,15 +131,10 @@ def t5_small(small: bool) -> Made:
     import transformers as hf
 
     config = hf.T5Config(
-        vocab_size=512 if small else 32128,
-        d_model=64 if small else 512,
-        d_kv=32 if small else 64,
-        d_ff=128 if small else 2048,
-        num_layers=2 if small else 6,
-        num_heads=2 if small else 8,
-        decoder_start_token_id=0,
-        use_cache=False,
-    )
+        vocab_size=512 if small else 32128, d_model=64 if small else 512, d_kv=32 if small else 64,
+        d_ff=128 if small else 2048, num_layers=2 if small else 6, num_heads=2 if small else 8,
+        decoder_start_token_id=0, use_cache=False,
+    )  # fmt: skip
     count, length = (2, 32) if small else (8, 256)
     tokens = torch.randint(config.vocab_size, (2, count, length))
     return functools.partial(hf.T5ForConditionalGeneration, config), {"input_ids": tokens[0], "labels": tokens[1]}
@@ -162,16 +147,11 @@ def vit_large(small: bool) -> Made:
 
     side, batch = (32, 2) if small else (224, 128)
     config = hf.ViTConfig(
-        image_size=side,
-        patch_size=8 if small else 16,
-        hidden_size=64 if small else 1024,
-        num_hidden_layers=2 if small else 24,
-        num_attention_heads=2 if small else 16,
-        intermediate_size=256 if small else 4096,
-        hidden_dropout_prob=0.1,
-        attention_probs_dropout_prob=0.1,
+        image_size=side, patch_size=8 if small else 16, hidden_size=64 if small else 1024,
+        num_hidden_layers=2 if small else 24, num_attention_heads=2 if small else 16,
+        intermediate_size=256 if small else 4096, hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1,
         num_labels=1000,
-    )
+    )  # fmt: skip
     pixels = torch.randn(batch, 3, side, side)
     return functools.partial(hf.ViTForImageClassification, config), {
         "pixel_values": pixels,
@@ -203,14 +183,10 @@ def resnet(depths: tuple[int, ...], batch: int) -> Callable[[bool], Made]:
 DEPTHS = {152: (3, 8, 36, 3), 1001: (3, 110, 217, 3), 2000: (3, 220, 440, 3), 50: (3, 4, 6, 3)}
 
 HEADLINE = Case(
-    "llama-4x4096",
-    "Llama-1B shape, bf16, 4 x 4096 tokens, AdamW, the kernels people use",
-    llama(4, 4096),
-    dtype="bfloat16",
-    rivals=("hf", "offload", "trl", "save_on_cpu"),
-    baselines=("pooch", "uniform"),
+    "llama-4x4096", "Llama-1B shape, bf16, 4 x 4096 tokens, AdamW, the kernels people use", llama(4, 4096),
+    dtype="bfloat16", rivals=("hf", "offload", "trl", "save_on_cpu"), baselines=("pooch", "uniform"),
     extra=("profiler",),
-)
+)  # fmt: skip
 
 SMALL = {
     "llama": Case("", "Llama, 4 layers of width 2048, bf16", llama(2, 1024, 4), dtype="bfloat16"),
@@ -342,15 +318,9 @@ def toy(small: bool) -> Made:
 
 
 TOY = Case(
-    "toy",
-    "two small blocks, to try the commands",
-    toy,
-    rivals=("hf",),
-    baselines=("uniform",),
-    tighter=True,
-    fractions=(0.5,),
-    extra=("bitwise",),
-)
+    "toy", "two small blocks, to try the commands", toy, rivals=("hf",), baselines=("uniform",), tighter=True,
+    fractions=(0.5,), extra=("bitwise",),
+)  # fmt: skip
 
 
 def find(name: str) -> Case:

@@ -8,6 +8,7 @@ import gzip
 import itertools
 import json
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -184,18 +185,10 @@ def measured(
 
 def predicted(plan: Plan) -> dict[str, Any]:
     return {
-        "peak_bytes": plan.peak_bytes,
-        "reserved_bytes": plan.reserved_bytes,
-        "budget_bytes": plan.budget_bytes,
-        "step_s": plan.step_s,
-        "plain_step_s": plan.baseline_step_s,
-        "host_bytes": plan.host_bytes,
-        "gap": plan.gap,
-        "options": {
-            option: sum(choice.option == option for choice in plan.choices)
-            for option in dict.fromkeys(choice.option for choice in plan.choices)
-        },
-    }
+        "peak_bytes": plan.peak_bytes, "reserved_bytes": plan.reserved_bytes, "budget_bytes": plan.budget_bytes,
+        "step_s": plan.step_s, "plain_step_s": plan.baseline_step_s, "host_bytes": plan.host_bytes, "gap": plan.gap,
+        "options": dict(Counter(choice.option for choice in plan.choices)),
+    }  # fmt: skip
 
 
 def counts(stats: Any) -> dict[str, Any]:

@@ -103,12 +103,10 @@ class Probe:
             with contextlib.suppress(importlib.metadata.PackageNotFoundError):
                 out["packages"][name] = importlib.metadata.version(name)
         out |= {
-            "cpus": os.cpu_count(),
-            "threads": torch.get_num_threads(),
-            "host_bytes": psutil.virtual_memory().total,
+            "cpus": os.cpu_count(), "threads": torch.get_num_threads(), "host_bytes": psutil.virtual_memory().total,
             "host_free_bytes": psutil.virtual_memory().available,
             "environment": {k: v for k, v in os.environ.items() if k.startswith(("PYTORCH_", "CUBLAS_", "CUDA_"))},
-        }
+        }  # fmt: skip
         if not self.cuda:
             return out
         properties = torch.cuda.get_device_properties(self.device)
@@ -119,15 +117,12 @@ class Probe:
             out["nvidia-smi"] = ran.stdout.splitlines()
         torch.zeros(1, device=self.device)
         return out | {
-            "device": properties.name,
-            "capability": [properties.major, properties.minor],
-            "processors": properties.multi_processor_count,
-            "total_bytes": total,
+            "device": properties.name, "capability": [properties.major, properties.minor],
+            "processors": properties.multi_processor_count, "total_bytes": total,
             "outside_allocator_bytes": total - free - torch.cuda.memory_reserved(self.device),
-            "cuda": torch.version.cuda,
-            "cudnn": torch.backends.cudnn.version(),
+            "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(),
             "tf32": {"matmul": torch.backends.cuda.matmul.allow_tf32, "cudnn": torch.backends.cudnn.allow_tf32},
-        }
+        }  # fmt: skip
 
     def workspaces(self) -> dict[str, Any]:
         """Device bytes that stay after the first matrix product forward, and after the first backward (in another
@@ -174,12 +169,9 @@ class Probe:
         )
         for dtype, mask, dropout, width, deterministic in kinds:
             row: dict[str, Any] = {
-                "dtype": str(dtype).removeprefix("torch."),
-                "mask": mask,
-                "dropout": dropout,
-                "width": width,
+                "dtype": str(dtype).removeprefix("torch."), "mask": mask, "dropout": dropout, "width": width,
                 "deterministic": deterministic,
-            }
+            }  # fmt: skip
             torch.use_deterministic_algorithms(deterministic)  # with a warning alone, cuDNN's stays allowed
             try:
                 for world in ("real", "fake"):
@@ -193,12 +185,9 @@ class Probe:
         chosen = Counter(row["real"][0] for row in rows if row.get("real"))
         rule = _prefers_cudnn(torch.cuda.get_device_capability(self.device)) if self.cuda else None
         return {
-            "enabled": flags,
-            "priority": [str(x) for x in order],
-            "cudnn_first_by_rule": rule,
-            "kernels": dict(chosen),
-            "rows": rows,
-        }
+            "enabled": flags, "priority": [str(x) for x in order], "cudnn_first_by_rule": rule,
+            "kernels": dict(chosen), "rows": rows,
+        }  # fmt: skip
 
     def _attention(
         self, world: str, dtype: torch.dtype, mask: str, dropout: float, width: int

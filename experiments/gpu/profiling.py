@@ -51,18 +51,14 @@ def run(case: Case, options: Options) -> None:
         took_s = time.perf_counter() - began
         profile.save(bench.results.file("profile", case.name))
         return {
-            "what": case.what,
-            "profiling_s": took_s,
+            "what": case.what, "profiling_s": took_s,
             "profiling_peak_bytes": torch.cuda.max_memory_allocated() if subject.device.type == "cuda" else None,
-            "parameters": sum(p.numel() for p in subject.model.parameters()),
-            "stages": len(profile.stages),
+            "parameters": sum(p.numel() for p in subject.model.parameters()), "stages": len(profile.stages),
             "kinds": len({stage.kind for stage in profile.stages}),
             "options": sorted({option.name for stage in profile.stages for option in stage.options}),
-            "predicted_plain_step_s": profile.baseline_step_s,
-            "plain_launch_s": profile.baseline_launch_s,
-            "out_bytes_per_s": profile.link.out_bytes_per_s,
-            "in_bytes_per_s": profile.link.in_bytes_per_s,
+            "predicted_plain_step_s": profile.baseline_step_s, "plain_launch_s": profile.baseline_launch_s,
+            "out_bytes_per_s": profile.link.out_bytes_per_s, "in_bytes_per_s": profile.link.in_bytes_per_s,
             "notes": list(profile.notes),
-        }
+        }  # fmt: skip
 
     bench.run(f"profile/{case.name}", measure)

@@ -1,12 +1,10 @@
-"""`table`: everything in a folder of results as text, one JSON document, and plots. No torch."""
+"""`table`: everything in a folder of results as text, and one JSON document. No torch."""
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import statistics
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,11 +24,9 @@ def document(results: Results, cases: Sequence[str], environment: dict[str, Any]
     found: dict[str, Any] = {"schema": SCHEMA, **environment, "probe": dict(results.under("probe")), "cases": {}}
     for name in cases:
         parts = {
-            "profile": results.read(f"profile/{name}"),
-            "solve": results.read(f"solve/{name}"),
-            "plans": dict(results.under(f"plans/{name}")),
-            "measure": dict(results.under(f"measure/{name}")),
-        }
+            "profile": results.read(f"profile/{name}"), "solve": results.read(f"solve/{name}"),
+            "plans": dict(results.under(f"plans/{name}")), "measure": dict(results.under(f"measure/{name}")),
+        }  # fmt: skip
         found["cases"][name] = {key: value for key, value in parts.items() if value}
     found["cells"] = list(cells(results, cases))
     return _short(found)  # type: ignore[no-any-return]
@@ -53,17 +49,13 @@ def cells(results: Results, cases: Sequence[str]) -> Iterator[dict[str, Any]]:
                 if not name.startswith(f"{OURS}.") or theirs is None or not ("times" in ours and "times" in theirs):
                     continue
                 yield {
-                    "case": case.name,
-                    "rival": label,
-                    "plan": name,
-                    "rival_peak_bytes": theirs["peaks"]["judged_bytes"],
-                    "peak_bytes": ours["peaks"]["judged_bytes"],
+                    "case": case.name, "rival": label, "plan": name,
+                    "rival_peak_bytes": theirs["peaks"]["judged_bytes"], "peak_bytes": ours["peaks"]["judged_bytes"],
                     "predicted_bytes": ours["predicted"]["reserved_bytes"] or ours["predicted"]["peak_bytes"],
-                    "target_bytes": ours["target_bytes"],
-                    "predicted_step_s": ours["predicted"]["step_s"],
+                    "target_bytes": ours["target_bytes"], "predicted_step_s": ours["predicted"]["step_s"],
                     "step_s": ours["times"]["median_step_s"],
                     **ratio(ours["times"]["step_s"], theirs["times"]["step_s"]),
-                }
+                }  # fmt: skip
 
 
 def ratio(found: Sequence[float], other: Sequence[float]) -> dict[str, Any]:
@@ -186,11 +178,8 @@ def _case_rows(results: Results, case: Case) -> Iterator[Row]:
     for label, data in sorted(_groups(results, case), key=lambda item: item[0]):
         if data["status"] != "ok":
             yield (
-                label,
-                data["file"],
-                *[""] * 10,
-                f"{data['status']}: {data.get('error', '')}".partition("\n")[0][:80],
-            )
+                label, data["file"], *[""] * 10, f"{data['status']}: {data.get('error', '')}".partition("\n")[0][:80],
+            )  # fmt: skip
             continue
         contenders = data["contenders"]
         keep = contenders.get("keep", {}).get("times")
@@ -219,15 +208,10 @@ def _figures(name: str, found: dict[str, Any], keep: dict[str, Any] | None) -> R
         return (*sizes, size, *[""] * 5, remark)
     step_s = times["median_step_s"]
     return (
-        *sizes,
-        size,
-        format_seconds(step_s),
-        "" if planned is None else format_seconds(planned["step_s"]),
-        f"{step_s / keep['median_step_s']:.3f}" if keep else "",
-        format_seconds(times["median_update_s"]),
-        format_seconds(times["median_cpu_s"]),
-        remark,
-    )
+        *sizes, size, format_seconds(step_s), "" if planned is None else format_seconds(planned["step_s"]),
+        f"{step_s / keep['median_step_s']:.3f}" if keep else "", format_seconds(times["median_update_s"]),
+        format_seconds(times["median_cpu_s"]), remark,
+    )  # fmt: skip
 
 
 def _lines(results: Results, case: Case) -> list[str]:
@@ -303,43 +287,3 @@ def complaints(results: Results, cases: Sequence[str]) -> Iterator[str]:
             for name, found in bits["plans"].items():
                 if further(found["steps"], bits["plain_again"]):
                     yield f"{case.name}: {name} {_bits(found['steps'])}; plain {_bits(bits['plain_again'])}"
-
-
-def plots(results: Results, cases: Sequence[str], folder: Path) -> list[Path]:
-    """Step over peak for each case, everything on one scale; needs matplotlib."""
-    if importlib.util.find_spec("matplotlib") is None:
-        print("table: no plots, matplotlib is not installed")
-        return []
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    drawn = []
-    for name in cases:
-        points: dict[str, dict[str, tuple[float, float]]] = {}
-        for _, data in _groups(results, find(name)):
-            for contender, found in data.get("contenders", {}).items():
-                if len(found.get("times", {}).get("step_s", ())) < LEAST_STEPS:
-                    continue
-                kind = contender.partition(".")[0] if "predicted" in found else "rivals"
-                point = found["peaks"]["judged_bytes"] / 2**30, found["times"]["median_step_s"] * 1e3
-                points.setdefault(kind, {}).setdefault(contender, point)  # a rival beside several plans: once
-        if not points:
-            continue
-        figure, axes = pyplot.subplots(figsize=(7, 4.5))
-        for kind, found_points in points.items():
-            axes.scatter(*zip(*found_points.values(), strict=True), label=kind)
-            if kind == "rivals":
-                for contender, point in found_points.items():
-                    axes.annotate(contender, point, textcoords="offset points", xytext=(4, 4), fontsize=8)
-        axes.set(xlabel="reserved peak, GiB", ylabel="forward and backward, ms", title=name, yscale="log")
-        axes.yaxis.set_minor_formatter("{x:.0f}")
-        axes.yaxis.set_major_formatter("{x:.0f}")
-        axes.legend()
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{name}.svg"
-        figure.savefig(path, bbox_inches="tight")
-        pyplot.close(figure)
-        drawn.append(path)
-    return drawn

@@ -195,11 +195,9 @@ def _ahead(path: Any, case: Case, small: bool, device: str) -> dict[str, Any]:
 def _plan(results: Results, job: Job, case: Case, planner: str, goal: Goal, name: str) -> dict[str, Any]:
     began = time.perf_counter()
     facts: dict[str, Any] = {
-        "planner": planner,
-        "label": goal.label.removesuffix("-tighter").removesuffix("-again"),
-        "target_bytes": goal.target_bytes,
-        "budget_bytes": goal.budget_bytes,
-    }
+        "planner": planner, "label": goal.label.removesuffix("-tighter").removesuffix("-again"),
+        "target_bytes": goal.target_bytes, "budget_bytes": goal.budget_bytes,
+    }  # fmt: skip
     if goal.budget_bytes < 1:
         raise Skipped(f"of {goal.target_bytes} bytes nothing is left beside what the plain step reserves unpredicted")
     try:
@@ -211,16 +209,10 @@ def _plan(results: Results, job: Job, case: Case, planner: str, goal: Goal, name
         raise RuntimeError(f"the referee rejects the plan: {[v.kind for v in broken]}")
     plan.save(results.file(f"plans/{case.name}", name))
     return {
-        **facts,
-        "planning_s": time.perf_counter() - began,
-        "gap": plan.gap,
-        "peak_bytes": plan.peak_bytes,
-        "reserved_bytes": plan.reserved_bytes,
-        "step_s": plan.step_s,
-        "launch_s": plan.launch_s,
-        "plain_step_s": plan.baseline_step_s,
-        "host_bytes": plan.host_bytes,
-    }
+        **facts, "planning_s": time.perf_counter() - began, "gap": plan.gap, "peak_bytes": plan.peak_bytes,
+        "reserved_bytes": plan.reserved_bytes, "step_s": plan.step_s, "launch_s": plan.launch_s,
+        "plain_step_s": plan.baseline_step_s, "host_bytes": plan.host_bytes,
+    }  # fmt: skip
 
 
 def _solved(job: Job, planner: str, goal: Goal) -> Plan:

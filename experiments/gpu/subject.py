@@ -234,12 +234,9 @@ def compared(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> dict[
     distance = sum(float((found[n].double() - wanted[n].double()).square().sum()) for n in differing)
     whole = sum(float(t.double().square().sum()) for t in wanted.values()) if differing else 0.0
     return {
-        "equal": not differing,
-        "tensors": len(wanted),
-        "differing": differing,
-        "distance": (distance / whole) ** 0.5 if whole else 0.0,
-        "loss": float(found["loss"]),
-    }
+        "equal": not differing, "tensors": len(wanted), "differing": differing,
+        "distance": (distance / whole) ** 0.5 if whole else 0.0, "loss": float(found["loss"]),
+    }  # fmt: skip
 
 
 def set_up(case: Case, device: torch.device) -> None:

@@ -52,7 +52,7 @@ def test_seeds_have_all_families_ways_and_kinds() -> None:
     assert len(cells) == len(FAMILIES) * len(varying.WAYS)
     assert {what for spec in specs for what in spec.varies} == set(varying.VARIES)
     assert len(TABLE) >= 60
-    assert all(function.__doc__ for function in TABLE.values())
+    assert all(case.run.__doc__ for case in TABLE.values())
 
 
 def test_a_budget_that_is_exceeded_is_silent_until_a_warning_names_a_cause() -> None:

@@ -21,7 +21,7 @@ from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.core.plan import Plan
 from ckptplan.integrations.lightning import ActivationPlanner
 
-STEPS = 8  # 20 in experiments/integrations.py
+STEPS = 8
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"

@@ -18,7 +18,7 @@ from ckptplan.core.errors import InfeasibleBudgetError, InvalidInputError, Unsup
 from ckptplan.core.plan import Plan
 from ckptplan.integrations.transformers import ActivationPlanCallback
 
-STEPS = 8  # 20 in experiments/integrations.py
+STEPS = 8
 Sample = dict[str, torch.Tensor]
 
 
@@ -124,7 +124,6 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("way", ["accumulation", "bf16", "loss function", "checkpointing", "two forwards"])
 def test_training_is_the_same_and_within_the_budget(way: str, tmp_path: Path) -> None:
-    """Experiments/integrations.py has all ways."""
     how = WAYS[way]
     without = dict(how)
     if way == "checkpointing":

@@ -32,7 +32,7 @@ from ckptplan.integrations.transformers import ActivationPlanCallback
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
 
 
-STEPS = 6  # 20 in experiments/integrations.py
+STEPS = 6
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

@@ -241,7 +241,7 @@ def test_the_link_of_a_device_that_is_not_here_has_its_latency() -> None:
 
 def test_calibration_measures_this_machine(tmp_path: Path) -> None:
     path = tmp_path / "here.json"
-    # Next to no effort: that it measures well is for experiments/roofline_check.py to show.
+    # Next to no effort: how well it measures isn't tested here.
     arguments = ["calibrate", "-o", str(path), "--name", "here", "--device", "cpu", "--effort", "0.01"]
     result = CliRunner().invoke(app, arguments, env={"NO_COLOR": "1"})
     assert result.exit_code == 0, result.output
