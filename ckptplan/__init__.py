@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from ckptplan.profiling.workload.inputs import record_forward
     from ckptplan.referee import simulate, validate
     from ckptplan.runtime.handle import remove
-    from ckptplan.runtime.swap.stores.areas import keep_pinned_memory
+    from ckptplan.runtime.swap.stores.pinned import keep_pinned_memory
     from ckptplan.runtime.verify import verify
 
 __all__ = [
@@ -103,7 +103,7 @@ _NAMES = {
     "profiling.workload.inputs": "record_forward",
     "referee": "simulate validate",
     "runtime.handle": "remove",
-    "runtime.swap.stores.areas": "keep_pinned_memory",
+    "runtime.swap.stores.pinned": "keep_pinned_memory",
     "runtime.verify": "verify",
 }
 _MODULES = {name: f"ckptplan.{module}" for module, names in _NAMES.items() for name in names.split()}

@@ -38,7 +38,7 @@ from ckptplan.core.segment import Segment
 from ckptplan.runtime import handle as application
 from ckptplan.runtime.observe.measure import same_bits
 from ckptplan.runtime.step import default_loss
-from ckptplan.runtime.swap.stores import ChecksumStore, DiskStore, disk
+from ckptplan.runtime.swap.stores import DiskStore, disk
 
 Made = tuple[nn.Module, Any]
 
@@ -240,8 +240,8 @@ def two_files(*, checksums: bool = False) -> Iterator[None]:
     """Plans applied inside have a file for either tier, on the CPU too: the disk tier's is staged, in small chunks."""
 
     def both(device: torch.device, plan: Plan, **_: Any) -> dict[str, Any]:
-        made = {"host": DiskStore(), "disk": DiskStore(device=device, chunk_bytes=1 << 14)}
-        return {tier: ChecksumStore(store) if checksums else store for tier, store in made.items()}
+        staged = DiskStore(device=device, chunk_bytes=1 << 14, checksums=checksums)
+        return {"host": DiskStore(checksums=checksums), "disk": staged}
 
     with mock.patch.object(application, "make_stores", both):
         yield

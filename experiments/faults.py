@@ -95,7 +95,7 @@ class Subject:
     @property
     def stores(self) -> list[DiskStore]:
         """The files that its bytes go to: on the CPU the host tier is one, and the disk tier another, staged."""
-        return [checked.inner for checked in self.handle._applied.stores.values()]
+        return list(self.handle._applied.stores.values())
 
     @property
     def used_bytes(self) -> int:

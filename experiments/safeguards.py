@@ -98,18 +98,18 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         1,
         "the current compute stream is asked for at every copy",
-        "PinnedStore.start_out",
-        "        compute = self._own.current_stream(self._device)\n",
-        '        compute = self.__dict__.setdefault("_first", self._own.current_stream(self._device))\n',
+        "PinnedStore._copy",
+        "        stream.wait_stream(self._own.current_stream(self._device))\n",
+        '        stream.wait_stream(self.__dict__.setdefault("_first", self._own.current_stream(self._device)))\n',
         ("tests/runtime/test_streams.py::test_the_stream_that_computes_now_is_asked",),
         ("tests/test_gpu.py::test_compute_on_another_stream",),
     ),
     Safeguard(
         1,
         "it is asked for before the copy stream is entered",
-        "PinnedStore.start_in",
-        "        self._in.wait_stream(self._own.current_stream(self._device))\n",
-        "        with self._own.stream(self._in):\n            self._in.wait_stream(self._own.current_stream(self._device))\n",
+        "PinnedStore._copy",
+        "        stream.wait_stream(self._own.current_stream(self._device))\n",
+        "        with self._own.stream(stream):\n            stream.wait_stream(self._own.current_stream(self._device))\n",
         (
             "tests/runtime/test_streams.py::test_records_in_random_order",
             "tests/runtime/test_streams.py::test_copies_in_any_order",
@@ -119,7 +119,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         1,
         "a staged copy waits for what compute was given when it was asked for",
-        "DiskStore._submit",
+        "DiskStore._copy",
         "recorded_event(self._device)",
         "own_module(self._device).Event()",
         (
@@ -131,9 +131,9 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         2,
         "a copy out waits for compute; nothing is cloned in between",
-        "PinnedStore.start_out",
-        "        self._out.wait_stream(compute)\n",
-        "",
+        "PinnedStore._copy",
+        "        stream.wait_stream(self._own.current_stream(self._device))\n",
+        '        if way == "in":\n            stream.wait_stream(self._own.current_stream(self._device))\n',
         (
             "tests/runtime/test_streams.py::test_records_in_random_order",
             "tests/runtime/test_streams.py::test_copies_in_any_order",
@@ -143,9 +143,9 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         3,
         "the source is held until compute has waited for its copy",
-        "PinnedStore.finish_out",
-        "        self._own.current_stream(self._device).wait_event(ticket.out_done)\n",
-        "        pass\n",
+        "PinnedStore._wait",
+        "        self._own.current_stream(self._device).wait_event(done)\n",
+        '        if way == "in":\n            self._own.current_stream(self._device).wait_event(done)\n',
         (
             "tests/runtime/test_streams.py::test_records_in_random_order",
             "tests/runtime/test_streams.py::test_copies_in_any_order",
@@ -155,9 +155,9 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         3,
         "a returning buffer is written only after compute, whose memory it was",
-        "PinnedStore.start_in",
-        "        self._in.wait_stream(self._own.current_stream(self._device))\n",
-        "",
+        "PinnedStore._copy",
+        "        stream.wait_stream(self._own.current_stream(self._device))\n",
+        '        if way == "out":\n            stream.wait_stream(self._own.current_stream(self._device))\n',
         (
             "tests/runtime/test_streams.py::test_records_in_random_order",
             "tests/runtime/test_streams.py::test_copies_in_any_order",
@@ -219,9 +219,9 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         4,
         "a return waits for its own copy out",
-        "PinnedStore.start_in",
-        "        self._in.wait_event(ticket.out_done)\n",
-        "",
+        "PinnedStore._copy",
+        "            stream.wait_event(ticket.out_done)\n",
+        "            pass\n",
         (
             "tests/runtime/test_streams.py::test_records_in_random_order",
             "tests/runtime/test_streams.py::test_copies_in_any_order",
@@ -231,9 +231,9 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         4,
         "compute waits for the copy in",
-        "PinnedStore.finish_in",
-        "        self._own.current_stream(self._device).wait_event(ticket.in_done if done is None else done)\n",
-        "        pass\n",
+        "PinnedStore._wait",
+        "        self._own.current_stream(self._device).wait_event(done)\n",
+        '        if way == "out":\n            self._own.current_stream(self._device).wait_event(done)\n',
         (
             "tests/runtime/test_streams.py::test_records_in_random_order",
             "tests/runtime/test_streams.py::test_copies_in_any_order",
@@ -251,8 +251,8 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         5,
         "memory taken again is written only after the copy that read it",
-        "PinnedStore.start_out",
-        "                self._out.wait_event(use)\n",
+        "PinnedStore._copy",
+        "                stream.wait_stream(other)\n",
         "                pass\n",
         (
             "tests/runtime/test_streams.py::test_memory_given_back_under_a_copy_is_written_only_behind_it",
@@ -263,9 +263,9 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         5,
         "an extent is nobody else's as long as a copy holds it",
-        "Ranges.remove",
-        "        self.pairs[at : at + 1] = [pair for pair in ((low, start), (stop, high)) if pair[0] < pair[1]]\n",
-        "        self.pairs[at : at + 1] = [pair for pair in ((low, start), (start, high)) if pair[0] < pair[1]]\n",
+        "Arena.take",
+        "            start = taken[-1][1] if taken else 0\n",
+        "            start = taken[0][1] if taken else 0\n",
         (
             "tests/runtime/test_store_faults.py::test_any_program_of_records",
             "tests/runtime/test_stores.py::test_extents_never_overlap_and_are_free_when_nobody_holds_them",
@@ -273,11 +273,11 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     ),
     Safeguard(
         5,
-        "a group lies where it lay before only if nothing that is alive does",
-        "Ranges.remove",
-        "        if at < 0 or self.pairs[at][1] < stop:\n            return False\n",
-        "",
-        ("tests/runtime/test_groups.py::test_places_of_several_graphs_never_overlap",),
+        "it lies in a gap of its size",
+        "Arena._first_gap",
+        "            if begin - start >= size:\n",
+        "            if begin > start:\n",
+        ("tests/runtime/test_stores.py::test_extents_never_overlap_and_are_free_when_nobody_holds_them",),
     ),
     Safeguard(
         3,
@@ -300,18 +300,18 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     ),
     Safeguard(
         7,
-        "after the first step no place in host memory is searched for",
-        "Extents.take",
-        "                    self._places[place] = start, size\n",
-        "                    pass\n",
-        ("tests/runtime/test_groups.py::test_after_the_first_step_no_place_is_searched_for",),
+        "a step's groups lie one behind the other, without a search",
+        "Arena.take",
+        "            if not self.blocks or start + size > self.blocks[0][0]:\n",
+        "            if True:\n",
+        ("tests/runtime/test_groups.py::test_groups_lie_where_they_lay_in_the_step_before",),
     ),
     Safeguard(
         5,
         "a staging chunk is written again only when it has been copied",
         "Staging.back",
-        "                        used[number % 2].synchronize()\n",
-        "                        pass\n",
+        "                    used.pop(0).synchronize()\n",
+        "                    used.pop(0)\n",
         (
             "tests/runtime/test_streams.py::test_records_in_random_order",
             "tests/runtime/test_streams.py::test_copies_in_any_order",
@@ -320,8 +320,8 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         6,
         "a copy out is waited for where it is issued",
-        "SynchronousStore.start_out",
-        "            self.inner.finish_out(ticket)\n            synchronize(self._device)\n",
+        "ArenaStore.start_out",
+        "            self.finish_out(ticket)\n            synchronize(self._device)\n",
         "            pass\n",
         (
             "tests/runtime/test_store_faults.py::test_synchronous_mode_leaves_no_copy_under_way",
@@ -332,9 +332,9 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         6,
         "so is a copy in",
-        "SynchronousStore.start_in",
-        "        self.inner.finish_in(ticket, done)\n        synchronize(self._device)\n",
-        "        pass\n",
+        "ArenaStore.start_in",
+        '            self._wait("in", ticket, done)\n            synchronize(self._device)\n',
+        "            pass\n",
         (
             "tests/runtime/test_store_faults.py::test_synchronous_mode_leaves_no_copy_under_way",
             "tests/runtime/test_streams.py::test_synchronous_mode_leaves_no_copy_under_way",
@@ -343,43 +343,43 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     ),
     Safeguard(
         7,
-        "areas have their exact size",
-        "PinnedStore._grow",
-        "            nbytes = -(-nbytes // CUDA_ALIGN) * CUDA_ALIGN\n",
-        "            nbytes = 1 << nbytes.bit_length()\n",
+        "page-locked memory has its exact size",
+        "PinnedStore._add",
+        "        needed = arena.reserved_bytes",
+        "        nbytes = 1 << nbytes.bit_length()\n        needed = arena.reserved_bytes",
         ("tests/runtime/test_streams.py::test_pool_is_exact_bounded_and_given_back",),
         ("tests/test_gpu.py::test_a_plan_needs_no_more_pinned_memory_than_it_says",),
     ),
     Safeguard(
         5,
         "nor before a copy out of a store that had the memory before",
-        "PinnedStore.start_out",
-        '            before = (store, way) != (self._number, "out")',
-        '            before = way != "out"',
+        "PinnedStore._copy",
+        "arena.streams - {stream}",
+        "{self._in}",
         ("tests/runtime/test_streams.py::test_a_store_waits_for_copies_out_of_the_one_before",),
     ),
     Safeguard(
         7,
         "memory goes when all devices that copy are done with it",
-        "PinnedStore._grow",
-        "        area.devices.add(self._device)\n",
-        "",
+        "PinnedStore.__init__",
+        "        arena.streams |= ",
+        "        arena.streams = ",
         ("tests/runtime/test_streams.py::test_memory_goes_when_all_devices_that_copied_are_done",),
     ),
     Safeguard(
         27,
         "a file stays open for copies that are queued",
-        "DiskStore._submit",
-        "(ticket.extent, ticket.space)",
-        "(ticket.extent, None)",
+        "DiskStore._copy",
+        "tell, ticket.extent",
+        "tell, None",
         ("tests/runtime/test_store_faults.py::test_a_file_stays_open_for_copies_that_are_queued",),
     ),
     Safeguard(
         7,
         "host memory has a limit",
-        "PinnedStore._grow",
-        "        if room is not None and nbytes > room:",
-        "        if room is not None and nbytes < 0:",
+        "PinnedStore._add",
+        "        if self._limit is not None and arena.reserved_bytes + nbytes > self._limit:",
+        "        if self._limit is not None and nbytes < 0:",
         (
             "tests/runtime/test_streams.py::test_pool_is_exact_bounded_and_given_back",
             "tests/runtime/test_streams.py::test_more_than_the_limit_is_refused_at_once",
@@ -406,9 +406,9 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         7,
         "a plan that takes another's place takes its page-locked memory",
-        "PinnedStore._grow",
-        "            area = KEPT.take(nbytes, room)\n",
-        "            area = None\n",
+        "PinnedStore.__init__",
+        "_take_kept(most) or ",
+        "",
         (
             "tests/runtime/test_streams.py::test_a_store_that_takes_over_anothers_memory",
             "tests/runtime/test_streams.py::test_a_plan_in_anothers_place_locks_no_pages",
@@ -417,17 +417,17 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         7,
         "what nobody took over is given back",
-        "_Kept.leave",
-        "                self._areas = []\n",
-        "                pass\n",
+        "keep_pinned_memory",
+        "        kept = _KEPT.pop()\n",
+        "        kept = _KEPT[-1]\n",
         ("tests/runtime/test_streams.py::test_pinned_memory_is_kept_as_long_as_asked_for",),
     ),
     Safeguard(
         7,
         "ordinary memory serves where page-locking fails",
-        "HostArea.__init__",
-        "        self.is_locked = code == 0\n",
-        '        self.is_locked = code == 0\n        if code:\n            raise SwapError("page-locking failed")\n',
+        "host_memory",
+        "        arena.can_lock = code == 0\n",
+        '        arena.can_lock = code == 0\n        if code:\n            raise SwapFullError("page-locking failed")\n',
         ("tests/runtime/test_streams.py::test_without_page_locking_ordinary_memory_serves",),
         ("tests/test_gpu.py::test_page_locking_that_fails_leaves_the_device_usable",),
     ),
@@ -1540,7 +1540,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         27,
         "a copy that failed is an error for whoever waits",
-        "Done.wait",
+        "Job.wait",
         "        if self.error is not None:\n            full",
         "        if False:\n            full",
         (
@@ -1551,7 +1551,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         27,
         "a thread that died leaves nobody waiting",
-        "Done.settle",
+        "Job.settle",
         "            if not self._thread.is_alive() and not self.event.is_set():",
         "            if False:",
         (
@@ -1574,8 +1574,8 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         27,
         "the swap file has no name",
         "DiskStore.__init__",
-        "tempfile.TemporaryFile(dir=where, buffering=0)",
-        "tempfile.NamedTemporaryFile(dir=where, buffering=0, delete=False)",
+        "tempfile.TemporaryFile(dir=self._where, buffering=0)",
+        "tempfile.NamedTemporaryFile(dir=self._where, buffering=0, delete=False)",
         ("tests/runtime/test_store_faults.py::test_nothing_is_left_of_a_process_that_was_killed",),
     ),
     Safeguard(
@@ -1600,9 +1600,9 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         27,
         "the file grows to its limit and no further",
-        "DiskStore._reserve",
-        "        if self._limit is not None and nbytes > self._limit:",
-        "        if self._limit is not None and nbytes < 0:",
+        "DiskStore._grow",
+        "        if self._limit is not None and needed > self._limit:",
+        "        if self._limit is not None and needed < 0:",
         (
             "tests/runtime/test_store_faults.py::test_the_file_grows_to_its_limit_and_no_further",
             "tests/runtime/test_store_faults.py::test_disk_limit_of_an_applied_plan",
@@ -1611,8 +1611,8 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         27,
         "damage is found in the checking mode",
-        "ChecksumStore.finish_in",
-        "                if (found := _checksum(target)) != self._left[ticket][part]:",
+        "ArenaStore.finish_in",
+        "                if (found := _checksum(target)) != ticket.checksums[part]:",
         "                if (found := _checksum(target)) is None:",
         (
             "tests/runtime/test_store_faults.py::test_damage_in_the_file_is_found",
@@ -1635,7 +1635,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     Safeguard(
         27,
         "nothing that an interrupt cuts short stays taken",
-        "Extents.__init__",
+        "Arena.__init__",
         "        self._lock = threading.RLock()",
         "        self._lock = threading.Lock()",
         ("tests/runtime/test_stores.py::test_extents_survive_an_interrupt_anywhere",),
@@ -1724,7 +1724,7 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
         30,
         "every copy is told of with its own seconds",
         "_timed",
-        "        tell(way, nbytes, begin, time.perf_counter())",
+        "        tell(begin, time.perf_counter())",
         "        pass",
         ("tests/runtime/test_stats.py::test_copies_are_counted_with_their_own_seconds",),
     ),

@@ -26,7 +26,7 @@ from ckptplan import Plan, Profile
 from ckptplan.baselines._build import build, named, smallest_peak
 from ckptplan.profiling.times.links import measure_links
 from ckptplan.runtime.observe.measure import held_tensors, unique_bytes
-from ckptplan.runtime.swap.stores import DiskStore, PinnedStore, Ticket, areas
+from ckptplan.runtime.swap.stores import DiskStore, PinnedStore, Ticket, pinned
 
 pytestmark = pytest.mark.gpu
 
@@ -303,14 +303,14 @@ def test_graphs_that_are_dropped_half_way(slow_copies: None) -> None:
             out = model(x)  # copies are under way when it goes
             del out
             assert_same([step(model, x, 1)], [wanted])
-        assert len(handle._applied.stores["host"]._areas) == 1  # type: ignore[attr-defined]
+        assert len(handle._applied.stores["host"]._arena.blocks) == 1  # type: ignore[attr-defined]
 
 
 def test_remove_gives_pinned_memory_back() -> None:
     model, x = make()
     plan = plan_for(profiled(model, x), "swap")
     handle = ckptplan.apply(model, plan)
-    area = handle._applied.stores["host"]._areas[0].memory  # type: ignore[attr-defined]
+    area = handle._applied.stores["host"]._arena.blocks[0][1]  # type: ignore[attr-defined]
     assert area.is_pinned()
     assert area.numel() == plan.host_bytes
     loss = loss_of(model(x))
@@ -328,7 +328,7 @@ def test_a_plan_needs_no_more_pinned_memory_than_it_says() -> None:
     with ckptplan.apply(model, plan, host_gb=plan.host_bytes / 2**30) as handle:
         for seed in range(3):
             step(model, x, seed)
-        assert sum(area.nbytes for area in handle._applied.stores["host"]._areas) == plan.host_bytes  # type: ignore[attr-defined]
+        assert handle._applied.stores["host"].reserved_bytes == plan.host_bytes  # type: ignore[attr-defined]
 
 
 # --- the store alone ---
@@ -406,14 +406,14 @@ def test_blocks_are_not_reused_under_a_copy(slow_copies: None) -> None:
 
 def test_pinned_memory_is_on_the_host_whatever_the_default_device() -> None:
     with torch.device(DEVICE), store(1 << 20) as tier:
-        area = tier._areas[0].memory
+        area = tier._arena.blocks[0][1]
         assert area.device.type == "cpu"
         assert area.is_pinned()
 
 
 def test_a_store_that_nobody_closes_unpins() -> None:
     tier = PinnedStore(DEVICE, capacity_bytes=1 << 20)
-    area = tier._areas[0].memory
+    area = tier._arena.blocks[0][1]
     del tier
     gc.collect()
     assert not area.is_pinned()
@@ -421,9 +421,9 @@ def test_a_store_that_nobody_closes_unpins() -> None:
 
 def test_page_locking_that_fails_leaves_the_device_usable(monkeypatch: pytest.MonkeyPatch) -> None:
     with store(1 << 20) as tier:
-        taken = tier._areas[0].memory
+        taken = tier._arena.blocks[0][1]
         with monkeypatch.context() as patch:
-            patch.setattr(areas, "_pages", lambda nbytes: taken)  # registered already
+            patch.setattr(pinned, "_pages", lambda nbytes: taken)  # registered already
             with pytest.warns(RuntimeWarning, match="page-locking"):
                 ordinary = PinnedStore(DEVICE, capacity_bytes=1 << 20)
         ordinary.close()
@@ -478,7 +478,7 @@ def test_damage_in_pinned_memory_is_found() -> None:
     with ckptplan.apply(model, plan, checksums=True) as handle:
         loss = loss_of(model(x))
         torch.cuda.synchronize()
-        handle._applied.stores["host"].inner._areas[0].memory.bitwise_not_()  # type: ignore[attr-defined]
+        handle._applied.stores["host"]._arena.blocks[0][1].bitwise_not_()  # type: ignore[attr-defined]
         with pytest.raises(ckptplan.SwapError, match="damaged"):
             loss.backward()
 

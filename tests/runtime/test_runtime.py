@@ -209,11 +209,11 @@ def test_release_and_prefetch_points_are_met(monkeypatch: pytest.MonkeyPatch) ->
     plan = dataclasses.replace(plan, choices=tuple(choices))
     seen: list[tuple[weakref.ref[Record], StorageWeakRef]] = []
 
-    def noted(records: list[Record], store: Store, place: int) -> None:
+    def noted(records: list[Record], store: Store) -> None:
         for record in records:
             assert record._watch is not None
             seen.append((weakref.ref(record), StorageWeakRef(record._watch.untyped_storage())))
-        start_leaving(records, store, place)
+        start_leaving(records, store)
 
     monkeypatch.setattr("ckptplan.runtime.swap.session.start_leaving", noted)
     model, inputs = build("mlp")

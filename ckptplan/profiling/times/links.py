@@ -150,7 +150,7 @@ def measure_costs(device: torch.device, swap_dir: str | Path | None = None) -> L
             for i, sizes in enumerate(groups):
                 sources = [source[:nbytes] for nbytes in sizes]
                 begin = _now(device)
-                ticket = store.start_out(*sources, place=i)
+                ticket = store.start_out(*sources)
                 store.finish_out(ticket)
                 least_s[i] = min(least_s[i], _now(device) - begin)
                 store.free(ticket)

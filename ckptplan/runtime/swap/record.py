@@ -53,7 +53,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -88,8 +88,6 @@ def home_of(tensor: torch.Tensor) -> Any:
 class _Group:
     """The storages that left together (NOTE [States of a swapped storage], rule 6)."""
 
-    __slots__ = ("_finished", "_home", "store", "ticket")
-
     def __init__(self, store: Store, ticket: Ticket, home: Any) -> None:
         self.store = store
         self.ticket = ticket
@@ -109,8 +107,6 @@ class _Group:
 
 class _Batch:
     """Copies in that were issued together (NOTE [States of a swapped storage], rule 6)."""
-
-    __slots__ = ("_done", "_group", "_home", "_waited")
 
     def __init__(self, group: _Group, done: Any, home: Any) -> None:
         self._group = group
@@ -143,29 +139,6 @@ class Record:
     version : int, optional
         Version of the storage when it was saved; by default the present version of `tensor`.
     """
-
-    __slots__ = (
-        "__weakref__",
-        "_batch",
-        "_counters",
-        "_fake",
-        "_geometry",
-        "_like",
-        "_modified",
-        "_returned",
-        "_storage",
-        "_users",
-        "_watch",
-        "_whole",
-        "device",
-        "group",
-        "home",
-        "nbytes",
-        "on_return",
-        "part",
-        "state",
-        "version",
-    )  # fmt: skip
 
     def __init__(
         self, tensor: torch.Tensor, counters: Counters, home: Any = _UNKNOWN, version: int | None = None
@@ -328,25 +301,18 @@ class Record:
         return self._whole
 
 
-def start_leaving(records: Iterable[Record], store: Store, place: Hashable = None) -> None:
+def start_leaving(records: Iterable[Record], store: Store) -> None:
     """Issue the copies out of `records` to `store`, as one group per home stream.
 
     Records that belong to a group already are left out: their bytes stay in the store that got them first.
-
-    Parameters
-    ----------
-    place : hashable, optional
-        Identifies the group within a step, so that it gets the same host memory as in the step before.
     """
     homes: dict[Any, list[Record]] = {}
     for record in records:
         if record.group is None:
             homes.setdefault(record.home, []).append(record)
-    for number, (home, leaving) in enumerate(homes.items()):
+    for home, leaving in homes.items():
         with on_stream(home):
-            ticket = store.start_out(
-                *(record.source() for record in leaving), place=None if place is None else (place, number)
-            )
+            ticket = store.start_out(*(record.source() for record in leaving))
         group = _Group(store, ticket, home)
         for part, record in enumerate(leaving):
             record.sent(group, part)

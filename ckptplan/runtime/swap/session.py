@@ -161,10 +161,10 @@ class SwapSession:
         if self._checks is not None:
             for record in records.values():
                 self._checks.leaves(record, index)
-        for number, group in groups.items():
+        for group in groups.values():
             leaving = [records[p] for p in group if p in records]
             try:
-                start_leaving(leaving, self._stores[tier], (index, number))
+                start_leaving(leaving, self._stores[tier])
             except SwapFullError as error:
                 stay = sum(record.nbytes for record in leaving if record.group is None)
                 text = f"{format_bytes(stay)} of a stage stay on the device, since the swap space is full: {error}"

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -16,11 +15,9 @@ from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.link import STAGING_BYTES, Tier
 from ckptplan.core.plan import Plan
 from ckptplan.runtime.accelerator import is_accelerator
-from ckptplan.runtime.swap.stores.areas import keep_pinned_memory
 from ckptplan.runtime.swap.stores.base import NULL_STORES, Store, Ticket
-from ckptplan.runtime.swap.stores.checks import ChecksumStore, SynchronousStore
 from ckptplan.runtime.swap.stores.disk import DISK_BLOCK_BYTES, DiskStore
-from ckptplan.runtime.swap.stores.pinned import PinnedStore
+from ckptplan.runtime.swap.stores.pinned import PinnedStore, keep_pinned_memory
 
 __all__ = ["NULL_STORES", "Store", "Ticket", "keep_pinned_memory", "make_store", "make_stores"]
 
@@ -32,11 +29,15 @@ def make_store(
     directory: str | Path | None,
     limit_bytes: int | None,
     tier: Tier = "host",
+    **checks: bool,
 ) -> Store:
-    """Return a store of `tier` for tensors on `device`: pinned memory for CUDA's host tier, otherwise a file."""
+    """Return a store of `tier` for tensors on `device`: pinned memory for CUDA's host tier, otherwise a file.
+
+    `checks` are `checksums` and `synchronous` as of `ArenaStore`.
+    """
     if is_accelerator(device) and tier == "host":
-        return PinnedStore(device, capacity_bytes=capacity_bytes, limit_bytes=limit_bytes)
-    return DiskStore(directory, capacity_bytes=capacity_bytes, limit_bytes=limit_bytes, device=device)
+        return PinnedStore(device, capacity_bytes=capacity_bytes, limit_bytes=limit_bytes, **checks)
+    return DiskStore(directory, capacity_bytes=capacity_bytes, limit_bytes=limit_bytes, device=device, **checks)
 
 
 def make_stores(
@@ -46,8 +47,7 @@ def make_stores(
     directory: str | Path | None,
     host_limit_bytes: int | None,
     disk_limit_bytes: int | None,
-    checksums: bool,
-    synchronous: bool,
+    **checks: bool,
 ) -> dict[Tier, Store]:
     """Return a store for every tier that `plan` moves storages to, with room for the bytes of one step.
 
@@ -56,29 +56,25 @@ def make_stores(
     InvalidInputError
         If a tier doesn't exist on the device or can't have that size. No store is left open then.
     """
-    stores: dict[Tier, Store] = {}
     tiers = dict.fromkeys(choice.tier for choice in plan.choices if choice.moves)
-    if "disk" in tiers and host_limit_bytes is not None:
+    host_bytes = plan.host_bytes
+    if not is_accelerator(device):
+        if "disk" in tiers:
+            raise InvalidInputError(
+                "the plan moves storages to the disk tier, which doesn't exist on the CPU, where the host tier is the "
+                "swap file itself; solve again on this device"
+            )
+        host_bytes += DISK_BLOCK_BYTES * sum(len(choice.moves) for choice in plan.choices)
+        host_limit_bytes = disk_limit_bytes
+    elif "disk" in tiers and host_limit_bytes is not None:
         host_limit_bytes = max(host_limit_bytes - STAGING_BYTES, 0)  # the staging of the disk tier is pinned memory too
+    stores: dict[Tier, Store] = {}
     try:
         for tier in tiers:
-            capacity, limit = plan.host_bytes, host_limit_bytes
-            if tier == "disk":
-                if not is_accelerator(device):
-                    raise InvalidInputError(
-                        "the plan moves storages to the disk tier, which doesn't exist on the CPU, where the host tier "
-                        "is the swap file itself; solve again on this device"
-                    )
-                capacity, limit = plan.disk_bytes, disk_limit_bytes
-            elif not is_accelerator(device):
-                blocks = sum(len(choice.moves) for choice in plan.choices)
-                capacity, limit = plan.host_bytes + blocks * DISK_BLOCK_BYTES, disk_limit_bytes
-            store: Any = make_store(device, capacity_bytes=capacity, directory=directory, limit_bytes=limit, tier=tier)
-            if synchronous:
-                store = SynchronousStore(store, device)
-            if checksums:
-                store = ChecksumStore(store)
-            stores[tier] = store
+            capacity, limit = (plan.disk_bytes, disk_limit_bytes) if tier == "disk" else (host_bytes, host_limit_bytes)
+            stores[tier] = make_store(
+                device, capacity_bytes=capacity, directory=directory, limit_bytes=limit, tier=tier, **checks
+            )
     except BaseException:
         close_all(stores)
         raise

@@ -7,58 +7,52 @@ left out, and `start_in` and `finish_in` may be repeated. Only the calling threa
 
 from __future__ import annotations
 
-import collections
+import itertools
 import os
-import threading
-import weakref
-from collections.abc import Hashable, Mapping, Sequence
+import zlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ckptplan.core.errors import SwapError
 from ckptplan.core.link import Tier
-from ckptplan.core.ranges import Ranges
-from ckptplan.runtime.observe.meter import OnCopy
+from ckptplan.core.units import format_bytes
+from ckptplan.runtime.accelerator import synchronize
+from ckptplan.runtime.observe.meter import OnCopy, Way
+from ckptplan.runtime.swap.stores.arena import Arena, Extent
 
-
-class Space:
-    """The resources that a store keeps open for its blocks (memory, a file, threads); closed with their last holder."""
-
-    __slots__ = ("__weakref__", "areas")
-
-    def __init__(self) -> None:
-        self.areas: list[Any] = []  # `HostArea` objects
+_CHECKED_BYTES = 16 << 20
+"""Most bytes copied to the host at a time for their checksum."""
 
 
 class Ticket:
-    """A group of blocks on its way to, in, or back from a tier; its piece of the tier is taken as long as it is held.
+    """A group of blocks on its way to, in, or back from a tier; its piece of the arena is taken as long as it is held.
 
     Attributes
     ----------
     sizes, offsets : sequence of int
-        Size of each block, and its offset within the piece, in bytes.
+        Size of each block, and its offset in the arena, in bytes.
     out_done, in_done
-        Completion of the copy out, and of the last copy in: an event or a `Done`, depending on the store.
+        Completion of the copy out, and of the last copy in: an event or a `Job`, depending on the store.
     sources : sequence of torch.Tensor
         What a worker thread copies out, so that it isn't this thread that frees them.
+    checksums : sequence of int
+        Of each block, with `checksums=True`.
+    returns : list of (completion, dict)
+        Copies in whose checksums aren't compared yet: their targets by part.
     """
 
-    def __init__(self, sizes: Sequence[int], offsets: Sequence[int], extent: Extent, space: Space) -> None:
+    def __init__(self, sizes: Sequence[int], offsets: Sequence[int], extent: Extent | None = None) -> None:
         self.sizes = sizes
         self.offsets = offsets
         self.nbytes = sum(sizes)
-        self.offset = extent.offset
-        self.extent: Extent | None = extent
-        self.space: Space | None = space
+        self.extent: Any = extent
         self.out_done: Any = None
         self.in_done: Any = None
         self.sources: Sequence[torch.Tensor] = ()
-
-    def let_go(self) -> None:
-        """Free the piece for other groups, as soon as no copy holds it either."""
-        self.extent = self.space = None
-        self.sources = ()
+        self.checksums: Sequence[int] = ()
+        self.returns: list[tuple[Any, dict[int, torch.Tensor]]] = []
 
 
 class Store:
@@ -77,26 +71,21 @@ class Store:
     name = "nowhere"
     on_copy: OnCopy | None = None
     peak_bytes = 0
+    _arena: Arena | None = None
 
     @property
     def reserved_bytes(self) -> int:
         """Bytes that the store holds now, used or not."""
-        return 0
+        return 0 if self._arena is None else self._arena.reserved_bytes
 
     @property
     def used_bytes(self) -> int:
         """Bytes of them in use now."""
-        return 0
+        return 0 if self._arena is None else self._arena.used_bytes
 
-    def start_out(self, *sources: torch.Tensor, place: Hashable = None) -> Ticket:
-        """Begin to copy contiguous tensors out; the caller keeps them until `finish_out`.
-
-        Parameters
-        ----------
-        place : hashable, optional
-            A group with the same place and size as an earlier one gets the same memory, unless that is still taken.
-        """
-        return Ticket([source.nbytes for source in sources], [0] * len(sources), Extent(0, 0), Space())
+    def start_out(self, *sources: torch.Tensor) -> Ticket:
+        """Begin to copy contiguous tensors out; the caller keeps them until `finish_out`."""
+        return Ticket([source.nbytes for source in sources], [0] * len(sources))
 
     def finish_out(self, ticket: Ticket) -> None:
         """Make compute wait until the whole group is copied out."""
@@ -119,13 +108,14 @@ class Store:
 
     def free(self, ticket: Ticket) -> None:
         """Free the host bytes of the group once no copy uses them."""
-        ticket.let_go()
+        ticket.extent, ticket.sources, ticket.returns = None, (), []
 
     def lend(self) -> None:
         """Let stores that are made inside `handing_over` use this store's host memory too, if it is worth that."""
 
     def close(self) -> None:
         """End threads and free memory and files: now, or when the last block in use is freed."""
+        self._arena = None
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -136,160 +126,53 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 NULL_STORES: Mapping[Tier, Store] = {"host": Store(), "disk": Store()}
 
 
-class Extent:
-    """A piece of a linear area, taken as long as this object lives."""
-
-    __slots__ = ("__weakref__", "offset", "size")
-
-    def __init__(self, offset: int, size: int) -> None:
-        self.offset = offset
-        self.size = size
-
-
-_ENDLESS = 1 << 62
-"""End of an area without a capacity."""
-
-
-class Extents:
-    """The pieces of one linear area. Thread-safe.
-
-    A piece lies where an earlier piece of the same place and size was; otherwise it is placed first fit.
-
-    A piece is free again when nothing holds its `Extent`. There is no call to free it, which an interrupt or an error
-    could skip, or which the garbage collector could make in the middle of `take`. The weak references in `_taken` are
-    the source of truth. Gaps and sums are derived from them, one change at a time, and computed from scratch after an
-    exception has interrupted a change.
+class ArenaStore(Store):
+    """A store with memory, for the process that made it; freed once it is closed and no ticket or copy holds it.
 
     Parameters
     ----------
-    align : int
-        Sizes are rounded up to multiples of this, in bytes.
-    capacity : int, optional
-        Size of the area in bytes; by default it has no end.
+    limit_bytes : int or None
+        Most bytes of the arena.
+    checksums : bool
+        Whether to compare checksums of the device's bytes before they leave and after they return: finds damage on any
+        tier. The checksum is CRC-32 (zlib). It finds every burst of up to 32 wrong bits; of other damage, one case in
+        2**32 passes unnoticed.
+    synchronous : bool
+        Whether to wait on the host for every copy as soon as it is issued, for finding faults.
     """
 
-    def __init__(self, align: int, capacity: int | None = None) -> None:
-        self._align = align
-        self._end = _ENDLESS if capacity is None else capacity
-        self._taken: dict[int, tuple[int, int, weakref.ref[Extent]]] = {}  # id of the reference -> offset, size
-        self._dead: collections.deque[weakref.ref[Extent]] = collections.deque()
-        self._gaps = Ranges()
-        self._used = 0
-        self._places: dict[Hashable, tuple[int, int]] = {}  # offset, size
-        self._learns = True  # whether new places are remembered
-        self._unsure = True
-        self._lock = threading.RLock()  # reentrant: an interrupt may skip a release in the same thread
-
-    def size(self, nbytes: int) -> int:
-        """Return `nbytes` rounded up to the alignment."""
-        return -(-nbytes // self._align) * self._align
-
-    def layout(self, sizes: Sequence[int]) -> tuple[list[int], int]:
-        """Return the offsets of blocks laid out one after the other, and the end of the last."""
-        offsets, end = [], 0
-        for nbytes in sizes:
-            offsets.append(end)
-            end += self.size(nbytes)
-        return offsets, end
-
-    def _alive(self) -> list[tuple[int, int, weakref.ref[Extent]]]:
-        alive = [piece for piece in list(self._taken.values()) if piece[2]() is not None]
-        return sorted(alive, key=lambda piece: piece[:2])
-
-    @property
-    def used(self) -> int:
-        """Bytes that are taken now."""
-        with self._lock:
-            self._settle()
-            return self._used
-
-    def take(self, nbytes: int, place: Hashable = None) -> Extent | None:
-        """Take a piece of `nbytes`; None if there is no gap of that size.
-
-        Parameters
-        ----------
-        place : hashable, optional
-            Remembered with its offset and size, for `again`. A place that comes with another size than before, or a
-            new place after the area was filled before, means that other shapes begin. Then all places are forgotten,
-            and pieces are taken first fit until the area is empty: the places of two layouts would overlap.
-        """
-        size = self.size(nbytes)
-        with self._lock:
-            self._settle()
-            extent = self.again(nbytes, place)
-            if extent is not None:
-                return extent
-            start = self._first_fit(size)
-            if start is None:
-                return None
-            if place is not None:
-                known = self._places.get(place)
-                if known is None and self._learns:
-                    self._places[place] = start, size
-                elif known is None or known[1] != size:
-                    self._places.clear()
-                    self._learns = False
-            return self._cut(start, size)
-
-    def again(self, nbytes: int, place: Hashable) -> Extent | None:
-        """Take the piece that `place` had before with this size; None if it had none or the piece is taken."""
-        size = self.size(nbytes)
-        with self._lock:
-            self._settle()
-            if not self._used:
-                self._learns = not self._places
-            start, known = self._places.get(place, (0, -1))
-            return self._cut(start, size) if known == size else None
-
-    def _first_fit(self, size: int) -> int | None:
-        for begin, end in self._gaps.pairs:
-            if end - begin >= size:
-                return begin
-        return None
-
-    def _cut(self, start: int, size: int) -> Extent | None:
-        """Take the piece from `start` of `size`; None if it isn't free."""
-        self._unsure = True
-        extent = None
-        if self._gaps.remove(start, start + size):
-            extent = Extent(start, size)
-            reference = weakref.ref(extent, self._dead.append)
-            self._taken[id(reference)] = start, size, reference
-            self._used += size
-        self._unsure = False
-        return extent
-
-    def _settle(self) -> None:
-        """Turn the pieces that nothing holds any more into gaps."""
-        if self._unsure:
-            self._start_anew()
-        while self._dead:
-            self._unsure = True
-            piece = self._taken.pop(id(self._dead.popleft()), None)
-            if piece is not None:
-                self._gaps.add(piece[0], piece[0] + piece[1])
-                self._used -= piece[1]
-            self._unsure = False
-
-    def _start_anew(self) -> None:
-        alive = self._alive()
-        self._taken = {id(piece[2]): piece for piece in alive}
-        edges = [0, *(edge for begin, size, _ in alive for edge in (begin, begin + size)), self._end]
-        self._gaps = Ranges(zip(edges[::2], edges[1::2], strict=True))
-        self._used = sum(size for _, size, _ in alive)
-        self._unsure = False
-
-
-class OfOneProcess(Store):
-    """A store for the process that made it; its space is freed once it is closed and no ticket holds it."""
-
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        arena: Arena,
+        limit_bytes: int | None,
+        *,
+        checksums: bool = False,
+        synchronous: bool = False,
+    ) -> None:
+        self._device = device
+        self._arena = arena
+        self._limit = limit_bytes
+        self._checksums, self._synchronous = checksums, synchronous
         self._pid = os.getpid()
-        self._space: Space | None = Space()
 
-    def _issued(self, ticket: Ticket) -> Ticket:
-        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
-        return ticket
+    def _grow(self, arena: Arena, start: int, size: int) -> int:
+        """Add memory for a piece of `size`, if possible from `start` on; return where the piece begins.
+
+        Raises
+        ------
+        SwapFullError
+            If that is above the limit, or there is no memory.
+        """
+        raise NotImplementedError
+
+    def _copy(self, way: Way, ticket: Ticket, tensors: Sequence[torch.Tensor], parts: Sequence[int]) -> Any:
+        """Issue the copies of blocks of a group, out of or into `tensors`; return their completion."""
+        raise NotImplementedError
+
+    def _wait(self, way: Way, ticket: Ticket, done: Any) -> None:
+        """Make compute wait for copies of a group."""
+        raise NotImplementedError
 
     @property
     def _foreign(self) -> bool:
@@ -303,11 +186,59 @@ class OfOneProcess(Store):
                 "call remove() on the handle before the fork, or apply the plan in the new process"
             )
 
-    def _open(self) -> Space:
+    def start_out(self, *sources: torch.Tensor) -> Ticket:
         self._require_owner()
-        if self._space is None:
+        arena = self._arena
+        if arena is None:
             raise SwapError("the swap space is closed: remove() was called on its handle; apply the plan again")
-        return self._space
+        sizes = [source.nbytes for source in sources]
+        extent = arena.take(sum(map(arena.rounded, sizes)), self._grow)
+        offsets = list(itertools.accumulate(map(arena.rounded, sizes[:-1]), initial=extent.offset))
+        ticket = Ticket(sizes, offsets, extent)
+        self.peak_bytes = max(self.peak_bytes, arena.used_bytes)
+        if self._checksums:
+            ticket.checksums = [_checksum(source) for source in sources]
+        ticket.out_done = self._copy("out", ticket, sources, range(len(sources)))
+        if self._synchronous:
+            self.finish_out(ticket)
+            synchronize(self._device)
+        return ticket
 
-    def close(self) -> None:
-        self._space = None
+    def finish_out(self, ticket: Ticket) -> None:
+        self._require_owner()
+        self._wait("out", ticket, ticket.out_done)
+        ticket.sources = ()
+
+    def start_in(self, ticket: Ticket, *targets: torch.Tensor, parts: Sequence[int] | None = None) -> Any:
+        self._require_owner()
+        parts = range(len(targets)) if parts is None else parts
+        ticket.in_done = done = self._copy("in", ticket, targets, parts)
+        if self._synchronous:
+            self._wait("in", ticket, done)
+            synchronize(self._device)
+        if self._checksums:
+            ticket.returns.append((done, dict(zip(parts, targets, strict=True))))
+        return done
+
+    def finish_in(self, ticket: Ticket, done: Any = None) -> None:
+        self._require_owner()
+        done = ticket.in_done if done is None else done
+        self._wait("in", ticket, done)
+        for issued, targets in ticket.returns:
+            # Keep damaged targets, so that a second wait for them fails in the same way.
+            for part, target in targets.items() if issued is done else ():
+                if (found := _checksum(target)) != ticket.checksums[part]:
+                    raise SwapError(
+                        f"{format_bytes(ticket.sizes[part])} at byte {ticket.offsets[part]} of {self.name} came back "
+                        f"damaged: checksum {found:08x} instead of {ticket.checksums[part]:08x}; discard this step's "
+                        "gradients, and look at the disk and the memory of this machine"
+                    )
+        ticket.returns = [returns for returns in ticket.returns if returns[0] is not done]
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    """Return the CRC-32 of a tensor's bytes, after all work issued to the current stream so far."""
+    found = 0
+    for piece in bytes_of(tensor).split(_CHECKED_BYTES):
+        found = zlib.crc32(memoryview(piece.cpu().numpy()), found)  # type: ignore[arg-type]
+    return found

@@ -6,7 +6,7 @@ import errno
 import queue
 import threading
 import traceback
-from typing import Any
+from collections.abc import Callable
 
 from ckptplan.core.errors import SwapError
 
@@ -14,19 +14,33 @@ _POLL_S = 0.2
 """Interval at which a waiting thread checks that the worker is still alive."""
 
 
-class Done:
-    """Completion of one job of a worker thread, with the job's error, if any."""
+class Job:
+    """Work for a worker's thread; then its completion, with its error, if any."""
 
-    def __init__(self, thread: threading.Thread) -> None:
+    def __init__(self, thread: threading.Thread, work: Callable[[], None]) -> None:
         self._thread = thread
+        self._work: Callable[[], None] | None = work
         self.event = threading.Event()
         self.error: BaseException | None = None
+
+    def run(self) -> None:
+        """Do the work, in the worker's thread."""
+        try:
+            assert self._work is not None
+            self._work()
+        except BaseException as error:
+            traceback.clear_frames(error.__traceback__)  # otherwise the error keeps the copied tensors
+            self.error = error
+        # Drop the work before signalling its end, so that the waiting thread frees the memory and not this one.
+        self._work = None
+        self.event.set()
 
     def settle(self) -> None:
         """Wait until the job has ended; if its thread has died, note that as the job's error."""
         while not self.event.wait(_POLL_S):
             if not self._thread.is_alive() and not self.event.is_set():
                 self.error = RuntimeError(f"the thread {self._thread.name} has died")
+                self._work = None
                 self.event.set()
 
     def wait(self, what: str) -> None:
@@ -49,47 +63,28 @@ class Worker:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._stopped = False
         self._start()
 
     def _start(self) -> None:
-        self.jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.thread = threading.Thread(target=self._loop, args=(self.jobs,), name=self._name, daemon=True)
+        self.jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self.thread = threading.Thread(target=_run, args=(self.jobs,), name=self._name, daemon=True)
         self.thread.start()
 
-    @staticmethod
-    def _loop(jobs: queue.SimpleQueue[Any]) -> None:
-        while (job := jobs.get()) is not None:
-            work, arguments, done = job
-            try:
-                work(*arguments)
-            except BaseException as error:
-                traceback.clear_frames(error.__traceback__)  # otherwise the error keeps the copied tensors
-                done.error = error
-            # Drop the job before signalling its end, so that the waiting thread frees the memory and not this one.
-            del job, work, arguments
-            done.event.set()
-            del done
-
-    def submit(self, work: Any, *arguments: Any) -> Done:
-        """Queue `work(*arguments)`.
-
-        Raises
-        ------
-        SwapError
-            If `stop` was called before.
-        """
-        if self._stopped:
-            raise SwapError("the swap space is closed: remove() was called on its handle; apply the plan again")
+    def submit(self, work: Callable[[], None]) -> Job:
+        """Queue `work`."""
         if not self.thread.is_alive():
             self._start()
-        done = Done(self.thread)
-        self.jobs.put((work, arguments, done))
-        return done
+        job = Job(self.thread, work)
+        self.jobs.put(job)
+        return job
 
     def stop(self) -> None:
         """End the thread once its queue is empty, and wait for it."""
-        self._stopped = True
         self.jobs.put(None)
         if self.thread is not threading.current_thread():
             self.thread.join()
+
+
+def _run(jobs: queue.SimpleQueue[Job | None]) -> None:
+    while (job := jobs.get()) is not None:
+        job.run()
