@@ -129,7 +129,7 @@ def moving(
 ) -> Plan:
     """A plan in which most of what may move does, in transfers with points near their stage, at random."""
     n = len(options)
-    points = enforceable_points([stage.is_glue for stage in profile.stages])
+    points = enforceable_points(profile.stages)
     ends = list(range(n))
     for segment in segments:
         ends[segment.first : segment.last + 1] = [segment.last] * (segment.last + 1 - segment.first)
