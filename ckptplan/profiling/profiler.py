@@ -387,7 +387,7 @@ def _traced(
             folding.give_up()
             traced, times = chain()
         rewind()
-        return dataclasses.replace(traced, input_bytes=unique_bytes(inputs, target.device)), times, folding
+        return traced, times, folding
 
     return answered(trace, step, target, rewind, report)
 
@@ -548,7 +548,6 @@ def _with_times(
         differentiated=traced.differentiated,
         foreign=traced.foreign,
         step_error=_step_error(stages, times),
-        input_bytes=traced.input_bytes,
     )
 
 
