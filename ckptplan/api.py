@@ -79,8 +79,7 @@ def solve(
     **options
         What is trained: `loss_fn`, `optimizer`, `device`, `step`, `amp`, `accumulate`, `ddp`, `fsdp`
         (`ckptplan.core.request.Training`); what a plan may use: `actions`, `segments`, `menus`, `host_gb`, `disk_gb`,
-        `in_flight`, `time_limit_s`, `gap`, `seed`, `workers`, `on_progress`, `on_plan`
-        (`ckptplan.core.request.Limits`).
+        `time_limit_s`, `gap`, `seed`, `workers`, `on_progress`, `on_plan` (`ckptplan.core.request.Limits`).
 
     Returns
     -------
@@ -104,8 +103,6 @@ def solve(
                 "fast as possible within it, or the slowdown to need as little memory as possible"
             )
         training, limits = Training.of(options, inputs), Limits.of(options)
-        if limits.in_flight > 1 and training.accumulate is None and not isinstance(model_or_profile, Profile):
-            training = replace(training, accumulate=True)
         notes: tuple[str, ...] = ()
         budget_bytes = wanted.nbytes
         if budget_bytes is None and wanted.share is None and max_overhead is None:
@@ -143,7 +140,7 @@ def solve(
 
         def solved(budget_bytes: int | None) -> Plan:
             plan = _solved(job, budget_bytes, wanted.share, max_overhead)
-            limits.on_progress(f"solved: {search_state(plan.step_s, plan.lower_bound_s, plan.needed_bytes)}")
+            limits.on_progress(f"solved: {search_state(plan.step_s, plan.lower_bound_s, plan.peak_bytes)}")
             return replace(plan, notes=(*notes, *plan.notes))
 
         plan = solved(budget_bytes) if together is None else together.planned(job, budget_bytes, solved)
@@ -194,7 +191,6 @@ def _solved(job: Job, budget_bytes: int | None, share: float | None, max_overhea
     if budget_bytes is not None:
         return _with_range(job, job.solved(budget_bytes))
     assert max_overhead is not None
-    _require_one_in_flight(job.limits, "max_overhead")
     plan = job.sound(smallest_within(job.profile, max_overhead, job.handing_out))
     # No budget was named that a replay could exceed, so the plan names the one it keeps.
     plan = job.reserving(plan)
@@ -204,15 +200,10 @@ def _solved(job: Job, budget_bytes: int | None, share: float | None, max_overhea
     return _with_range(job, plan)
 
 
-def _require_one_in_flight(limits: Limits, what: str) -> None:
-    if limits.in_flight > 1:
-        raise InvalidInputError(f"{what} is for one forward in flight, and in_flight={limits.in_flight}; give a budget")
-
-
 def _with_range(job: Job, plan: Plan) -> Plan:
     """Return `plan` with the range of peaks between which a budget makes a difference."""
     least, most = job.range_bytes(min(RANGE_TIME_LIMIT_S, job.limits.time_limit_s))
-    return replace(plan, least_peak_bytes=min(least, plan.needed_bytes), most_peak_bytes=most)
+    return replace(plan, least_peak_bytes=min(least, plan.peak_bytes), most_peak_bytes=most)
 
 
 def frontier(
@@ -245,7 +236,6 @@ def frontier(
     require_known(frontier, options, SolveKeywords)
     options.setdefault("time_limit_s", FRONTIER_TIME_LIMIT_S)
     together = Limits.of(options)
-    _require_one_in_flight(together, "frontier")
     each = replace(together, time_limit_s=together.time_limit_s / max(points, 1))
     with _sharded(model_or_profile, options.get("fsdp")):
         job = _job(model_or_profile, Training.of(options, inputs), swap_dir, each)
@@ -310,7 +300,7 @@ def explain(profile: Profile, plan: Plan, **options: Unpack[SearchKeywords]) -> 
     limits = Limits.of(options)
     plan.require_profile(profile)
     _require_made_from(profile, plan)
-    plan = replace(plan, budget_bytes=plan.tensor_budget_bytes - plan.others_bytes)  # that of a step's tensors
+    plan = replace(plan, budget_bytes=plan.tensor_budget_bytes)  # that of a step's tensors
     limits.on_progress(limited("finding what memory and links are worth", limits.time_limit_s))
     bound = lower_bound(
         profile,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ckptplan.api import explain
 from ckptplan.api import frontier as frontier_of
 from ckptplan.baselines import BASELINES
-from ckptplan.core.errors import InfeasibleBudgetError, InvalidInputError, PlanMismatchError
+from ckptplan.core.errors import InfeasibleBudgetError, PlanMismatchError
 from ckptplan.core.frontier import Frontier
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
@@ -55,11 +55,6 @@ def report_of_plan(
         raise PlanMismatchError(
             f"the trace is of another model: it has stages such as {min(measured)!r}, the plan {plan.stages[0]!r}; "
             "give one of a step under this plan"
-        )
-    if plan.in_flight > 1 and (frontier or time_limit_s is not None):
-        raise InvalidInputError(
-            f"frontier={'given' if frontier else None}, time_limit_s={time_limit_s}: plans for other budgets are of "
-            f"one forward at a time, and this plan of {plan.in_flight} in flight; make its report without them"
         )
     tell = reporting(on_progress)
     if not frontier and time_limit_s is not None:

@@ -2655,22 +2655,6 @@ SAFEGUARDS: tuple[Safeguard, ...] = (
     ),
     Safeguard(
         35,
-        "the referee counts the other forwards in flight",
-        "examine",
-        "        nbytes = step.peak_bytes + others_bytes",
-        "        nbytes = step.peak_bytes",
-        ("tests/planning/test_in_flight.py::test_no_plan_of_a_small_chain_is_faster",),
-    ),
-    Safeguard(
-        35,
-        "the bound with several in flight is that of all intervals",
-        "_Search._proven",
-        "        bound_s = min([*self._bounds_s, *(part.bound_s for part in self._parts[:1]), self._now_s, plan.step_s])",
-        "        bound_s = plan.step_s",
-        ("tests/planning/test_in_flight.py::test_bounds_hold_when_the_time_is_over",),
-    ),
-    Safeguard(
-        35,
         "a chunk of a larger batch counts with its own bytes",
         "SwapSession._counted",
         "self._given.get(key[0], (0, found[1]))",

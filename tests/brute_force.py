@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
@@ -528,9 +528,8 @@ def fastest_of_all_points(
     *,
     host_bytes: int | None = None,
     within: Iterable[Combination] | None = None,
-    needs: Callable[[Timeline], int] = attrgetter("peak_bytes"),
 ) -> float | None:
-    """As `fastest`, by the referee alone; `needs` are the bytes that have to fit."""
+    """As `fastest`, by the referee alone."""
     n = len(profile.stages)
     modules = [k for k in range(n) if not profile.stages[k].is_glue] or list(range(n))
     backwards = [k for k in modules if not profile.stages[k].find("discard")] or modules
@@ -560,6 +559,6 @@ def fastest_of_all_points(
             ]
             for choices in itertools.product(*spans):
                 timeline = simulate(profile, choices, found.segments)
-                if needs(timeline) <= budget_bytes and (host_bytes is None or timeline.host_bytes <= host_bytes):
+                if timeline.peak_bytes <= budget_bytes and (host_bytes is None or timeline.host_bytes <= host_bytes):
                     best = min(best, timeline.makespan_s)
     return None if best == math.inf else best

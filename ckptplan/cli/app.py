@@ -12,6 +12,7 @@ from ckptplan.cli import device, inspect, plan, report
 from ckptplan.cli.output import INTERRUPTED, show_error, show_interrupt, show_users_error
 from ckptplan.cli.subject import is_torch
 from ckptplan.core.errors import CkptPlanError
+from ckptplan.core.request import GONE
 from ckptplan.core.version import __version__
 
 
@@ -37,6 +38,10 @@ class _Group(TyperGroup):
             show_interrupt(str(error))
             raise typer.Exit(INTERRUPTED) from error
         except Exception as error:
+            option = getattr(error, "option_name", "")  # of click's error, which typer has under another name by now
+            if instead := GONE.get(option.lstrip("-").replace("-", "_")):
+                show_error(f"there is no option {option} any more: {instead}; leave it out")
+                raise typer.Exit(2) from error
             if not show_users_error(error):
                 raise
             raise typer.Exit(1) from error

@@ -118,14 +118,6 @@ Actions = Annotated[str, typer.Option(help="Actions that stages may use, separat
 Together = Annotated[bool, typer.Option("--segments/--no-segments", help="Whether stages may be recomputed together.")]
 
 
-InFlight = Annotated[
-    int,
-    typer.Option(
-        min=1, help="Forwards that are alive at once, waiting for their backwards, as in a stage of a pipeline."
-    ),
-]
-
-
 TimeLimit = Annotated[float, typer.Option(min=0.1, help="Seconds the solver may take.")]
 
 

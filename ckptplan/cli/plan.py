@@ -25,7 +25,6 @@ from ckptplan.cli.arguments import (
     Gap,
     HostLimit,
     InDdp,
-    InFlight,
     ModelSource,
     OptimizerName,
     Output,
@@ -124,7 +123,6 @@ def solve(
     actions: Actions = EVERY_ACTION,
     segments: Together = True,
     accumulate: Accumulate = None,
-    in_flight: InFlight = 1,
     time_limit: TimeLimit = 10.0,
     gap: Gap = NO_LIMITS.gap,
     output: Output = None,
@@ -144,7 +142,6 @@ def solve(
         )
     check_writable(output, "the plan")
     options = _options(host_gb, disk_gb, actions, segments, accumulate, time_limit, gap)
-    options["in_flight"] = in_flight
     budget_in_gb = number(budget_gb, "--budget-gb")
     subject, inputs = subject_of(source)
     from ckptplan.api import solve as solve_subject
@@ -188,7 +185,7 @@ def _best_so_far(found: Sequence[Plan], subject: object) -> tuple[Plan, ...]:
 
 def _show(console: Console, plan: Plan) -> None:
     console.print(
-        f"found: step {format_seconds(plan.step_s)}, peak {format_bytes(plan.needed_bytes)}, gap {plan.gap:.2%}",
+        f"found: step {format_seconds(plan.step_s)}, peak {format_bytes(plan.peak_bytes)}, gap {plan.gap:.2%}",
         highlight=False,
     )
 

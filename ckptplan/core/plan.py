@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ckptplan.core import rules
-from ckptplan.core.checks import MOST_BYTES, check_fields, is_int, is_number, short_repr
+from ckptplan.core.checks import check_fields, is_int, is_number, short_repr
 from ckptplan.core.errors import InvalidInputError, PlanMismatchError
 from ckptplan.core.files import Saved
 from ckptplan.core.late import late
@@ -200,14 +200,10 @@ class Plan(Saved):
         loss; None: not known.
     least_peak_bytes, most_peak_bytes : int or None
         The smallest peak that was found for the profile, and the one with everything kept: budgets between them make a
-        difference. Both with the other forwards in flight. None: not known.
+        difference. None: not known.
     budget_share : float or None
         The budget as a share of the way between them, 0 to 1; a plan for other inputs gets the same share of their way.
         None: it was given in bytes.
-    in_flight : int
-        Forwards that may be alive at once, each waiting for its backward, as in a stage of a pipeline.
-    others_bytes : int
-        What all but one of them hold, with their inputs, beside `peak_bytes`.
     notes : tuple of str
         Those of the profile: inputs and loss that were guessed, stages that can't be recomputed.
     asked : str
@@ -248,14 +244,24 @@ class Plan(Saved):
     least_peak_bytes: int | None = None
     most_peak_bytes: int | None = None
     budget_share: float | None = None
-    in_flight: int = 1
-    others_bytes: int = 0
     notes: tuple[str, ...] = ()
     asked: str = ""
 
     @staticmethod
     def upgraded(data: dict[str, Any]) -> dict[str, Any]:
-        """The fields in JSON from those of files whose `step_s` was that of compute and copies alone."""
+        """The fields in JSON from those of files whose `step_s` was that of compute and copies alone.
+
+        Raises
+        ------
+        InvalidInputError
+            If it is a plan for several forwards at once, of an earlier version.
+        """
+        data.pop("others_bytes", None)
+        if (count := data.pop("in_flight", 1)) != 1:
+            raise InvalidInputError(
+                f"the plan is for in_flight={short_repr(count)} forwards, and plans are for one at a time: solve again "
+                "with the budget less what the others hold (docs/guide.md, Pipelines)"
+            )
         kept_s = data.get("baseline_launch_s", 0.0)
         launched = {"step_s": data.get("launch_s", 0.0), "baseline_step_s": kept_s}
         if any(0 <= data.get(name, math.inf) < launch_s for name, launch_s in launched.items()):
@@ -278,19 +284,9 @@ class Plan(Saved):
         )
 
     @property
-    def needed_bytes(self) -> int:
-        """The peak with all forwards in flight."""
-        return self.peak_bytes + self.others_bytes
-
-    @property
-    def needed_reserved_bytes(self) -> int | None:
-        """What the allocator reserves with all forwards in flight; None: not known."""
-        return None if self.reserved_bytes is None else self.reserved_bytes + self.others_bytes
-
-    @property
     def counted_bytes(self) -> int:
         """What is held against the budget: on CUDA what the allocator reserves, where that is known."""
-        return self.needed_bytes if self.needed_reserved_bytes is None else self.needed_reserved_bytes
+        return self.peak_bytes if self.reserved_bytes is None else self.reserved_bytes
 
     @property
     def fragment_bytes(self) -> int:
@@ -411,17 +407,13 @@ class Plan(Saved):
                 if point >= len(self.stages):
                     raise InvalidInputError(f"stage {name!r}: no stage has index {point}; there are {len(self.stages)}")
         check_segments(self.segments, self.choices, self.stages)
-        if not is_int(self.in_flight) or not 1 <= self.in_flight < MOST_BYTES:
-            raise InvalidInputError(f"in_flight={short_repr(self.in_flight)} must be a number of forwards, 1 or more")
         share = self.budget_share
         if share is not None and not (is_number(share) and 0 <= share <= 1):
             raise InvalidInputError(f"budget_share={short_repr(share)} must be a share of a range, from 0 to 1")
-        if self.in_flight == 1 and self.others_bytes:
-            raise InvalidInputError(f"others_bytes={self.others_bytes}, and with in_flight=1 there are no others")
 
     def __repr__(self) -> str:
         return (
-            f"<Plan for {len(self.stages)} stages: peak {format_bytes(self.needed_bytes)} of "
+            f"<Plan for {len(self.stages)} stages: peak {format_bytes(self.peak_bytes)} of "
             f"{format_bytes(self.budget_bytes)}, {self.overhead:+.1%}, gap {self.gap:.2%}>"
         )
 
@@ -446,7 +438,7 @@ class Plan(Saved):
         counts = {action: sum(choice.action == action for choice in self.choices) for action in ACTIONS}
         head = [
             self.verdict,
-            f"peak    {format_bytes(self.needed_bytes)} of {format_bytes(self.budget_bytes)}; "
+            f"peak    {format_bytes(self.peak_bytes)} of {format_bytes(self.budget_bytes)}; "
             f"swapped {format_bytes(self.host_bytes)}"
             + (f" to the host and {format_bytes(self.disk_bytes)} to the disk" if self.disk_bytes else "")
             + ("" if self.reserved_bytes is None else f"; reserved {format_bytes(self.reserved_bytes)}"),
@@ -464,12 +456,6 @@ class Plan(Saved):
                 2,
                 f"        budgets from {format_bytes(self.least_peak_bytes)}, the smallest peak found, to "
                 f"{format_bytes(self.most_peak_bytes)}, everything kept, make a difference{gain}",
-            )
-        if self.in_flight > 1:
-            head.insert(
-                2,
-                f"        {self.in_flight} forwards in flight: one step takes {format_bytes(self.peak_bytes)}, each of "
-                f"the others {format_bytes(self.others_bytes // (self.in_flight - 1))}",
             )
         if self.peak_bound_bytes is not None:
             head.insert(2, f"        no plan this fast has a peak below {format_bytes(self.peak_bound_bytes)}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ckptplan.core.checks import MOST_BYTES, check_bytes, check_fields, is_number, short_repr
 from ckptplan.core.errors import InvalidInputError, PlanMismatchError
@@ -123,8 +123,6 @@ class Profile(Saved):
         Classes of the modules with parameters that aren't the model's and that the step calls; None: not known.
     step_error : float
         Standard error of `baseline_step_s`, as a share of it; 0 if the times are given, not measured.
-    input_bytes : int
-        The step's inputs, a part of `resident_bytes`: each forward in flight has its own.
     """
 
     SCHEMA = "ckptplan.profile/3"
@@ -144,7 +142,12 @@ class Profile(Saved):
     differentiated: tuple[Differentiated, ...] = ()
     foreign: tuple[str, ...] | None = None
     step_error: float = 0.0
-    input_bytes: int = 0
+
+    @staticmethod
+    def upgraded(data: dict[str, Any]) -> dict[str, Any]:
+        """The fields in JSON from those of files that name the bytes of the inputs, on which nothing depends."""
+        data.pop("input_bytes", None)
+        return data
 
     def __post_init__(self) -> None:
         check_fields("profile", self)
@@ -394,5 +397,4 @@ class Profile(Saved):
             link=Link(out_bytes_per_s, in_bytes_per_s),
             resident_bytes=input_bytes,
             disk=disk,
-            input_bytes=input_bytes,
         )

@@ -41,7 +41,6 @@ AMP_TYPES = {"float16": "float16", "fp16": "float16", "bfloat16": "bfloat16", "b
 """Types of autocast by the names that people give them."""
 MOST_SEED = (1 << 31) - 1
 """CP-SAT's seed is a signed integer of 32 bits."""
-MOST_IN_FLIGHT = 1 << 20
 
 
 def ignore_progress(text: str) -> None:
@@ -101,7 +100,6 @@ class PlanKeywords(SearchKeywords, total=False):
     disk_gb: float | None
     menus: bool
     on_plan: OnPlan | None
-    in_flight: int
 
 
 class SolveKeywords(StepKeywords, PlanKeywords, total=False):
@@ -123,8 +121,9 @@ class ApplyOrSolveKeywords(StepKeywords, PlanKeywords, total=False):
     """Options of `apply`: without a plan, those of `solve`; with one, `ApplyKeywords`."""
 
 
-_GONE = {
+GONE = {
     "cache": "profiles are kept in no folder; plan_file= keeps a plan for the next run, Profile.save a profile",
+    "in_flight": "a plan is for one forward at a time; leave room for what the others hold (docs/guide.md, Pipelines)",
     "on_oom": "an out-of-memory error passes through, with a note that says where it was and what helps",
     "retries": "a step that runs out of memory isn't repeated",
 }
@@ -135,8 +134,8 @@ def require_known(call: Callable[..., object], options: Iterable[str], keywords:
     """Raise `InvalidInputError` for the first of `options` that the TypedDict `keywords` of `call` lacks."""
     known: frozenset[str] = keywords.__optional_keys__  # type: ignore[attr-defined]
     for name in options:
-        if name in _GONE:
-            raise InvalidInputError(f"{call.__name__}() has no option {name!r} any more: {_GONE[name]}; leave it out")
+        if name in GONE:
+            raise InvalidInputError(f"{call.__name__}() has no option {name!r} any more: {GONE[name]}; leave it out")
         if name not in known:
             named = [p.name for p in inspect.signature(call).parameters.values() if p.kind is not p.VAR_KEYWORD]
             near = difflib.get_close_matches(name, [*known, *named], n=1)
@@ -279,9 +278,6 @@ class Limits:
         where that needs more than the budget, the search begins again within less, and so do they. Before a
         `KeyboardInterrupt` leaves the search, the best plan is handed out with the bound proven so far. `frontier`
         calls it with each of its plans.
-    in_flight : int
-        Forwards that are alive at once, each of which waits for its backward: a pipeline's micro-batches between the
-        two, this one included. With several, gradients are accumulated (`accumulate`) unless that is said.
 
     Raises
     ------
@@ -300,7 +296,6 @@ class Limits:
     workers: int | None = None
     on_progress: Report = ignore_progress
     on_plan: OnPlan | None = None
-    in_flight: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "actions", checked_actions(self.actions))
@@ -321,11 +316,6 @@ class Limits:
             value = getattr(self, name)
             if value is not None and (not is_int(value) or not least <= value <= most):
                 raise InvalidInputError(f"{name}={value!r} must be a whole number, from {least} to {most}")
-        if not is_int(self.in_flight) or not 1 <= self.in_flight <= MOST_IN_FLIGHT:
-            raise InvalidInputError(
-                f"in_flight={self.in_flight!r} must be a whole number from 1 to {MOST_IN_FLIGHT}: the forwards that "
-                "are alive at once"
-            )
         if not is_int(self.seed) or not 0 <= self.seed <= MOST_SEED:
             raise InvalidInputError(f"seed={self.seed!r} must be a whole number from 0 to {MOST_SEED}")
 

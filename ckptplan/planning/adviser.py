@@ -28,8 +28,7 @@ class Adviser:
 
     def planned(self, plan: Plan, phase: Phase, stage: int | None) -> tuple[int, int]:
         """Return the predicted bytes at the start and at the peak of a stage."""
-        start, peak = planned_bytes(self.job.profile, plan, phase, stage)
-        return start + plan.others_bytes, peak + plan.others_bytes
+        return planned_bytes(self.job.profile, plan, phase, stage)
 
     def stage_times(self, plan: Plan) -> tuple[StageTimes, ...]:
         """Return the predicted times of each stage, in the form in which a running step measures them."""

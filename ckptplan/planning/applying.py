@@ -235,7 +235,6 @@ def _applied(
     host_bytes, disk_bytes = (tier_bytes(*each) for each in (("host_gb", host_gb), ("disk_gb", disk_gb)))
     limits = shared_by(replace(limits, host_bytes=host_bytes, disk_bytes=disk_bytes), local_ranks)
     host_bytes, disk_bytes = limits.host_bytes, limits.disk_bytes
-    limits = replace(limits, in_flight=plan.in_flight)
     if disk_bytes is None:
         limits = replace(limits, disk_bytes=plan.disk_bytes or None)
     training = Training.of(options, inputs)
@@ -244,7 +243,7 @@ def _applied(
     if on_larger not in (None, "follow", "replan"):
         raise InvalidInputError(f"on_larger={on_larger!r}; it is 'follow' or 'replan', and strict=True raises")
     if on_larger is None and known is not None and not how["strict"]:
-        one = plan.fingerprint.inputs != "step()" and plan.in_flight == 1 and not ranks_of(model)
+        one = plan.fingerprint.inputs != "step()" and not ranks_of(model)
         on_larger = "replan" if one else "follow"
     adviser = None
     if profile is not None:
@@ -371,8 +370,7 @@ def _arrived(model: nn.Module, plan: Plan, training: Training) -> Plan:
             held += starting_gradient_bytes(model)
         held += added_bytes(step.model, step.ddp)
         needs = held + replayed_bytes(step, bound, target)
-    needs += plan.others_bytes
-    allowed = max(plan.budget_bytes, plan.needed_reserved_bytes or 0)
+    allowed = max(plan.budget_bytes, plan.reserved_bytes or 0)
     has = target.capacity_bytes
     if needs > allowed or (has is not None and needs + target.context_bytes > has):
         raise PlanMismatchError(

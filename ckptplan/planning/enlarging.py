@@ -45,7 +45,7 @@ _REMEMBERED = 16
 """Plans, and shapes without a plan, that are stored."""
 
 _TRIES = {"returned": 1, "thawed": 16} | dict.fromkeys(
-    ("attached", "autocast", "calls", "forwards", "gradients", "mode", "module", "new", "saved", "stage", "state"), 3
+    ("attached", "autocast", "calls", "gradients", "mode", "module", "new", "saved", "stage", "state"), 3
 )
 """Kind of difference that a plan for the present inputs may include -> most plans made because of it. A training that
 thaws other layers by turns needs a plan for each; another kind that stays after three plans can't be planned for."""
@@ -82,13 +82,12 @@ class _Known:
     ) -> bool:
         """Return whether this plan is valid for a call of a model whose steps differed so from its present plan.
 
-        Gradients from before, and several forwards at once, for which a plan was made, come again with other inputs;
-        state of parameters that were frozen since they were trained stays.
+        Gradients from before, for which a plan was made, come again with other inputs; state of parameters that were
+        frozen since they were trained stays.
         """
         accumulates = now.fingerprint.accumulates or "gradients" in differences
         return (
-            self.plan.in_flight >= now.in_flight
-            and (self.plan.fingerprint.accumulates or not accumulates)
+            (self.plan.fingerprint.accumulates or not accumulates)
             and self.limits.first_beyond(*call) is None
             and self.training == model.training
             and _trained(model) <= self.trained
@@ -125,7 +124,7 @@ class Enlarger:
 
     Plans are stored: if an earlier plan is valid for the inputs, it is applied again without profiling. Shapes for
     which there is no plan are stored too. A plan after a difference is made for the model as it is at the next forward:
-    its mode, frozen parameters, path, and number of forwards at once. No more are made for a kind than `_TRIES`.
+    its mode, frozen parameters and path. No more are made for a kind than `_TRIES`.
 
     The ranks of a sharded model vote at each forward, and have one plan at any time: if the inputs of one are larger,
     all plan together for the largest sizes of all. Ranks of a replicated model each plan by themselves.
@@ -227,11 +226,11 @@ class Enlarger:
             new = self._plan_for((args, kwargs), named, kinds, optimizer)
         except RankError:
             raise
-        except CkptPlanError:  # one for fewer forwards at once, or without gradients from before, may do
-            fewer = [k for k in known if k.holds(named, self._model, k.plan, differences, stateful)]
-            if group is not None or not fewer:
+        except CkptPlanError:  # one without gradients from before may do
+            without = [k for k in known if k.holds(named, self._model, k.plan, differences, stateful)]
+            if group is not None or not without:
                 raise
-            return self._turn_to(fewer[-1]), None
+            return self._turn_to(without[-1]), None
         tensor, planned = beyond or (None, None)
         larger = Larger(tensor, planned, new.inputs, time.perf_counter() - begin, kinds)
         if "state" in kinds:  # which earlier plans don't count
@@ -262,10 +261,9 @@ class Enlarger:
         optimizer: OptimizerLike | None,
     ) -> _Known:
         target = find_target(self._model)
-        in_flight = max(self._limits.in_flight, self._now.plan.in_flight + ("forwards" in kinds))
         # Where gradients exist now, they do in later steps.
-        accumulate = self._now.plan.fingerprint.accumulates or "gradients" in kinds or in_flight > 1 or None
-        limits = replace(self._limits, in_flight=in_flight)
+        accumulate = self._now.plan.fingerprint.accumulates or "gradients" in kinds or None
+        limits = self._limits
         asked = replace(self._training, step=None, accumulate=accumulate, optimizer=optimizer)
         calls = enlarged_calls(call, named, self._now.inputs, [known.inputs for known in self._known])
         given = None if limits.on_progress is ignore_progress else limits.on_progress
@@ -283,7 +281,6 @@ class Enlarger:
                     continue
                 # The replay refers to this forward's inputs and would keep them alive.
                 job = replace(job, replayed=None, on_cuda=False, limits=limits)
-                self._limits = limits
                 inputs = input_tensors(*self._by_name(args, kwargs))
                 stateful = _stateful(self._model, optimizer)
                 return _Known(inputs, plan, job, self._model.training, _trained(self._model), stateful)

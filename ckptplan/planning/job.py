@@ -28,7 +28,6 @@ from ckptplan.core.request import Limits
 from ckptplan.core.schedule import EQUAL_S
 from ckptplan.core.units import GIB, format_bytes
 from ckptplan.planning.by_rules import SHARE, examined, plans_by_rules
-from ckptplan.planning.in_flight import solve_in_flight, with_others
 from ckptplan.planning.points import away_longest
 from ckptplan.referee.simulate import simulate
 from ckptplan.solving.planner import OnProgress, smallest_peak, solve_profile
@@ -65,14 +64,6 @@ class Job:
     replayed: Callable[[Plan], DeviceBytes] | None = None
     on_cuda: bool = False
     library_bytes: int = 0
-
-    def __post_init__(self) -> None:
-        made_of = self.profile.fingerprint
-        if self.limits.in_flight > 1 and made_of.model and not made_of.accumulates:
-            raise InvalidInputError(
-                f"in_flight={self.limits.in_flight} of steps that start without gradients: from the second backward on "
-                "there are some beside what the other forwards hold; solve, or profile, with accumulate=True"
-            )
 
     def solved(self, budget_bytes: int) -> Plan:
         """Return the plan for a budget; for a model, one whose replay stays within it.
@@ -136,7 +127,7 @@ class Job:
         if most_bytes is not None and budget_bytes > most_bytes:
             return self.solved(most_bytes)
         plan = _from(budget_bytes, self.solved, most_bytes)
-        least = min(range_bytes[0], plan.needed_bytes)
+        least = min(range_bytes[0], plan.peak_bytes)
         return replace(plan, budget_share=share, least_peak_bytes=least, most_peak_bytes=range_bytes[1])
 
     def _infeasible(
@@ -149,7 +140,7 @@ class Job:
         least = min(attempts, key=self.needs, default=None)
         if least is None or not self.on_cuda or (needs := self.needs(least)) >= error.min_peak_bytes:
             return error
-        return self._too_small(budget_bytes, needs, least.needed_bytes, error)
+        return self._too_small(budget_bytes, needs, least.peak_bytes, error)
 
     def _leaving_fewer_fragments(self) -> Iterator[Job]:
         """Yield, on CUDA, the job without swaps and segments, and that of whole stages (see NOTE [Fragments])."""
@@ -186,16 +177,16 @@ class Job:
             # Whole workspaces are there under every plan, and leave less of the budget for tensors. What else is beside
             # tensors, such as rounding, differs between plans, so no bound may count it.
             beside = self._workspace_bytes(plan)
-            if limit == budget_bytes and beside and plan.needed_bytes > budget_bytes - beside:
+            if limit == budget_bytes and beside and plan.peak_bytes > budget_bytes - beside:
                 attempts.clear()  # whose bound is that of the larger limit
                 limit = max(budget_bytes - beside, 1)
                 continue
             # The excess is fragments of the allocator, or an error of the chain model: reduce the limit by it. The plan
             # then has the smaller budget, to which its status and bound refer. Bytes of the limit that the plan didn't
             # use are dropped first, since a limit between peak and budget has the same plan.
-            limit = max(min(limit, plan.needed_bytes) - over, 1)
+            limit = max(min(limit, plan.peak_bytes) - over, 1)
         raise CkptPlanError(
-            f"a plan with a peak of {format_bytes(plan.needed_bytes)} needs {format_bytes(budget_bytes + over)} in a "
+            f"a plan with a peak of {format_bytes(plan.peak_bytes)} needs {format_bytes(budget_bytes + over)} in a "
             f"replay of the model, more than the budget of {format_bytes(budget_bytes)}; please report it"
         )
 
@@ -203,7 +194,7 @@ class Job:
         """Return the bytes of the workspaces that a plan has beside its tensors: one for forward, one for backward."""
         if not self.library_bytes or plan.allocated_bytes is None:
             return 0
-        return min(max(plan.allocated_bytes - plan.needed_bytes, 0) // self.library_bytes, 2) * self.library_bytes
+        return min(max(plan.allocated_bytes - plan.peak_bytes, 0) // self.library_bytes, 2) * self.library_bytes
 
     def _fitting(self, plan: Plan, budget_bytes: int) -> tuple[Plan | None, int]:
         """Return `plan`, or one as fast with other fragments, whose replay stays within a budget, and bytes beyond it.
@@ -264,21 +255,16 @@ class Job:
                     choices[place] = plan.choices[chosen]
             other = replace(plan, choices=tuple(choices), saved_bytes=saved_bytes(self.profile, choices))
             other = self._examined(other)
-            if other.needed_bytes <= plan.budget_bytes and other.step_s <= plan.step_s * (1 + EQUAL_S):
+            if other.peak_bytes <= plan.budget_bytes and other.step_s <= plan.step_s * (1 + EQUAL_S):
                 yield self.reserving(self.sound(other))
 
     def _examined(self, plan: Plan) -> Plan:
         """Return a plan whose decisions were changed with the peak and the time that they have now."""
         found = simulate(self.profile, plan)
-        plan = replace(plan, peak_bytes=found.peak_bytes, step_s=max(found.makespan_s, plan.lower_bound_s))
-        return with_others(self.profile, plan, found)
+        return replace(plan, peak_bytes=found.peak_bytes, step_s=max(found.makespan_s, plan.lower_bound_s))
 
     def _within(self, limit: int, limits: Limits) -> Plan:
-        if limits.in_flight > 1:
-            plan = solve_in_flight(self.profile, limit, limits, on_progress=self._progress())
-        else:
-            plan = self._unbeaten(limit, _each_better(limits))
-        return self.reserving(self.sound(plan))
+        return self.reserving(self.sound(self._unbeaten(limit, _each_better(limits))))
 
     def _unbeaten(self, limit: int, limits: Limits) -> Plan:
         """Return the plan of a search, or of a second one from plans of published rules that are faster."""
@@ -312,7 +298,7 @@ class Job:
         needs = self.needs(plan)
         if needs <= budget_bytes:
             return plan
-        raise self._too_small(budget_bytes, needs, plan.needed_bytes, error) from error
+        raise self._too_small(budget_bytes, needs, plan.peak_bytes, error) from error
 
     def _too_small(
         self, budget_bytes: int, needs: int, tensor_bytes: int, error: InfeasibleBudgetError
@@ -332,22 +318,14 @@ class Job:
 
     def kept_peak_bytes(self, time_limit_s: float) -> int:
         """Return the peak with everything kept."""
-        limits = replace(self.limits, time_limit_s=time_limit_s, on_plan=None, in_flight=1)
-        return self._flying(solve_profile(self.profile, MOST_BYTES - 1, limits)).needed_bytes
+        limits = replace(self.limits, time_limit_s=time_limit_s, on_plan=None)
+        return solve_profile(self.profile, MOST_BYTES - 1, limits).peak_bytes
 
     def range_bytes(self, time_limit_s: float) -> tuple[int, int]:
         """Return the smallest peak found within a time, and the peak with everything kept."""
-        limits = replace(self.limits, time_limit_s=time_limit_s, on_plan=None, in_flight=1)
+        limits = replace(self.limits, time_limit_s=time_limit_s, on_plan=None)
         self.limits.on_progress(limited("looking for the smallest peak", time_limit_s))
-        least = smallest_peak(self.profile, limits).peak_bytes
-        if self.limits.in_flight > 1:
-            least = self._flying(solve_profile(self.profile, least, limits)).needed_bytes
-        return least, self.kept_peak_bytes(time_limit_s)
-
-    def _flying(self, plan: Plan) -> Plan:
-        """Return a plan of one forward as one of as many as there are to be in flight."""
-        plan = replace(plan, in_flight=self.limits.in_flight)
-        return with_others(self.profile, plan, simulate(self.profile, plan))
+        return smallest_peak(self.profile, limits).peak_bytes, self.kept_peak_bytes(time_limit_s)
 
     def needed_range_bytes(self, range_bytes: tuple[int, int]) -> tuple[int, int]:
         """Return the bytes that the plans with these two peaks need on the device."""
@@ -356,7 +334,7 @@ class Job:
         limits = replace(self.limits, on_plan=None)
         least = _from(range_bytes[0], lambda nbytes: self._within(nbytes, limits))
         most = self._within(range_bytes[1], limits)
-        return max(least.needed_bytes, self.needs(least)), max(most.needed_bytes, self.needs(most))
+        return max(least.peak_bytes, self.needs(least)), max(most.peak_bytes, self.needs(most))
 
     def reserving(self, plan: Plan) -> Plan:
         """Return `plan` with the allocator's predicted bytes, on CUDA and if there is a model to replay."""
@@ -366,10 +344,10 @@ class Job:
         return replace(plan, allocated_bytes=needs.allocated_bytes, reserved_bytes=needs.reserved_bytes)
 
     def needs(self, plan: Plan) -> int:
-        """Return the bytes of `plan` in its replay, others in flight included; 0 if there is no model to replay."""
-        if plan.needed_reserved_bytes is not None:
-            return plan.needed_reserved_bytes
-        return 0 if self.replayed is None else self.replayed(plan).reserved_bytes + plan.others_bytes
+        """Return the bytes of `plan` in its replay; 0 if there is no model to replay."""
+        if plan.reserved_bytes is not None:
+            return plan.reserved_bytes
+        return 0 if self.replayed is None else self.replayed(plan).reserved_bytes
 
     def sound(self, plan: Plan) -> Plan:
         """Return `plan`, if the referee accepts it, with the peak of its forward and the bytes between the passes."""
@@ -379,7 +357,7 @@ class Job:
                 "the referee rejects the solver's plan, please report it: "
                 + "; ".join(f"{v.kind} {v.stage}: {v.detail}" for v in broken)
             )
-        return with_others(self.profile, plan, found)
+        return replace(plan, forward_peak_bytes=found.forward_peak_bytes, between_bytes=found.between_bytes)
 
     def _progress(self) -> OnProgress:
         """Return a function that reports the state of a search which begins now."""

@@ -388,7 +388,7 @@ def _traced(
             folding.give_up()
             traced, times = chain()
         rewind()
-        return dataclasses.replace(traced, input_bytes=unique_bytes(inputs, target.device)), times, folding
+        return traced, times, folding
 
     return answered(trace, step, target, rewind, report)
 
@@ -549,7 +549,6 @@ def _with_times(
         differentiated=traced.differentiated,
         foreign=traced.foreign,
         step_error=_step_error(stages, times),
-        input_bytes=traced.input_bytes,
     )
 
 

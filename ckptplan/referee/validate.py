@@ -76,15 +76,10 @@ def examine(
         return structure, None
     broken: list[Violation] = []
     timeline = replay(profile, plan.choices, plan.segments)
-    others_bytes = (plan.in_flight - 1) * (timeline.between_bytes + profile.input_bytes)
     for step in timeline.steps:
-        nbytes = step.peak_bytes + others_bytes
-        if nbytes > budget_bytes:
+        if step.peak_bytes > budget_bytes:
             what = f"{step.phase} needs" if not step.sweep else "its run in a segment's sweep needs"
-            broken.append(Violation("budget", step.stage, f"{what} {nbytes} of {budget_bytes} bytes"))
-    if others_bytes != plan.others_bytes:
-        what = f"other forwards in flight hold {plan.others_bytes}, replayed {others_bytes} bytes"
-        broken.append(Violation("prediction", "", what))
+            broken.append(Violation("budget", step.stage, f"{what} {step.peak_bytes} of {budget_bytes} bytes"))
     if host_bytes is not None and timeline.host_bytes > host_bytes:
         broken.append(Violation("host budget", "", f"{timeline.host_bytes} of {host_bytes} bytes"))
     if timeline.disk_bytes > (disk_bytes or 0):

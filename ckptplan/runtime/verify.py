@@ -282,9 +282,7 @@ def verify(
         bucket_bytes = unseen_bucket_bytes(training.model, training.ddp)
         needed = bucket_bytes and not is_wrapped
         _buckets = torch.empty(bucket_bytes, dtype=torch.uint8, device=device) if needed else None
-        # The same inputs stand for those of each forward in flight.
-        others_bytes = (plan.in_flight - 1) * unique_bytes(outside if step is not None else training.tensors(), device)
-        held_bytes = unique_bytes(held, device) + bucket_bytes + others_bytes
+        held_bytes = unique_bytes(held, device) + bucket_bytes
         del outside, held
 
         def once() -> torch.Tensor:
@@ -304,7 +302,7 @@ def verify(
             put_state()
 
         def whole_step() -> None:
-            run_step(training, in_flight=plan.in_flight)
+            run_step(training)
             if optimizer is not None:
                 optimizer.step()
 
@@ -358,9 +356,9 @@ def verify(
             plain_differing = _differing(reference, _results(model))
     return Verification(
         budget_bytes=plan.budget_bytes,
-        predicted_peak_bytes=plan.needed_bytes,
-        predicted_allocated_bytes=None if plan.allocated_bytes is None else plan.allocated_bytes + plan.others_bytes,
-        predicted_reserved_bytes=plan.needed_reserved_bytes,
+        predicted_peak_bytes=plan.peak_bytes,
+        predicted_allocated_bytes=plan.allocated_bytes,
+        predicted_reserved_bytes=plan.reserved_bytes,
         measured=planned_peaks,
         plain=plain_peaks,
         predicted_step_s=plan.step_s,

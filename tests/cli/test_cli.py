@@ -140,6 +140,11 @@ def test_a_budget_that_is_no_size_is_refused_with_its_unit(run: Run, profile_fil
     assert_clean_error(result, "--budget-gb", "2**30 bytes")
 
 
+def test_an_option_of_before_says_what_to_do(run: Run, profile_file: Path) -> None:
+    result = run("solve", profile_file, "--budget-gb", 1, "--in-flight", 2)
+    assert_clean_error(result, "there is no option --in-flight any more: a plan is for one forward at a time")
+
+
 def test_unknown_actions_are_named(run: Run, profile_file: Path) -> None:
     result = run("solve", profile_file, "--budget-gb", 1, "--actions", "keep,drop")
     assert_clean_error(result, "keep,drop", "keep, swap, recompute")

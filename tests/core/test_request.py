@@ -80,6 +80,7 @@ def test_options_become_the_objects() -> None:
         ({"gap": -0.01}, "gap=-0.01 must be a number, 0 or more"),
         ({"gap": "1%"}, "gap='1%' must be"),
         ({"on_plan": 5}, "on_plan=5 is not callable"),
+        ({"in_flight": 2}, r"no option .in_flight. any more: .* leave room for what the others hold"),
         ({"cache": False}, r"no option .cache. any more: .* plan_file= keeps a plan for the next run"),
         ({"seed": -1}, "seed=-1 must be a whole number from 0 to 2147483647"),
         ({"seed": 1 << 31}, "seed=2147483648"),

@@ -27,7 +27,6 @@ ADDED = {
         "differentiated": [],
         "foreign": None,
         "step_error": 0.0,
-        "input_bytes": 0,
     },
     "storage": {"graph_until": None, "origin": ""},
     "stage": {
@@ -54,8 +53,6 @@ ADDED = {
         "least_peak_bytes": None,
         "most_peak_bytes": None,
         "budget_share": None,
-        "in_flight": 1,
-        "others_bytes": 0,
         "notes": [],
         "asked": "",
     },
@@ -122,6 +119,20 @@ def test_a_plan_whose_step_left_out_the_host_is_read_with_it(tmp_path: Path) -> 
         assert (plan.step_s, plan.baseline_step_s, plan.lower_bound_s, plan.status) == wanted
         plan.save(path)
         assert Plan.load(path) == plan
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"), [("plan", {"in_flight": 1, "others_bytes": 0}), ("profile", {"input_bytes": 8})]
+)
+def test_fields_for_several_forwards_at_once_are_left_out(kind: str, fields: dict[str, int], tmp_path: Path) -> None:
+    path = unpacked(f"chain_{kind}", tmp_path)
+    loaded, data = LOAD[kind](path), json.loads(path.read_text())
+    path.write_text(json.dumps({**data, **fields}))
+    assert LOAD[kind](path) == loaded
+    if kind == "plan":
+        path.write_text(json.dumps({**data, "in_flight": 3, "others_bytes": 16}))
+        with pytest.raises(InvalidInputError, match=r"for in_flight=3 forwards.*solve again with the budget less what"):
+            Plan.load(path)
 
 
 def test_a_storage_that_its_stage_drops_is_read_with_its_bytes(tmp_path: Path) -> None:

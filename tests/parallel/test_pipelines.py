@@ -1,4 +1,4 @@
-"""Stages of pipelines on two processes: each has a plan of its own, with as many forwards in flight as it has."""
+"""Stages of pipelines on two processes: each has a plan of its own, with room for the forwards that wait."""
 
 from __future__ import annotations
 
@@ -68,38 +68,50 @@ def train(model: nn.Module, schedule: Any, input_bytes: int) -> tuple[list[torch
 def compared(name: str) -> dict[str, Any]:
     first = dist.get_rank() == 0
     schedule = SCHEDULES[name]
-    count = MICRO_BATCHES if schedule is ScheduleGPipe else 2 if first else 1
+    others = MICRO_BATCHES - 1 if schedule is ScheduleGPipe else int(first)
     x = torch.randn(ROWS, 64, requires_grad=not first)
-    input_bytes = count * x.nbytes
+    input_bytes = (others + 1) * x.nbytes
     without, plain_peak = train(made(), schedule, input_bytes)
     model = made()
     loss = None if first else lambda output: loss_fn(output, torch.zeros(()))
-    plan = ckptplan.solve(
-        model, budget="30%", inputs=x, loss_fn=loss, in_flight=count, accumulate=True, optimizer="sgd",
-        time_limit_s=0.3,
-    )  # fmt: skip
-    with warnings.catch_warnings(action="error"), ckptplan.apply(model, plan, check="always") as handle:
+    plans = ckptplan.frontier(
+        model, points=4, inputs=x, loss_fn=loss, accumulate=True, optimizer="sgd", time_limit_s=0.3
+    )
+
+    def needs(plan: ckptplan.Plan) -> int:
+        assert plan.between_bytes is not None
+        return plan.counted_bytes + others * (plan.between_bytes + x.nbytes)
+
+    budget_bytes = (needs(plans[0]) + needs(plans[-1])) // 2
+    plan = min((p for p in plans if needs(p) <= budget_bytes), key=lambda p: p.step_s)
+    with warnings.catch_warnings(record=True) as told, ckptplan.apply(model, plan, check="always") as handle:
+        warnings.simplefilter("always")
         found, peak = train(model, schedule, input_bytes)
         stats = handle.stats()
     return {
         "equal": all(map(torch.equal, found, without)),
         "acts": stats.recomputed_stages + stats.swapped_out_bytes,
         "peak": peak,
-        "plan": plan,
+        "needs": needs(plan),
+        "budget": budget_bytes,
+        "told": [str(warning.message) for warning in told],
+        "waits": others > 0,
         "sent_bytes": x.nbytes,
-        "outputs_bytes": count * x.nbytes,
+        "outputs_bytes": input_bytes,
         "plain": plain_peak,
     }
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_stages_train_as_without_a_plan_and_within_their_budgets(two: Ranks, name: str) -> None:
+    """The guide's way to leave room for the forwards that wait; the first of them is warned of."""
     for found in two.good(compared, name):
-        plan = found["plan"]
         assert found["equal"]
         assert found["acts"]
+        assert len(found["told"]) == found["waits"]
+        assert all("a forward begins while 1 before it had no backward yet" in text for text in found["told"])
         # Gloo's thread lets go of an output some time after it is sent.
-        assert found["peak"] - found["sent_bytes"] <= plan.budget_bytes < found["plain"] - found["sent_bytes"]
+        assert found["peak"] - found["sent_bytes"] <= found["budget"] < found["plain"] - found["sent_bytes"]
         # From PyTorch 2.15 on a stage lets go of its outputs once they are sent; the plan has them until backward.
-        assert found["peak"] <= 1.03 * plan.needed_bytes
-        assert found["peak"] + found["outputs_bytes"] >= 0.97 * plan.needed_bytes
+        assert found["peak"] <= 1.03 * found["needs"]
+        assert found["peak"] + found["outputs_bytes"] >= 0.97 * found["needs"]

@@ -63,14 +63,13 @@ LOSSES = [
 
 @pytest.mark.parametrize("make", LOSSES, ids=lambda make: make.__name__)
 def test_what_only_the_loss_reads_counts(make: Callable[[nn.Module, torch.Tensor], tuple[Loss, int]]) -> None:
-    """In the profile, what is measured and the estimate alike; and not as often as forwards are in flight."""
+    """In the profile, what is measured and the estimate alike."""
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(WIDTH, 32), nn.Tanh(), nn.Linear(32, WIDTH)) for _ in range(2)]
     model, x = nn.Sequential(*layers), torch.randn(ROWS, WIDTH)
     loss, beside_bytes = make(model, x)
     profile = ckptplan.profile(model, x, loss_fn=loss)
     assert profile.resident_bytes == sum(t.nbytes for t in (*model.parameters(), x)) + beside_bytes
-    assert profile.input_bytes == x.nbytes
     plan = ckptplan.solve(profile, 1, time_limit_s=1)
     assert ckptplan.verify(model, plan, x, loss_fn=loss, repeats=1).measured_peak_bytes == plan.peak_bytes
     assert ckptplan.estimate(model, x, loss_fn=loss).peak_bytes == plan.peak_bytes

@@ -14,10 +14,8 @@ import pytest
 from random_chains import homogeneous_chain, rich_chain
 from steered import steer
 
-import ckptplan
 from ckptplan.core.plan import Plan
 from ckptplan.core.request import Limits
-from ckptplan.core.units import GIB
 from ckptplan.referee import validate
 from ckptplan.solving import planner
 from ckptplan.solving.frontier import everything_kept_bytes
@@ -149,22 +147,3 @@ def test_with_a_disk_the_best_of_all_searches_is_handed_out(monkeypatch: pytest.
         solve_profile(profile, budget, limits, on_progress=on_progress)
     assert seen[-1].step_s == min(plan.step_s for plan in seen)
     assert validate(profile, seen[-1], budget, **tiers) == ()
-
-
-def test_forwards_in_flight_keep_what_the_search_at_work_has_found() -> None:
-    profile = homogeneous_chain(16, link_ratio=0.3)
-    budget = everything_kept_bytes(profile)
-    seen: list[Plan] = []
-    searches: list[str] = []
-
-    def on_progress(text: str) -> None:
-        searches.extend([text] if "no plan yet" in text else [])
-        if len(searches) == 2 and "local search" in text:  # the first is for a bound, and its plan needs too much
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        ckptplan.solve(profile, budget / GIB, in_flight=3, gap=0.0, on_plan=seen.append, on_progress=on_progress)
-    assert seen
-    assert validate(profile, seen[-1], budget) == ()
-    assert seen[-1].in_flight == 3
-    assert seen[-1].needed_bytes <= budget

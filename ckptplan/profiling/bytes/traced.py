@@ -75,4 +75,3 @@ class Traced:
     written: tuple[str, ...]
     places: dict[int, Places]
     rerun_shares: dict[tuple[str, tuple[int, ...]], float]
-    input_bytes: int = 0

@@ -51,7 +51,7 @@ def profile_html(profile: Profile) -> str:
 def frontier_html(frontier: Frontier) -> str:
     """A frontier, as a table."""
     rows = [
-        (format_bytes(p.needed_bytes), format_seconds(p.step_s), f"{max(p.overhead, 0.0):.1%}", f"{p.gap:.2%}")
+        (format_bytes(p.peak_bytes), format_seconds(p.step_s), f"{max(p.overhead, 0.0):.1%}", f"{p.gap:.2%}")
         for p in frontier
     ]
     head = ("peak", "step", "over everything kept", "gap")

@@ -17,7 +17,6 @@ Ints = NDArray[np.int64]
 MEANINGS = {
     "weights, state, inputs": "the model, the optimizer's state and the batch: there in every step",
     "gradients, gathered weights": "gradients so far, and of a sharded model the weights that are gathered",
-    "other forwards in flight": "what other forwards keep, which wait for their backward",
     "kept for backward": "what stages' backwards need, and that stays on the device",
     "being swapped out": "what is on its way to the host or the disk, until the plan counts on its memory",
     "swapped in": "what has been fetched back for a backward, from the moment at which its copy begins",
@@ -27,9 +26,9 @@ MEANINGS = {
 }
 """Categories of bytes, from below to above, with what they are."""
 CATEGORIES = tuple(MEANINGS)
-COLOURS = ("#9aa5b1", "#5d6975", "#c9bfb0", "#0072b2", "#009e73", "#7fd1ae", "#e69f00", "#cc79a7", "#f0e442")
+COLOURS = ("#9aa5b1", "#5d6975", "#0072b2", "#009e73", "#7fd1ae", "#e69f00", "#cc79a7", "#f0e442")
 """Of the categories, which readers who see few colours can tell apart (Okabe and Ito, 2008)."""
-_FIXED, _BASE, _OTHERS, _KEPT, _LEAVING, _BACK, _AGAIN, _PROGRAM, _TEMPORARY = range(len(CATEGORIES))
+_FIXED, _BASE, _KEPT, _LEAVING, _BACK, _AGAIN, _PROGRAM, _TEMPORARY = range(len(CATEGORIES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +73,6 @@ def waterline(profile: Profile, plan: Plan, timeline: Timeline) -> Waterline:
     stacked[_FIXED] = np.minimum(base, profile.resident_bytes or base.min())
     stacked[_BASE] = base - stacked[_FIXED]
     stacked[_TEMPORARY] = peak - start
-    stacked[_OTHERS, :-1] = plan.others_bytes  # none is in flight in the update
     return Waterline(stacked, timeline.stays, kinds)
 
 

@@ -157,7 +157,7 @@ class GradientGuard(Observer):
         planned = functools.partial(starting_gradient_bytes, model, whole=whole)
         self._planned_bytes = planned() if plan.fingerprint.accumulates else 0
         self._needs_bytes = max(plan.peak_bytes, plan.reserved_bytes or 0)
-        self._budget_bytes = plan.budget_bytes - plan.others_bytes
+        self._budget_bytes = plan.budget_bytes
 
     def pass_begins(self, waiting: weakref.ref[Any] | None) -> None:
         """Note a forward at whose beginning more bytes of gradients exist than the budget has room for."""

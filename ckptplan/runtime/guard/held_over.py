@@ -22,8 +22,8 @@ the stage's backward. Loops may hold more, in four ways:
 4. A forward returns more tensors than the first one under the plan (`output_attentions=True` in some steps): a plan
    that recomputes or swaps would have freed them.
 
-A plan has room for as many forwards as it was made for (`in_flight`), mostly one. Beyond that neither can be planned
-for without knowing the loop, so each forward begins with a check for memory of earlier ones:
+A plan has room for one forward at a time. None of these can be planned for without knowing the loop, so each forward
+begins with a check for memory of earlier ones:
 outputs are found by weak references to their storages, and graphs by their pass, which the hooks in their nodes hold.
 
 That memory may be freed at any moment, and the step may fit all the same. So an output, an earlier forward, or a graph
@@ -59,8 +59,7 @@ class HeldOver(Observer):
         forward = plan.peak_bytes if plan.forward_peak_bytes is None else plan.forward_peak_bytes
         self._forward_peak_bytes = forward + self._peak_bytes - plan.peak_bytes
         self._between_bytes = plan.between_bytes or 0
-        self._budget_bytes = plan.budget_bytes - plan.others_bytes
-        self._others = plan.in_flight - 1
+        self._budget_bytes = plan.budget_bytes
         # What several stages save counts for each.
         self._saved_bytes = sum(map(sum, plan.saved_bytes)) if plan.saved_bytes else plan.peak_bytes
         self._output: list[weakref.ref[torch.UntypedStorage]] = []
@@ -103,16 +102,17 @@ class HeldOver(Observer):
         passes = self._waiting if waiting is None else [*self._waiting, waiting]
         self._waiting = [ref for ref in passes if (found := ref()) is not None and not found.backward_begun]
         if self._waiting:
-            more = max(len(self._waiting) - self._others, 0) * self._between_bytes
-            text = (
-                f"a forward begins while {len(self._waiting)} before it had no backward yet and hold "
-                f"{format_bytes(more)} more than the plan, made for {self._others + 1} at a time, includes; it needs "
-                f"{format_bytes(self._peak_bytes)} of its budget of {format_bytes(self._budget_bytes)}; solve with "
-                f"in_flight={len(self._waiting) + 1}, plan them as one step (`step=`), or delete their outputs and "
-                "losses before this forward"
-            )
+            more = len(self._waiting) * self._between_bytes
             if self._peak_bytes + more > self._budget_bytes:
-                self._differences.note("forwards", text)
+                self._differences.note(
+                    "forwards",
+                    f"a forward begins while {len(self._waiting)} before it had no backward yet, and each holds "
+                    f"{format_bytes(self._between_bytes)} beside its inputs, which the plan, made for one at a time, "
+                    f"doesn't include; it needs {format_bytes(self._peak_bytes)} of its budget of "
+                    f"{format_bytes(self._budget_bytes)}; solve with the budget less what the others hold "
+                    "(docs/guide.md, Pipelines), plan them as one step (`step=`), or delete their outputs and losses "
+                    "before this forward",
+                )
             return
         self._note_held(self._output, self._forward_peak_bytes, "this one begins, and the plan, whose forward needs")
 

@@ -204,7 +204,7 @@ def _note(applied: Applied, error: BaseException, cause: BaseException) -> str:
     size = format_bytes(most) if least == most else f"between {format_bytes(least)} and {format_bytes(most)}"
     lines = [f"{'host' if on_host else 'device'} memory {where}" + (f": {size} were requested" if asked else "")]
     found = None if applied.adviser is None else applied.adviser.planned(plan, phase, index)
-    planned = plan.needed_bytes if found is None else found[1]
+    planned = plan.peak_bytes if found is None else found[1]
     parts = [f"{format_bytes(planned)} at the peak of {'the step' if found is None else 'this moment'}"]
     parts += [] if found is None else [f"{format_bytes(found[0])} at its start"]
     lines.append(f"planned   {', '.join(parts)}, of a budget of {format_bytes(plan.budget_bytes)}")

@@ -116,7 +116,7 @@ def _note_state(applied: Applied, optimizers: list[torch.optim.Optimizer], noted
         like = next((o for o in optimizers if type(o).__name__ == counted), None)
         optimizers = [] if alone or like is None else [o for o in optimizers if o is not like]
     state_bytes = unique_bytes([t for o in optimizers for t in optimizer_tensors(o)], applied.device)
-    needs = max(plan.needed_bytes, plan.needed_reserved_bytes or 0)
+    needs = max(plan.peak_bytes, plan.reserved_bytes or 0)
     if state_bytes <= noted_bytes or needs + state_bytes <= plan.budget_bytes:
         return noted_bytes
     names = " and ".join(sorted({type(o).__name__ for o in optimizers}))

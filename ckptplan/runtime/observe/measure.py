@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import collections
 import contextlib
 import gc
 import itertools
@@ -278,16 +277,11 @@ def step_peaks(
     return StepPeaks(requested, peak.allocated_bytes - other, peak.reserved_bytes - other, other, workspace)
 
 
-def run_step(step: TrainingStep, *, in_flight: int = 1) -> torch.Tensor:
-    """Run forward, loss and backward, holding the output until the end like a caller's variable; return the loss.
-
-    With several forwards in flight all run before the first backward, as in a pipeline.
-    """
-    waiting = collections.deque(step.forward() for _ in range(in_flight))
-    while waiting:
-        output, loss = waiting.popleft()
-        loss.backward()
-        del output
+def run_step(step: TrainingStep) -> torch.Tensor:
+    """Run forward, loss and backward, holding the output until the end like a caller's variable; return the loss."""
+    output, loss = step.forward()
+    loss.backward()
+    del output
     return loss.detach()
 
 

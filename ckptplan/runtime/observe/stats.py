@@ -273,8 +273,8 @@ def stage_stats(
         ),
         peak_bytes=peaks.bytes,
         reserved_bytes=peaks.reserved_bytes,
-        planned_peak_bytes=plan.needed_bytes,
-        planned_reserved_bytes=plan.needed_reserved_bytes,
+        planned_peak_bytes=plan.peak_bytes,
+        planned_reserved_bytes=plan.reserved_bytes,
         earlier=peaks.earlier,
     )
 
