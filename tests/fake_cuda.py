@@ -91,7 +91,7 @@ class FakeStream:
             self.issue("wait", lambda: stream.done >= position)
 
     def wait_stream(self, stream: FakeStream) -> None:
-        self.wait_event(stream.record_event())
+        FakeStream.wait_event(self, stream.record_event())  # of the class: a test may replace the stream's own
 
     def synchronize(self) -> None:
         self.record_event().synchronize()

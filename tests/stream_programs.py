@@ -1,4 +1,4 @@
-"""Random models on several streams, random plans for them, and their training on the emulated device."""
+"""Random models on several streams, random plans for them, their training on the emulated device, and its waits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import copy
 import dataclasses
 import functools
 import random
-from collections.abc import Sequence
+import types
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +25,9 @@ from ckptplan.core.rules import enforceable_points
 from ckptplan.core.schedule import residency
 from ckptplan.core.segment import Segment
 from ckptplan.runtime.accelerator import current_stream, on_stream
+from ckptplan.runtime.state import surroundings
+from ckptplan.runtime.swap import record
+from ckptplan.runtime.swap.stores import PinnedStore
 
 WIDTH = 64
 
@@ -238,3 +242,60 @@ def differing(found: Run, wanted: Run) -> int:
         not torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
         for a, b in zip(found.values, wanted.values, strict=True)
     )
+
+
+# ---------------------------------------------------------------- waits, and how to take each out
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Wait:
+    """A function that orders streams, or memory by them; `instead` in place of `owner`'s attribute `name` doesn't."""
+
+    what: str
+    owner: Any
+    name: str
+    instead: Any
+
+
+def _nothing(*args: Any) -> None:
+    return None
+
+
+def _deaf(stream: str, wait: str) -> Callable[..., None]:
+    """Return `PinnedStore.__init__`, but that one of the store's streams never waits in one of two ways."""
+    original = PinnedStore.__init__
+
+    def make(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        setattr(getattr(self, stream), wait, _nothing)
+
+    return make
+
+
+def _stale(self: Any, *args: Any, original: Callable[..., None] = PinnedStore.__init__, **kwargs: Any) -> None:
+    """Like `PinnedStore.__init__`, but that the stream which computes now is the one that did then."""
+    original(self, *args, **kwargs)
+    own, first = self._own, self._own.current_stream(self._device)
+    self._own = types.SimpleNamespace(stream=own.stream, current_stream=lambda device: first)
+
+
+WAITS = (
+    Wait("a copy out waits for compute", PinnedStore, "__init__", _deaf("_out", "wait_stream")),
+    Wait("a copy in waits for compute, which had the memory", PinnedStore, "__init__", _deaf("_in", "wait_stream")),
+    Wait("a copy in waits for its own copy out", PinnedStore, "__init__", _deaf("_in", "wait_event")),
+    Wait("a copy out waits for copies that used its host memory", PinnedStore, "__init__", _deaf("_out", "wait_event")),
+    Wait("the stream that computes now is asked at every copy", PinnedStore, "__init__", _stale),
+    Wait("memory is free only behind its copy out", PinnedStore, "finish_out", _nothing),
+    Wait("compute waits for a copy in", PinnedStore, "finish_in", _nothing),
+    Wait("a target is freed only behind its copy in", record._Batch, "end", _nothing),
+    Wait(
+        "copies wait for the stream that saved the storage, and it for them",
+        record, "on_stream", lambda stream: contextlib.nullcontext(),
+    ),
+    Wait("the allocator knows of all streams that use a storage", record.Record, "_tell_allocator", _nothing),
+    Wait("each stream that uses what came back waits for it", record.Record, "_used_now", _nothing),
+    Wait(
+        "a recompute runs on the stream of its forward",
+        surroundings, "run_on", lambda stream, tensors: contextlib.nullcontext(),
+    ),
+)  # fmt: skip

@@ -190,6 +190,17 @@ def test_files_exist(page: Path) -> None:
 
 @pytest.mark.planning
 @page
+def test_tests_and_experiments_exist(page: Path) -> None:
+    """Tests are named from `tests/`; the page of guarantees names experiments by their script alone."""
+    for text in code(page):
+        for path, test in re.findall(r"^([\w/]+\.py)::(test_\w+)$", text):
+            assert f"def {test}(" in (ROOT / "tests" / path).read_text(), text
+        if page.name == "guarantees.md" and re.fullmatch(r"\w+\.py", text):
+            assert (ROOT / "experiments" / text).exists(), text
+
+
+@pytest.mark.planning
+@page
 def test_notes_exist(page: Path) -> None:
     """A NOTE that is named is defined, once."""
     defined = [

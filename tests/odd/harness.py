@@ -639,19 +639,14 @@ def _trial(name: str) -> Trial:
     return Trial(CASES[name])
 
 
-def plan_for(name: str, decision: str) -> Plan | None:
-    """The plan that forces a decision on a registered case; None where there is none."""
-    return _trial(name).plan_for(decision)
-
-
-def outcome(name: str, decision: str, *, plan: Plan | None = None, check: When = "sampled") -> Outcome:
+def outcome(name: str, decision: str, *, check: When = "sampled") -> Outcome:
     """What becomes of a registered case, as `Trial.outcome`.
 
     Raises
     ------
     BadCase
     """
-    return _trial(name).outcome(decision, plan=plan, check=check)
+    return _trial(name).outcome(decision, check=check)
 
 
 @_quiet()
