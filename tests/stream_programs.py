@@ -279,11 +279,17 @@ def _stale(self: Any, *args: Any, original: Callable[..., None] = PinnedStore.__
     self._own = types.SimpleNamespace(stream=own.stream, current_stream=lambda device: first)
 
 
+def _forgetful(self: Any, *args: Any, original: Callable[..., None] = PinnedStore.__init__, **kwargs: Any) -> None:
+    """Like `PinnedStore.__init__`, but that the streams which use the memory aren't known."""
+    original(self, *args, **kwargs)
+    self._arena.streams = set()
+
+
 WAITS = (
     Wait("a copy out waits for compute", PinnedStore, "__init__", _deaf("_out", "wait_stream")),
     Wait("a copy in waits for compute, which had the memory", PinnedStore, "__init__", _deaf("_in", "wait_stream")),
     Wait("a copy in waits for its own copy out", PinnedStore, "__init__", _deaf("_in", "wait_event")),
-    Wait("a copy out waits for copies that used its host memory", PinnedStore, "__init__", _deaf("_out", "wait_event")),
+    Wait("a copy out waits for copies that used its host memory", PinnedStore, "__init__", _forgetful),
     Wait("the stream that computes now is asked at every copy", PinnedStore, "__init__", _stale),
     Wait("memory is free only behind its copy out", PinnedStore, "finish_out", _nothing),
     Wait("compute waits for a copy in", PinnedStore, "finish_in", _nothing),

@@ -54,7 +54,7 @@ from ckptplan.runtime.guard.check import Checks, Digest, Spots, StageCheck, Stag
 from ckptplan.runtime.recompute import call, frames, segments, selective
 from ckptplan.runtime.state import cells, generators, modes, module_tables, surroundings, variables
 from ckptplan.runtime.swap import packing, users_hooks
-from ckptplan.runtime.swap.stores import base, disk
+from ckptplan.runtime.swap.stores import arena, disk
 from ckptplan.runtime.swap.views import Geometry
 
 Training = str | Callable[[], Odd]
@@ -394,7 +394,7 @@ SAFEGUARDS = (
     # Parameters
     Safeguard(
         "a stage whose parameters the step writes to isn't recomputed",
-        watched.Watched, "parameters_changed", lambda *args: [], "weights_written_behind_each_layer", profiles=True,
+        watched.WatchedParameters, "changed", lambda *args: [], "weights_written_behind_each_layer", profiles=True,
     ),
     Safeguard(
         "a parameter that was written to is an error",
@@ -460,7 +460,7 @@ SAFEGUARDS = (
     ),
     Safeguard(
         "swapped storages don't lie on one another",
-        base.Ranges, "remove", lambda *args: True, views, "swap",
+        arena.Arena, "take", lambda self, nbytes, grow: arena.Extent(self, 0), views, "swap",
     ),
     # The user's own hooks, and copies
     Safeguard(
@@ -615,8 +615,8 @@ NOTICED: dict[str, tuple[Callable[[int], None], int]] = {
     "compute waits for a copy in": (training, 0),
     "a target is freed only behind its copy in": (records, 21),
     "copies wait for the stream that saved the storage, and it for them": (records, 0),
-    "the allocator knows of all streams that use a storage": (records, 0),
-    "each stream that uses what came back waits for it": (records, 4),
+    "the allocator knows of all streams that use a storage": (records, 2),
+    "each stream that uses what came back waits for it": (records, 0),
     "a recompute runs on the stream of its forward": (training, 7),
 }
 """A program and a seed that notice that a wait is missing."""
