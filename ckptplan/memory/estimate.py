@@ -32,9 +32,10 @@ from ckptplan.core.request import (
 )
 from ckptplan.memory.allocator import SimulatedOutOfMemoryError
 from ckptplan.memory.batches import batch_steps, does_the_same, require_planned
-from ckptplan.memory.folding import Folding
 from ckptplan.memory.ledger import Account, Ledger, Player, saved_bytes
-from ckptplan.memory.recorder import Block, Recording, record_step, record_updates
+from ckptplan.memory.recording import Block, Recording, record_step, record_updates
+from ckptplan.profiling.bytes.trace import Replay, replay
+from ckptplan.profiling.bytes.unfolding import Folding
 from ckptplan.profiling.profiler import as_ours, outside_tensors, training_step
 from ckptplan.profiling.target import Target, find_target
 from ckptplan.profiling.values.answers import Answers
@@ -447,21 +448,25 @@ class _Run:
     ) -> _Batch:
         inputs, others = outside_tensors(step, target)
         rewind()
-        folding = Folding(step, target, rewind, holds_output=self.holds_output)
+        folding = Folding(step, None, target)
+
+        def planned(plan: Plan, **options: bool) -> tuple[Replay, tuple[str, ...]]:
+            segments = plan.segments
+            seen = replay(
+                step, plan.stages, plan.choices, target, segments=segments, numbered=False, logs=True, **options
+            )
+            return seen, plan.stages
 
         def record(*, accumulating: bool = False, inference: bool = False) -> Recording:
-            if self.plan is not None and not inference:
-                recording, unknown = record_step(
-                    step,
-                    self.plan.stages,
-                    target,
-                    choices=self.plan.choices,
-                    segments=self.plan.segments,
-                    accumulating=accumulating,
-                    holds_output=self.holds_output,
-                )
-            else:
-                recording, unknown = folding.record(accumulating=accumulating, inference=inference)
+            plan = None if inference else self.plan
+            log = (
+                functools.partial(folding.logged, inference=inference)
+                if plan is None
+                else functools.partial(planned, plan)
+            )
+            logged = functools.partial(log, accumulating=accumulating, holds_output=self.holds_output)
+            choices = () if plan is None else plan.choices
+            recording, unknown = record_step(logged, target, choices, inference=inference)
             rewind()
             self.unknown.update(unknown)
             return recording

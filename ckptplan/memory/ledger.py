@@ -15,7 +15,7 @@ import numpy.typing as npt
 from ckptplan.core.estimate import CATEGORIES, Phase, Tensors
 from ckptplan.memory.allocator import EMPTY_CACHE, AllocatorSettings, replay
 from ckptplan.memory.allocator import FREE as FREED
-from ckptplan.memory.recorder import ALLOCATE, FREE, Block, Event, Recording
+from ckptplan.memory.recording import ALLOCATE, FREE, Block, Event, Recording
 
 Sizes = npt.NDArray[np.int64]
 

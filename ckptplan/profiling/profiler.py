@@ -207,13 +207,9 @@ def replayed_bytes(step: TrainingStep, plan: Plan, target: Target) -> int:
         rewind()
 
         def peak_bytes() -> int:
-            tracker = Tracker(target)
             accumulating = plan.fingerprint.accumulates
-            replay(
-                step, plan.stages, plan.choices, target, segments=plan.segments, accumulating=accumulating,
-                tracker=tracker,
-            )  # fmt: skip
-            return tracker.peak_bytes
+            seen = replay(step, plan.stages, plan.choices, target, segments=plan.segments, accumulating=accumulating)
+            return seen.peak_bytes
 
         return answered(peak_bytes, step, target, rewind)
 

@@ -23,8 +23,9 @@ import ckptplan
 from ckptplan import DDP, InvalidInputError, estimate
 from ckptplan.core.estimate import CATEGORIES
 from ckptplan.core.request import Limits, Training
-from ckptplan.memory import folding, ledger
+from ckptplan.memory import ledger
 from ckptplan.memory.estimate import TrainingBytes
+from ckptplan.profiling.bytes import unfolding
 from ckptplan.profiling.target import find_target
 from ckptplan.runtime.step import make_step
 from ckptplan.solving import smallest_peak
@@ -362,9 +363,9 @@ def test_repeated_layers_are_written_out_exactly(monkeypatch: pytest.MonkeyPatch
         return nn.Sequential(nn.Linear(16, 32), *made, nn.Linear(32, 8))
 
     model, x = layers(12), torch.randn(4, 10, 16)
-    assert folding.find_runs(model) == [folding.Run("", 1, 12, 2, kept=4)]
+    assert unfolding.find_runs(model) == [unfolding.Run("", 1, 12, 2, kept=4)]
     folded = estimate(model, x, optimizer="adamw", fsdp=fsdp)
-    monkeypatch.setattr(folding, "find_runs", lambda model: [])
+    monkeypatch.setattr(unfolding, "find_runs", lambda model: [])
     full = estimate(model, x, optimizer="adamw", fsdp=fsdp)
     assert folded.phases == full.phases
     assert folded.saved_bytes == full.saved_bytes
@@ -372,18 +373,18 @@ def test_repeated_layers_are_written_out_exactly(monkeypatch: pytest.MonkeyPatch
     assert plain[0] == plain[1]
 
 
-def test_the_number_of_operations_recorded_does_not_grow_with_depth(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckptplan.memory.recorder import Recorder
+def test_the_number_of_operations_of_backward_does_not_grow_with_depth(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ckptplan.profiling.bytes.tracker import Tracker
 
     count = 0
-    original = Recorder.__torch_dispatch__
+    original = Tracker.operation
 
     def counting(self: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal count
-        count += 1
+        count += self._in_backward
         return original(self, *args, **kwargs)
 
-    monkeypatch.setattr(Recorder, "__torch_dispatch__", counting)
+    monkeypatch.setattr(Tracker, "operation", counting)
     counts = []
     for depth in (6, 12):
         count = 0
@@ -408,15 +409,15 @@ def test_layers_that_differ_are_not_folded() -> None:
             return torch.stack(seen).sum()
 
     model, x = Growing(), torch.randn(50, 16)
-    assert folding.find_runs(model)
+    assert unfolding.find_runs(model)
     found = estimate(model, x, optimizer="sgd")
     assert_measured(found, model, x, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 def assert_as_without_folding(model: nn.Module, x: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert folding.find_runs(model)
+    assert unfolding.find_runs(model)
     folded = estimate(model, x, optimizer="sgd")
-    monkeypatch.setattr(folding, "find_runs", lambda model: [])
+    monkeypatch.setattr(unfolding, "find_runs", lambda model: [])
     full = estimate(model, x, optimizer="sgd")
     assert folded.phases == full.phases
     assert folded.saved_bytes == full.saved_bytes

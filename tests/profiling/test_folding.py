@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -416,8 +417,9 @@ def test_replays_are_those_of_all_layers(name: str, choice: Decision) -> None:
 
 def simple(found: SegmentTrace) -> Any:
     """A trace without the names of the storages that backward makes: these are free."""
-    ops = [(op.before, op.after, op.key, len(op.made), len(op.written)) for op in found.ops]
-    return found.start_bytes, found.end_bytes, ops, len(found.present), found.wrapped_bytes
+    live = list(itertools.accumulate((nbytes for _, nbytes, _ in found.changes), initial=found.start_bytes))
+    ops = [([live[n] for n in op.at], op.key, len(op.made), len(op.written)) for op in found.ops]
+    return live[0], live[-1], ops, len(found.present), found.wrapped_bytes
 
 
 def test_only_four_layers_are_run_with_backward(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import os
 import sys
 import types
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -13,8 +14,6 @@ from torch import nn
 
 from ckptplan.core.version import PACKAGE_FOLDER
 from ckptplan.profiling.bytes.fake import FakeWorld
-from ckptplan.profiling.bytes.tracker import Sid, Tracker
-from ckptplan.profiling.target import Target
 from ckptplan.runtime.step import TrainingStep
 
 _STEP = TrainingStep.forward.__code__.co_filename
@@ -41,6 +40,9 @@ class Where(NamedTuple):
 
     module: str
     line: str
+
+
+NOWHERE = Where("", "")
 
 
 def names_of(model: nn.Module) -> dict[nn.Module, str]:
@@ -85,44 +87,42 @@ def operation_name(func: Any, world: FakeWorld) -> str:
     return "compiled code" if world.plays_compiled else f"{func.namespace}.{func._opname}"
 
 
-class Locating(Tracker):  # type: ignore[no-untyped-call]
-    """A tracker that also notes where forward makes each storage.
-
-    Parameters
-    ----------
-    target : Target
-    model : nn.Module
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where and as what a storage was made.
 
     Attributes
     ----------
-    origins : dict
-        Storage -> what `ckptplan.core.storage.Storage.origin` says of it.
+    nbytes : int
+        Size before rounding.
+    shape, dtype
+        Those of the first tensor in it.
+    place : Where
+        Of one that backward makes, the place of the operation of forward whose node ran.
+    op : str
+        The operation.
+    stream : int
+        The stream that it is allocated on, counted by first use; 0 is the step's own. FSDP2 has others.
+    runs_again : bool
+        Backward made it by running forward again.
+    category : str
+        One of `ckptplan.core.estimate.CATEGORIES`, where no more needs to be known to tell it.
     """
 
-    def __init__(self, target: Target, model: nn.Module) -> None:
-        self.origins: dict[Sid, str] = {}
-        self._names = names_of(model)
-        self._operation = ""
-        super().__init__(target)
+    nbytes: int
+    shape: tuple[int, ...]
+    dtype: str
+    place: Where
+    op: str
+    stream: int = 0
+    runs_again: bool = False
+    category: str = ""
 
-    def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation, and note the storages that it makes."""
-        self._operation = operation_name(func, self)
-        result = super().operation(func, args, kwargs)
-        self._operation = ""
-        return result
+    @property
+    def text(self) -> str:
+        """`ckptplan.core.storage.Storage.origin`. Example: "aten.gelu in h.0.mlp.act, modeling_gpt2.py:312".
 
-    def _add(self, tensor: torch.Tensor) -> Sid | None:
-        sid = super()._add(tensor)
-        if sid is not None and self._operation and not self._in_backward:
-            self.origins[sid] = _described(self._operation, where(sys._getframe(1), self._names))
-        return sid
-
-
-def _described(operation: str, place: Where) -> str:
-    """Return an origin as text. Example: "aten.gelu in h.0.mlp.act, modeling_gpt2.py:312".
-
-    It has no folders, since profiles are passed on.
-    """
-    inside = f"{operation} in {place.module}" if place.module else operation
-    return f"{inside}, {os.path.basename(place.line)}" if place.line else inside
+        It has no folders, since profiles are passed on.
+        """
+        inside = f"{self.op} in {self.place.module}" if self.place.module else self.op
+        return f"{inside}, {os.path.basename(self.place.line)}" if self.place.line else inside

@@ -49,7 +49,7 @@ from ckptplan.core.stage import Differentiated, InputTensor
 from ckptplan.core.storage import Storage
 from ckptplan.profiling.bytes.fake import FakeWorld, fake_parameters
 from ckptplan.profiling.bytes.menus import Choice, choose, front, list_ops, numbered
-from ckptplan.profiling.bytes.origins import Locating
+from ckptplan.profiling.bytes.origins import Origin
 from ckptplan.profiling.bytes.real_storages import Places
 from ckptplan.profiling.bytes.traced import Traced, TracedStage
 from ckptplan.profiling.bytes.tracker import (
@@ -57,9 +57,9 @@ from ckptplan.profiling.bytes.tracker import (
     SegmentTrace,
     Sid,
     Tracker,
-    learn_storages,
     owners_of_a_lone_gradient,
     stage_segment,
+    workspaces_of,
 )
 from ckptplan.profiling.target import Target
 from ckptplan.profiling.times.timing import Times
@@ -81,6 +81,8 @@ from ckptplan.runtime.swap.packing import unowned
 from ckptplan.runtime.swap.positions import has_position
 from ckptplan.runtime.swap.stores import NULL_STORES
 from ckptplan.runtime.swap.users_hooks import OwnHooks
+
+UNLISTED = "(of a parameter that the model doesn't list)"
 
 DRAWS = "forward draws random numbers from Python's or numpy's generators"
 """Beginning of a note."""
@@ -132,12 +134,17 @@ class Replay:
         gradients' nodes hold. They count until the end of the step, though backward may free some.
     results : dict
         The same of "output" and "loss", each alone.
+    returns : list of (int, int, int)
+        Where the model's forward returned, if a tracker with a model saw a whole step: the segment, and how many of its
+        changes and operations came before.
     has_loss : bool
         Whether the loss is part of the output.
     rerun : dict
         Segment -> number of its forward's operations before the last tensor that autograd saves.
     copied_bytes : dict
         Segment -> bytes of the buffers that it updates and, run again, copies first.
+    peak_bytes : int
+        Most live bytes, without temporaries inside operations; of a replay that isn't unfolded alone.
     end_bytes : int
         Live bytes after backward, gradients included.
     draws : bool
@@ -146,12 +153,16 @@ class Replay:
         The part of `end_bytes` that the next step starts with, gradients left out.
     gradients : set
         Storages of the gradients that the step made and left on the model.
+    named_gradients : dict
+        The same, and those of parameters that the model doesn't list -> the parameters' names.
     replaced_bytes : int
         Bytes of the parameters and buffers that forward replaced by others.
     changes : list of Change
-        Those after backward, up to the point that `left_bytes` is of.
+        Those after backward.
+    left_at : int
+        Number of these up to the point that `left_bytes` is of; behind it the model gets its own tensors back.
     origins : dict
-        Storage -> where forward made it, as `Storage.origin` says it; of a replay that saves nothing alone.
+        As the tracker's.
     """
 
     forward: dict[int, SegmentTrace] = field(default_factory=dict)
@@ -171,17 +182,21 @@ class Replay:
     unread: dict[int, bool] = field(default_factory=dict)
     output: set[Sid] = field(default_factory=set)
     held: set[Sid] = field(default_factory=set)
-    results: dict[str, set[Sid]] = field(default_factory=dict, compare=False)  # for recorders, which aren't unfolded
+    results: dict[str, set[Sid]] = field(default_factory=dict, compare=False)
+    returns: list[tuple[int, int, int]] = field(default_factory=list, compare=False)
     rerun: dict[int, int] = field(default_factory=dict)
     copied_bytes: dict[int, int] = field(default_factory=dict)
+    peak_bytes: int = field(default=0, compare=False)
     end_bytes: int = 0
     left_bytes: int = 0
     has_loss: bool = True
     draws: bool = False
     gradients: set[Sid] = field(default_factory=set)
+    named_gradients: dict[Sid, tuple[str, ...]] = field(default_factory=dict, compare=False)
     replaced_bytes: int = 0
     changes: list[Change] = field(default_factory=list, compare=False)
-    origins: dict[Sid, str] = field(default_factory=dict, compare=False)
+    left_at: int = field(default=0, compare=False)
+    origins: dict[Sid, Origin] = field(default_factory=dict, compare=False)
 
 
 class _Names:
@@ -470,9 +485,10 @@ def replay(
     segments: tuple[Segment, ...] = (),
     saves: bool = True,
     accumulating: bool = False,
-    tracker: Tracker | None = None,
     numbered: bool = True,
     holds_output: bool = True,
+    logs: bool = False,
+    compares: bool = False,
 ) -> Replay:
     """Run one step on fake tensors under a plan, and count its storages.
 
@@ -489,13 +505,15 @@ def replay(
         False: let autograd save nothing, and run no backward.
     accumulating : bool
         Every parameter has a gradient already.
-    tracker : Tracker, optional
-        Counts the storages; by default a plain `Tracker` for `target`, or one that also notes where they are made if
-        `saves` is false.
     numbered : bool
         The replay is for a chain, whose menus name operations by their numbers (`Target.choices`).
     holds_output : bool
         The output is referenced during backward, beside the loss.
+    logs : bool
+        Note origins, saved numbers, and where the model's forward returns (`Tracker`); if `saves` is false, it notes
+        them but for the last in any case.
+    compares : bool
+        Note the operations' operands.
 
     Raises
     ------
@@ -504,12 +522,13 @@ def replay(
     """
     out = Replay()
     owners_of_a_lone_gradient()  # cached now: it can't be measured inside a replay
-    tracker = tracker or (Tracker(target) if saves else Locating(target, step.model))
+    tracker = Tracker(target, step.model if logs or not saves else None, saves=saves, compares=compares)
     modules = dict(step.model.named_modules())
     staged = [modules[name] for name in dict.fromkeys(n.partition("#")[0] for n in stages if not is_glue(n))]
     with (
         fake_parameters(step.model, tracker, step.reached(), accumulating=accumulating) as held,
         tracker.watching(staged),
+        tracker.watching_model() if logs else contextlib.nullcontext(),
     ):
         own = [*step.model.parameters(), *step.model.buffers()]
         unreduced = whole_gradients(parameter_groups(step.model))
@@ -586,6 +605,7 @@ def replay(
                     if trace.ops:  # of what no hook sees, as within a checkpoint
                         out.unread.pop(g, None)
                 out.end_bytes = tracker.live_bytes
+                out.named_gradients = _named_gradients(step.model, tracker)
                 del output, loss
                 _note_left(out, step.model, tracker, own_storages)
         finally:
@@ -594,9 +614,8 @@ def replay(
                 parameter.grad = gradient
     for j, sizes in controller.counters.copied_bytes.items():
         out.copied_bytes[stage_segment(j)] = sum(map(target.rounded, sizes))
-    out.forward, out.backward = tracker.forward, tracker.backward
-    if isinstance(tracker, Locating):
-        out.origins = tracker.origins
+    out.forward, out.backward, out.changes = tracker.forward, tracker.backward, list(tracker.changes)
+    out.origins, out.returns, out.peak_bytes = tracker.origins, tracker.returns, tracker.peak_bytes
     return out
 
 
@@ -639,6 +658,17 @@ def _random_states_counted(tracker: Tracker, target: Target) -> Iterator[None]:
 _PACKAGE = __name__.partition(".")[0] + "."
 
 
+def _named_gradients(model: nn.Module, tracker: Tracker) -> dict[Sid, tuple[str, ...]]:
+    """`Replay.named_gradients`, at the end of backward."""
+    found: dict[Sid, tuple[str, ...]] = {}
+    unlisted = ((UNLISTED, other) for other, _ in tracker.foreign.values())
+    for name, parameter in (*model.named_parameters(), *unlisted):
+        sid = None if parameter.grad is None else tracker.sid(parameter.grad)
+        if sid is not None and (name != UNLISTED or sid not in found):
+            found[sid] = (*found.get(sid, ()), name)
+    return found
+
+
 def _note_left(out: Replay, model: nn.Module, tracker: Tracker, before: Sequence[torch.UntypedStorage]) -> None:
     """Note the bytes that a step leaves on the model besides gradients, so that the next one starts with them.
 
@@ -650,7 +680,7 @@ def _note_left(out: Replay, model: nn.Module, tracker: Tracker, before: Sequence
     made = {s._cdata: s for s in grads if tracker.sid_of(s)}
     present = {s._cdata for t in now for s in storages_of(t)}
     gone = {s._cdata: s for s in before if s._cdata not in present}
-    out.changes = list(tracker.changes)
+    out.left_at = len(tracker.changes)
     out.gradients = {sid for sid in map(tracker.sid_of, made.values()) if sid is not None}
     out.replaced_bytes = sum(map(tracker.size_of, gone.values()))
     out.left_bytes = max(tracker.live_bytes - sum(map(tracker.size_of, made.values())) - out.replaced_bytes, 0)
@@ -1016,7 +1046,8 @@ class _Tracing:
             until = max(last_seen.get(sid, born), born)
             name = f"{segment_name(self.names, sid[1])}/{sid[2]}"
             stays = nbytes < self.target.least_moved_bytes or sid in self.kept.in_objects
-            origin = self.program.origins.get(sid, "")
+            noted = self.program.origins.get(sid)
+            origin = noted.text if noted else ""
             to_end = sid in self.kept.output or sid in self.program.held
             graph_until, alone = graphs.get(sid, (None, False))
             if graph_until is None or to_end:
@@ -1509,9 +1540,10 @@ class _Tracing:
 
     def _workspaces(self, replays: Iterable[Replay]) -> dict[Hashable, int]:
         """Operation key -> most bytes that it allocates at once; adds to `not_measured`, and sets `learned`."""
-        traces = [trace for r in replays for table in (r.forward, r.backward) for trace in table.values()]
-        extra, failed, storages = self.target.workspaces(op.key for trace in traces for op in trace.ops)
-        self.learned |= learn_storages(self.target, traces, storages)
+        extra, failed, learned = workspaces_of(
+            self.target, [trace for r in replays for table in (r.forward, r.backward) for trace in table.values()]
+        )
+        self.learned |= learned
         self.not_measured.update(failed)
         return extra
 
@@ -1593,11 +1625,11 @@ class _Tracing:
         but it is there under a plan in which that stage holds it.
         """
         trace = table[self.segments[k]]
-        freed = [
-            -nbytes if not exists and self.first_holders.get(sid, k) < k else 0 for sid, nbytes, exists in trace.changes
-        ]
-        back = list(accumulate(freed, initial=0))
-        peaks = (max(op.after + back[op.at[1]], op.before + extra.get(op.key, 0) + back[op.at[0]]) for op in trace.ops)
+        changes = (
+            0 if not exists and self.first_holders.get(sid, k) < k else nbytes for sid, nbytes, exists in trace.changes
+        )
+        live = list(accumulate(changes, initial=trace.start_bytes))
+        peaks = (max(live[last], live[first] + extra.get(op.key, 0)) for op in trace.ops for first, last in [op.at])
         return max([max(trace.start_bytes, 0), *peaks]) - trace.start_bytes
 
     def _places(self) -> dict[int, Places]:

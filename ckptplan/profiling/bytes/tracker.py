@@ -14,19 +14,24 @@ import functools
 import operator
 import sys
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 
+from ckptplan.core.estimate import GATHERED
 from ckptplan.profiling.bytes.fake import FakeWorld
 from ckptplan.profiling.bytes.kernels import REDUCED_TO_ONE, in_place
 from ckptplan.profiling.bytes.operations import Operands, saved_numbers, written_to
+from ckptplan.profiling.bytes.origins import NOWHERE, Origin, Where, names_of, operation_name, where
 from ckptplan.profiling.bytes.storages import enlarged, ruled_bytes
 from ckptplan.profiling.target import ON_CPU, Target
 from ckptplan.profiling.values.answers import with_seen
 from ckptplan.profiling.values.repeatable import is_repeatable
+from ckptplan.runtime.accelerator import own_module
 from ckptplan.runtime.observe.measure import tensors_in
 from ckptplan.runtime.private import current_node, disable_current_modes, is_fake, next_sequence_number
 from ckptplan.runtime.recompute.selective import is_mark, is_numbered
@@ -48,8 +53,11 @@ def stage_segment(stage: int) -> int:
 _COMPILED = "compiled"
 """In the key of compiled code, in place of an operation."""
 
-_GATHERED = 1 << 20
-"""Added to the numbers of gathers in names, which no operation's storages have."""
+_GATHERED, _NUMBERS = 1 << 20, 1 << 21
+"""Added to the numbers of gathers and of saved numbers in names, which no operation's storages have."""
+
+SAVED = "saved activations"
+"""Category of the numbers that autograd saves."""
 
 _DETACH = torch.ops.aten.detach.default
 _LIFTED = torch.ops.aten.lift_fresh.default  # `torch.tensor` of a list: its operand is new
@@ -65,11 +73,9 @@ class OpTrace:
 
     Attributes
     ----------
-    before, after : int
-        Live bytes before and after it.
     key : hashable
         Everything that its memory and time depend on (`op_key`); None for a sum of gradients that a real run does in
-        place, and for `detach`.
+        place, and for `detach`. Such a sum makes a storage that stands for the one that it writes to.
     made : dict
         Storages that its results begin -> bytes, and whether they have a position (NOTE [Positions] in
         runtime/swap/positions.py).
@@ -84,13 +90,19 @@ class OpTrace:
     repeatable : bool
         It gives the same bits when it runs again (values/repeatable.py).
     at : tuple of int
-        Numbers of the segment's changes before and after it; of those after it, `after` leaves out a sum in place.
+        Numbers of the segment's changes before and after it; equal for a sum in place, though its storage follows.
     reads : tuple
-        Its operands, for trackers that note them (`Tracker.operands`).
+        Its operands, for trackers that compare steps: storage or name in the model, whether it requires a gradient, and
+        has hooks on that.
+    asked_bytes : int
+        Bytes of all storages that it made, before rounding; like the next three, for trackers that note origins.
+    runs_again : bool
+        Backward runs it as a part of a forward that runs again.
+    place : Where
+    name : str
+        Its name without that of its overload.
     """
 
-    before: int
-    after: int
     key: Hashable
     made: dict[Sid, tuple[int, bool]] = field(default_factory=dict)
     written: tuple[Sid, ...] = ()
@@ -100,9 +112,13 @@ class OpTrace:
     repeatable: bool = True
     at: tuple[int, int] = (0, 0)
     reads: tuple[tuple[Any, ...], ...] = ()
+    asked_bytes: int = field(default=0, compare=False)
+    runs_again: bool = field(default=False, compare=False)
+    place: Where = field(default=NOWHERE, compare=False)
+    name: str = field(default="", compare=False)
 
 
-DETACHED = OpTrace(0, 0, None)
+DETACHED = OpTrace(None)
 """Stands for each `detach`, which takes no memory and no time; most saved tensors have one."""
 
 
@@ -112,8 +128,8 @@ class SegmentTrace:
 
     Attributes
     ----------
-    start_bytes, end_bytes : int
-        Live bytes when it began and when the next segment did.
+    start_bytes : int
+        Live bytes when it began.
     ops : list of OpTrace
         Its operations, in order.
     present : set of Sid
@@ -128,7 +144,6 @@ class SegmentTrace:
     """
 
     start_bytes: int = 0
-    end_bytes: int = 0
     ops: list[OpTrace] = field(default_factory=list)
     present: set[Sid] = field(default_factory=set)
     written_outside: set[int] = field(default_factory=set, compare=False)
@@ -143,6 +158,13 @@ class Tracker(FakeWorld):
     ----------
     target : Target
         Where the step is to run; by default on the CPU.
+    model : nn.Module, optional
+        The step's; with it the tracker notes where storages and operations are made, and the numbers that autograd
+        saves, which take no bytes in its counts, as storages.
+    saves : bool
+        False: autograd saves nothing, no numbers either.
+    compares : bool
+        The operations' operands are noted (`OpTrace.reads`).
 
     Attributes
     ----------
@@ -156,10 +178,32 @@ class Tracker(FakeWorld):
         Identity of each real parameter that the model uses without listing it -> the parameter, its gradient before.
     changes : list of Change
         Those of the present segment; after `finish`, those since then.
+    origins : dict
+        Storage -> where and as what it was made, if the tracker has a model.
+    returns : list of (int, int, int)
+        As in `Replay`, inside `watching_model`.
     """
 
-    def __init__(self, target: Target = ON_CPU) -> None:
+    def __init__(
+        self,
+        target: Target = ON_CPU,
+        model: nn.Module | None = None,
+        *,
+        saves: bool = True,
+        compares: bool = False,
+    ) -> None:
         super().__init__(target)
+        self._model, self._saves, self._compares = model, saves, compares
+        self._modules = {} if model is None else names_of(model)
+        self.origins: dict[Sid, Origin] = {}
+        self.returns: list[tuple[int, int, int]] = []
+        self._place, self._op, self._asked_bytes = NOWHERE, "", 0  # of the present operation, and of all so far
+        self._nodes_end: list[int] = []  # after each forward operation, the next node's sequence number ...
+        self._nodes: list[Where] = []  # ... and its place
+        self._streams: dict[Any, int] = {own_module(target.device).current_stream(): 0}
+        self._numbers: list[tuple[int, Sid]] = []  # the nodes that saved some
+        self._numbers_made = 0
+        self._named: dict[int, str] = {}  # storages of the model -> their names
         self._on_cuda = target.is_cuda
         self.live_bytes = 0
         self.peak_bytes = 0
@@ -191,35 +235,45 @@ class Tracker(FakeWorld):
         self._outer.enter_context(_resizes_seen(self.resized))
         return self
 
+    @contextlib.contextmanager
+    def watching_model(self) -> Iterator[None]:
+        """Note when the model's forward returns, while the context is active."""
+
+        def returned(module: nn.Module, args: Any, output: Any) -> None:
+            if module is self._model and not self._in_backward:
+                self.returns.append((self._segment, len(self.changes), len(self._table[self._segment].ops)))
+
+        handle = register_module_forward_hook(returned, always_call=True)
+        try:
+            yield
+        finally:
+            handle.remove()
+
     # --- where the program is ---
 
     def enter_segment(self, segment: int) -> None:
         """Forward moves on to `segment`."""
-        self._current_end()
         self._segment = segment
-        self._made = self._gathers = 0
+        self._made = self._gathers = self._numbers_made = 0
         self._starts.append(next_sequence_number())
         self._begin(segment)
 
     def enter_backward(self, segment: int | None = None) -> None:
         """Backward begins, or moves down to `segment`; a segment that it has left isn't entered again."""
         if not self._in_backward:
-            self._current_end()
             self._in_backward = True
             self._segment += 1
             segment = len(self._starts) - 1 if segment is None else segment
         while segment is not None and segment < self._segment:
-            if self._segment in self.backward:
-                self._current_end()
             self._segment -= 1
-            self._made = self._gathers = 0
+            self._made = self._gathers = self._numbers_made = 0
             self._begin(self._segment)
 
     def finish(self) -> None:
-        """The step has ended: enter the backward segments that ran nothing, and close the last one."""
+        """The step has ended: enter the backward segments that ran nothing."""
         if self._in_backward:
             self.enter_backward(0)
-        self._current_end()
+        self._free_numbers(all_of_them=True)
         self.changes = []
 
     @property
@@ -228,12 +282,8 @@ class Tracker(FakeWorld):
         return self.backward if self._in_backward else self.forward
 
     def _begin(self, segment: int) -> None:
-        trace = self._table[segment] = SegmentTrace(self.live_bytes, self.live_bytes, present=self.alive())
+        trace = self._table[segment] = SegmentTrace(self.live_bytes, present=self.alive())
         self.changes = trace.changes
-
-    def _current_end(self) -> None:
-        if self._segment in self._table:
-            self._table[self._segment].end_bytes = self.live_bytes
 
     def _locate(self) -> None:
         """Enter the segment whose forward made the backward node that runs."""
@@ -241,11 +291,31 @@ class Tracker(FakeWorld):
         if node is not None and node._sequence_nr() < _MOST_SEQUENCE_NR:
             self.enter_backward(max(bisect.bisect_right(self._starts, node._sequence_nr()) - 1, 0))
 
+    @property
+    def _phase_name(self) -> str:
+        return "backward" if self._in_backward else "forward"
+
+    def _place_of(self, func: Any) -> bool:
+        """Set the place of the operation that begins; return whether it is one of a forward, maybe one that runs again.
+
+        One of backward is where the operation of forward is whose node runs.
+        """
+        self._op = operation_name(func, self)
+        if not self._in_backward or torch.is_grad_enabled():
+            self._place = where(sys._getframe(1), self._modules)
+            return True
+        self._free_numbers()
+        node = current_node()
+        at = len(self._nodes) if node is None else bisect.bisect_right(self._nodes_end, node._sequence_nr())
+        self._place = self._nodes[at] if at < len(self._nodes) else self._place
+        return False
+
     # --- storages ---
 
     def alive(self) -> set[Sid]:
         """Names of the storages made by the step that are alive now."""
-        return {sid for sid in self._alive.values() if sid is not None} | {*self._gather_of.values()}
+        numbers = (sid for _, sid in self._numbers)
+        return {*filter(None, self._alive.values()), *self._gather_of.values(), *numbers}
 
     def sid(self, tensor: torch.Tensor) -> Sid | None:
         """The name of a tensor's storage, None if it was there before the step."""
@@ -302,11 +372,16 @@ class Tracker(FakeWorld):
         if self._on_host(tensor):
             self.outside(tensor)
             return None
-        sid = ("backward" if self._in_backward else "forward", self._segment, self._made)
+        sid = (self._phase_name, self._segment, self._made)
         self._alive[key] = sid
         self._made += 1
         node = current_node() if self._in_backward else None
         self._made_by[key] = None if node is None else node._sequence_nr()
+        if self._model is not None:
+            again = node is not None and torch.is_grad_enabled()
+            self._note(
+                sid, storage.nbytes(), tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), again=again
+            )
         self._counted[key] = 0
         self._recount(key, storage)
         self._watch(storage, self._freed)
@@ -332,20 +407,31 @@ class Tracker(FakeWorld):
         if sid is not None:
             self.changes.append((sid, more, True))
         elif more:
-            self._gathered(key, more, exists=nbytes > 0)
+            self._gathered(key, storage, more)
         self.live_bytes += more
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         self._counted[key] = nbytes
 
-    def _gathered(self, key: int, more: int, *, exists: bool) -> None:
+    def _gathered(self, key: int, storage: torch.UntypedStorage, more: int) -> None:
         """Note that a storage of gathered parameters grows or shrinks; its memory has a name until it has none."""
         if key not in self._gather_of:
             self._gathers += 1
-            phase = "backward" if self._in_backward else "forward"
-            self._gather_of[key] = phase, self._segment, _GATHERED + self._gathers
+            self._gather_of[key] = self._phase_name, self._segment, _GATHERED + self._gathers
+            self._op = "fsdp.all_gather"
+            self._note(self._gather_of[key], storage.nbytes(), (), "", category=GATHERED)
+        exists = storage.nbytes() > 0
         self.changes.append((self._gather_of[key], more, exists))
         if not exists:
             del self._gather_of[key]
+
+    def _note(
+        self, sid: Sid, nbytes: int, shape: tuple[int, ...], dtype: str, *, again: bool = False, category: str = ""
+    ) -> None:
+        """Note where and as what a storage is made."""
+        if self._model is not None:
+            stream = self._streams.setdefault(own_module(self._target.device).current_stream(), len(self._streams))
+            self._asked_bytes += nbytes
+            self.origins[sid] = Origin(nbytes, shape, dtype, self._place, self._op, stream, again, category)
 
     def count(self, tensor: torch.Tensor) -> None:
         """Count a real tensor that was made by no operation of this mode."""
@@ -386,6 +472,8 @@ class Tracker(FakeWorld):
         """Run an operation, count the storages that it makes, and add it to the trace of the segment."""
         if self._in_backward and (distributed := self._distributed(func, args)) is not None:
             return distributed
+        forward = self._model is not None and self._place_of(func)
+        asked_bytes = self._asked_bytes
         operands = Operands(args, kwargs)
         given = operands.tensors
         for tensor in given if not (func is _LIFTED and given[0].dim()) else ():
@@ -401,8 +489,8 @@ class Tracker(FakeWorld):
                 self.outside(twin)
         if not self._on_cuda and (numbers := saved_numbers(func, args)):
             self._save_numbers(numbers)
-        before, first = self.live_bytes, len(self.changes)
-        reads = self.operands(given)
+        first = len(self.changes)
+        reads = self._operands(given) if self._compares else ()
         func = self._as_on_real_tensors(func, args)
         key = self._target.op_keys.of(func, args, kwargs, operands)
         in_place = self._accumulates(func, args, kwargs)
@@ -410,8 +498,6 @@ class Tracker(FakeWorld):
         result = self._as_large(func, key, args, kwargs, self.run(func, args, kwargs, operands))
         if self.answer is not None and not self.answer.is_number:
             key = with_seen(key, self.answer)
-        if in_place:
-            self._summed_in_place(args[0], result)
         returned = tensors_in(result)
         peak_bytes = self.peak_bytes
         made: dict[Sid, tuple[int, bool]] = {}
@@ -423,25 +509,47 @@ class Tracker(FakeWorld):
         trace = self._table[self._segment]
         if in_place:
             self.peak_bytes = peak_bytes  # a real run never has the two terms and their sum at once
-            trace.ops.append(OpTrace(before, before, None, at=(first, first), reads=reads))
+            terms = tuple(filter(None, [self.sid(args[0])]))
+            trace.ops.append(OpTrace(None, made, terms, at=(first, first), reads=reads))
         else:
             fresh = bool(made) and not written and all(self.sid(t) in made for t in returned)
             counts = is_numbered(func, args)
             again = is_repeatable(func, args, kwargs, on_cuda=self._on_cuda)
             noted = self.answer is not None
             at = first, len(self.changes)
-            trace.ops.append(
-                OpTrace(before, self.live_bytes, key, made, written, fresh, counts, noted, again, at, reads)
-            )
+            origin = self._asked_bytes - asked_bytes, forward and self._in_backward, self._place, self._op
+            trace.ops.append(OpTrace(key, made, written, fresh, counts, noted, again, at, reads, *origin))
+        if forward and (number := next_sequence_number()) > (self._nodes_end[-1] if self._nodes_end else -1):
+            self._nodes_end.append(number)
+            self._nodes.append(self._place)
         return result
 
     def _save_numbers(self, count: int) -> None:
-        """Autograd saves so many numbers among the operands of the present operation."""
+        """The newest node saves so many numbers among the operands of the present operation."""
         self._table[self._segment].wrapped_bytes += 8 * count
+        if self._model is not None and self._saves:
+            self._numbers_made += 1
+            sid = self._phase_name, self._segment, _NUMBERS + self._numbers_made
+            self._numbers.append((next_sequence_number() - 1, sid))
+            self._note(sid, 8 * count, (count,), "float64", category=SAVED)
+            self.changes.append((sid, 0, True))
 
-    def operands(self, given: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], ...]:
-        """What `OpTrace.reads` has of an operation's operands; subclasses that compare steps override this."""
-        return ()
+    def _free_numbers(self, *, all_of_them: bool = False) -> None:
+        """Free the saved numbers of nodes whose backward has ended: those made later than the node that runs."""
+        node = current_node()
+        while self._numbers and (all_of_them or (node is not None and self._numbers[-1][0] > node._sequence_nr())):
+            self.changes.append((self._numbers.pop()[1], 0, False))
+
+    def _operands(self, given: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], ...]:
+        """`OpTrace.reads` of an operation."""
+        if not self._named and self._model is not None:  # fake tensors are in place of the model's now
+            for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers()):
+                self._named.setdefault(id(tensor.untyped_storage()), name)
+                self._twins.append(tensor)
+        return tuple(
+            (self.sid(t) or self._named.get(id(t.untyped_storage()), ""), t.requires_grad, bool(t._backward_hooks))
+            for t in given
+        )
 
     def _as_large(self, func: Any, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
         """`result` with storages as large as real tensors have."""
@@ -453,7 +561,7 @@ class Tracker(FakeWorld):
     def runs_compiled(self, kind: str) -> None:
         """Add an operation that tells stages with different compiled code apart and has no options inside."""
         self._table[self._segment].ops.append(
-            OpTrace(self.live_bytes, self.live_bytes, (_COMPILED, (kind,), None), from_real_run=True)
+            OpTrace((_COMPILED, (kind,), None), from_real_run=True, at=(len(self.changes),) * 2)
         )
 
     def _distributed(self, func: Any, args: tuple[Any, ...]) -> torch.Tensor | None:
@@ -482,9 +590,6 @@ class Tracker(FakeWorld):
         runs = in_place(func, node.name(), fills=changed == self._zeros)
         mine = self._made_by.get(changed) == node._sequence_nr()
         return runs if runs is not None and mine and _called_by_the_engine() else func
-
-    def _summed_in_place(self, earlier: torch.Tensor, total: torch.Tensor) -> None:
-        """`total` has the same storage as `earlier` on real tensors; subclasses that follow storages override this."""
 
     def _written(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Sid, ...]:
         """Storages made by the step that the operation writes to; those from before go into `written_outside`."""
@@ -544,28 +649,25 @@ def _resizes_seen(seen: Callable[[torch.UntypedStorage], None]) -> Iterator[None
         del torch.UntypedStorage.resize_
 
 
-def learn_storages(
-    target: Target, traces: Iterable[SegmentTrace], measured: Mapping[Hashable, tuple[int, ...]]
-) -> bool:
-    """Note operations whose results had larger storages on the device than traced; return whether any is new.
+def workspaces_of(target: Target, traces: Iterable[SegmentTrace]) -> tuple[dict[Hashable, int], list[str], bool]:
+    """Return the bytes that operations allocate, and what couldn't run (`Target.workspaces`).
 
-    Parameters
-    ----------
-    measured : mapping
-        Operation key -> bytes of the storages of its results when it ran alone.
+    Also notes operations whose results had larger storages on the device than traced; the last item is whether any is
+    new, and the step has to be traced again with them.
     """
+    ops = [op for trace in traces for op in trace.ops]
+    peaks, failed, measured = target.workspaces(op.key for op in ops)
     if target.answers is None:
-        return False
+        return peaks, failed, False
     known = target.answers.storages
     larger = {
         op.key: measured[op.key]
-        for trace in traces
-        for op in trace.ops
+        for op in ops
         if op.key in measured and _is_larger(measured[op.key], [nbytes for nbytes, _ in op.made.values()], target)
     }
     new = larger.keys() - known.keys()
     known.update(larger)
-    return bool(new)
+    return peaks, failed, bool(new)
 
 
 def _is_larger(real: Sequence[int], traced: Sequence[int], target: Target) -> bool:
@@ -575,15 +677,13 @@ def _is_larger(real: Sequence[int], traced: Sequence[int], target: Target) -> bo
 def _called_by_the_engine() -> bool:
     """Whether the autograd engine itself runs the operation, rather than a backward that is written in Python."""
     frame = sys._getframe(1)
-    while frame is not None and (frame.f_code.co_name in _DISPATCHING or frame.f_code.co_filename.endswith(_BETWEEN)):
+    while frame is not None and (
+        frame.f_code.co_name == "__torch_dispatch__" or frame.f_code.co_filename.endswith(_BETWEEN)
+    ):
         frame = frame.f_back  # type: ignore[assignment]
     return frame is None or frame.f_code is _ENGINE
 
 
-_DISPATCHING = (
-    "__torch_dispatch__",
-    *(f.__name__ for f in (Tracker.dispatched, Tracker.operation, Tracker._as_on_real_tensors, Tracker._distributed)),
-)
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 _BETWEEN = (__file__, "torch/_compile.py", "torch/_dynamo/eval_frame.py", "torch/utils/_stats.py")
 """Files whose functions lie between the engine and a dispatch mode once `torch._dynamo` is imported."""

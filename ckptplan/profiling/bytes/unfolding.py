@@ -22,17 +22,15 @@ import dataclasses
 import itertools
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-import torch
-from torch import nn
-
-from ckptplan.core.plan import Decision
+from ckptplan.core.errors import UnsupportedModelError
+from ckptplan.core.plan import KEEP, Decision
 from ckptplan.profiling.bytes.folding import Periods, Run, UnlikeLayersError, find_runs, quiet, shortened
-from ckptplan.profiling.bytes.origins import Locating
-from ckptplan.profiling.bytes.trace import Replay, replay
-from ckptplan.profiling.bytes.tracker import DETACHED, Change, OpTrace, SegmentTrace, Sid, Tracker
+from ckptplan.profiling.bytes.origins import Where
+from ckptplan.profiling.bytes.trace import Replay, find_stages, replay
+from ckptplan.profiling.bytes.tracker import DETACHED, Change, SegmentTrace, Sid
 from ckptplan.profiling.target import Target
 from ckptplan.runtime.state.compiled import compiled_modules
 from ckptplan.runtime.step import TrainingStep
@@ -49,8 +47,8 @@ class Folding:
     Parameters
     ----------
     step : TrainingStep
-    stages : tuple of str
-        Names of the full model's stages.
+    stages : tuple of str, optional
+        Names of the full model's stages; by default found on the layers that are run, for `logged` alone.
     target : Target
 
     Attributes
@@ -64,12 +62,15 @@ class Folding:
         Segments of the second period of each run of layers, and those of the third that are the same ones there.
     """
 
-    def __init__(self, step: TrainingStep, stages: tuple[str, ...], target: Target) -> None:
-        self._step, self._stages, self._target = step, stages, target
-        self._runs: list[Run] = []
+    def __init__(self, step: TrainingStep, stages: tuple[str, ...] | None, target: Target) -> None:
+        self._step, self._target = step, target
         self._made: dict[Any, Replay] = {}
-        self.stages = stages
-        for run in [] if _reads_values(step, target) else find_runs(step.model):
+        self._is_checked = False
+        self._runs = [] if _reads_values(step, target) else find_runs(step.model)
+        self._are_found = stages is not None
+        self._stages = self.stages = (self._inferred() if self._runs else ()) if stages is None else stages
+        runs, self._runs = self._runs, []
+        for run in runs:
             short = tuple(filter(None, map(run.shortened, self.stages)))
             periods = Periods.of(run, short)
             if periods is not None and periods.stages(short) == self.stages:
@@ -84,8 +85,20 @@ class Folding:
         self.twins = [(g, g + third - second) for _, second, third, *_ in begins for g in range(second, third)]
         if len(begins) < len(self._runs):
             self.give_up()
-        if len(self.stages) > (1 - _LEAST_SHARE) * len(stages):
+        if len(self.stages) > (1 - _LEAST_SHARE) * len(self._stages):
             self.give_up()
+
+    def _inferred(self) -> tuple[str, ...]:
+        """Names of the full model's stages, if they are those of the shortened one."""
+        try:
+            with quiet(), self.shortened():
+                found = find_stages(self._step, self._target).stages
+            for run in reversed(self._runs):
+                found = _periods(run, found).stages(found)
+        except Exception:  # a forward may need all its layers, or have no stages
+            self._runs = []
+            return ()
+        return found
 
     def give_up(self) -> None:
         """From now on, run all layers."""
@@ -101,7 +114,7 @@ class Folding:
         """Shorten the model while the context is active."""
         return shortened(self._step.model, self._runs)
 
-    def replay(self, choices: tuple[Decision, ...], *, saves: bool) -> Replay:
+    def replay(self, choices: tuple[Decision, ...], *, saves: bool, numbered: bool = True) -> Replay:
         """Return the full model's replay with `choices` for its stages.
 
         The first one has to be one that saves nothing, which is compared with the full model's.
@@ -113,15 +126,15 @@ class Folding:
         """
         if not saves:
             self._made.clear()  # of an earlier trace, before larger storages were known
-        few = self.replay_few(self._chosen(choices), saves=saves)
+        few = self.replay_few(self._chosen(choices), saves=saves, numbered=numbered)
         if saves:
             return self._written_out(few)
-        full = self._replayed(self._stages, choices, _Reading(self._target, self._step.model))
+        full = self._replayed(self._stages, choices, saves=False, numbered=numbered)
         if not _are_equal(self._written_out(few), full):
             raise UnlikeLayersError
         return full
 
-    def replay_few(self, choices: tuple[Decision, ...], *, saves: bool) -> Replay:
+    def replay_few(self, choices: tuple[Decision, ...], *, saves: bool, numbered: bool = True) -> Replay:
         """Return the shortened model's replay with `choices` for its stages; made once.
 
         Raises
@@ -131,21 +144,53 @@ class Folding:
         """
         key = choices, saves
         if key not in self._made:
-            self._made[key] = self._few(choices, None if saves else _Reading(self._target, self._step.model))
+            self._made[key] = self._few(choices, saves=saves, numbered=numbered)
         return self._made[key]
 
-    def _few(self, choices: tuple[Decision, ...], reading: Tracker | None) -> Replay:
-        """The replay of the shortened model; with `reading`, it saves nothing."""
+    def logged(self, *, inference: bool = False, **options: Any) -> tuple[Replay, tuple[str, ...]]:
+        """Return the full model's replay with everything kept and its whole log, and the names of its stages.
+
+        Parameters
+        ----------
+        inference : bool
+            Of one forward that saves nothing instead.
+        **options
+            `accumulating` and `holds_output`, as in `replay` of trace.py.
+        """
+        step = self._step.without_loss() if inference else self._step
+        options |= {"saves": not inference, "numbered": False, "logs": True}
+        if self.folds:
+            try:
+                if not self._is_checked:
+                    self.replay((KEEP,) * len(self._stages), saves=False, numbered=False)
+                self._is_checked = True
+                few = self._few((KEEP,) * len(self.stages), step, **options)
+                return self._written_out(few), self._stages
+            except UnlikeLayersError:
+                self.give_up()
+        if not self._are_found:
+            try:
+                self._stages = self.stages = find_stages(self._step, self._target).stages
+            except UnsupportedModelError:  # no module saves anything, as in a model that checkpoints by itself
+                self._stages = self.stages = ("",)  # the model itself
+            self._are_found = True
+        return self._replayed(self._stages, (KEEP,) * len(self._stages), step, **options), self._stages
+
+    def _few(self, choices: tuple[Decision, ...], step: TrainingStep | None = None, **options: Any) -> Replay:
+        """The replay of the shortened model."""
         try:
             with quiet(), self.shortened():
-                return self._replayed(self.stages, choices, reading)
+                return self._replayed(self.stages, choices, step, **options)
         except Exception as error:  # a forward may need all its layers; an error of the full model is raised by its own
             raise UnlikeLayersError from error
 
-    def _replayed(self, stages: tuple[str, ...], choices: tuple[Decision, ...], reading: Tracker | None) -> Replay:
-        accumulating = self._step.accumulates
+    def _replayed(
+        self, stages: tuple[str, ...], choices: tuple[Decision, ...], step: TrainingStep | None = None, **options: Any
+    ) -> Replay:
+        compares = not (options["saves"] or options.get("logs"))
+        accumulating = options.pop("accumulating", self._step.accumulates)
         return replay(
-            self._step, stages, choices, self._target, saves=reading is None, accumulating=accumulating, tracker=reading
+            step or self._step, stages, choices, self._target, accumulating=accumulating, compares=compares, **options
         )
 
     def _chosen(self, choices: Sequence[Decision]) -> tuple[Decision, ...]:
@@ -167,7 +212,8 @@ class Folding:
         for run in reversed(self._runs):
             periods = _periods(run, short)
             kept = range(run.kept)
-            if _Unfolded(seen, periods, kept).write() != _Unfolded(seen, periods, (0, 2, 1, *kept[3:])).write():
+            orders = kept, (0, 2, 1, *kept[3:])
+            if not _are_equal(*(_Unfolded(seen, periods, order).write() for order in orders)):
                 raise UnlikeLayersError
             seen, short = _Unfolded(seen, periods, periods.order).write(), periods.stages(short)
         return seen
@@ -175,7 +221,8 @@ class Folding:
 
 def _periods(run: Run, short: Sequence[str]) -> Periods:
     periods = Periods.of(run, short)
-    assert periods is not None
+    if periods is None:
+        raise UnlikeLayersError
     return periods
 
 
@@ -190,38 +237,23 @@ def _reads_values(step: TrainingStep, target: Target) -> bool:
 
 def _are_equal(a: Replay, b: Replay) -> bool:
     """Whether two replays are equal, the order of the storages included."""
-    return a == b and all(
-        [list(sids.items()) for sids in ours.values()] == [list(sids.items()) for sids in theirs.values()]
-        for ours, theirs in ((a.saved, b.saved), (a.inputs, b.inputs), (a.returned, b.returned))
+    return (
+        a == b
+        and all(
+            [_changes(ours[g]) for g in ours] == [_changes(theirs[g]) for g in theirs]
+            for ours, theirs in ((a.forward, b.forward), (a.backward, b.backward))
+        )
+        and all(
+            [list(ours[g]) for g in ours] == [list(theirs[g]) for g in theirs]
+            for ours, theirs in ((a.saved, b.saved), (a.inputs, b.inputs), (a.returned, b.returned))
+        )
     )
 
 
-class _Reading(Locating):
-    """Tracker that also notes each operation's operands: storage, or name in the model, gradient required, hooks.
-
-    Parameters
-    ----------
-    target : Target
-    model : nn.Module
-    """
-
-    def __init__(self, target: Target, model: nn.Module) -> None:
-        self._model: nn.Module | None = model
-        self._named: dict[int, str] = {}
-        self._held: list[torch.Tensor] = []
-        super().__init__(target, model)
-
-    def operands(self, given: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], ...]:
-        """Storage or name of each operand, and whether it requires a gradient and has hooks on that."""
-        if self._model is not None:  # the first operation: fake tensors are in place of the model's now
-            for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers()):
-                self._named.setdefault(id(tensor.untyped_storage()), name)
-                self._held.append(tensor)
-            self._model = None
-        return tuple(
-            (self.sid(t) or self._named.get(id(t.untyped_storage()), ""), t.requires_grad, bool(t._backward_hooks))
-            for t in given
-        )
+def _changes(trace: SegmentTrace) -> list[Change]:
+    """The changes of a segment, with consecutive frees, which have no order, by name."""
+    runs = itertools.groupby(trace.changes, key=operator.itemgetter(2))
+    return [change for exists, run in runs for change in (run if exists else sorted(run))]
 
 
 class _Unfolded:
@@ -249,17 +281,20 @@ class _Unfolded:
         self.homes = [None if g >= self.end else periods.home(g) for g in range(len(seen.forward))]
         """Per segment, its period."""
         self.labels = self._labels()
+        self.returns: list[tuple[int, int, int]] = []
         self.known: defaultdict[int | None, dict[Sid | str, Sid | str]] = defaultdict(dict)
 
     def write(self) -> Replay:
         """Return the replay."""
-        seen = self.seen
-        forward = {g: self._trace(seen.forward[s], q) for g, (s, q) in enumerate(self.sources)}
+        seen, run = self.seen, self.periods.run
+        forward = {g: self._trace(seen.forward[s], g, s, q) for g, (s, q) in enumerate(self.sources)}
         steps = reversed(list(enumerate(self.sources)))
-        backward = {g: self._trace(seen.backward[s], q) for g, (s, q) in steps if s in seen.backward}
+        backward = {g: self._trace(seen.backward[s], g, s, q) for g, (s, q) in steps if s in seen.backward}
         end_bytes = self.live_bytes
-        changes = self._play(seen.changes, None)
         gradients = self._set(seen.gradients)
+        changes = self._play(seen.changes[: seen.left_at], None)
+        left_at, left_bytes = len(changes), sum(n for sid, n in self.alive.items() if sid not in gradients)
+        changes += self._play(seen.changes[seen.left_at :], None)
         return Replay(
             forward=forward,
             backward=backward,
@@ -281,9 +316,18 @@ class _Unfolded:
             rerun=self._as_is(seen.rerun),
             copied_bytes=self._as_is(seen.copied_bytes),
             end_bytes=end_bytes,
-            left_bytes=sum(nbytes for sid, nbytes in self.alive.items() if sid not in gradients),
+            left_bytes=left_bytes,
             gradients=gradients,
             changes=changes,
+            left_at=left_at,
+            results={name: self._set(sids) for name, sids in seen.results.items()},
+            returns=self.returns,
+            named_gradients=self._everywhere(
+                seen.named_gradients, lambda names, r, q: tuple(run.renamed(name, r, q) for name in names)
+            ),
+            origins=self._everywhere(
+                seen.origins, lambda origin, r, q: dataclasses.replace(origin, place=self._placed(origin.place, r, q))
+            ),
         )
 
     # --- names ---
@@ -362,6 +406,19 @@ class _Unfolded:
                 out += [(self._at(item[0], q), *item[1:]) for item in together]
         return out
 
+    def _everywhere(self, table: Mapping[Sid, T], change: Callable[[T, int | None, int | None], T]) -> dict[Sid, T]:
+        """A table of what is said of each storage, with its entry for each period that its own stands for."""
+        out: dict[Sid, T] = {}
+        for sid, entry in table.items():
+            home = self._home_of(sid)
+            for q in [None] if home is None else self.copies[home]:
+                out[self._at(sid, q)] = change(entry, home, q)  # type: ignore[index]
+        return out
+
+    def _placed(self, place: Where, r: int | None, q: int | None) -> Where:
+        """A place in the code as period `q` has it, which period `r` stands for."""
+        return place._replace(module=self.periods.run.renamed(place.module, r, q))
+
     # --- tables ---
 
     def _by_segment(self, table: Mapping[int, T]) -> Iterator[tuple[int, int | None, T]]:
@@ -395,23 +452,32 @@ class _Unfolded:
                 raise UnlikeLayersError
         return out  # type: ignore[return-value]
 
-    def _trace(self, old: SegmentTrace, q: int | None) -> SegmentTrace:
+    def _trace(self, old: SegmentTrace, g: int, s: int, q: int | None) -> SegmentTrace:
+        """The trace of segment `g`, of period `q`, for which that of segment `s` of the shortened model stands."""
         start_bytes, present = self.live_bytes, set(self.alive)
         changes: list[Change] = []
-        places = {0: (0, start_bytes)}  # number of changes of the old trace -> here, and the live bytes
-        for first, last in itertools.pairwise(sorted({0, len(old.changes), *(n for op in old.ops for n in op.at)})):
+        places = {0: 0}  # number of changes of the old trace -> here
+        returns = [(n, ops) for at, n, ops in self.seen.returns if old is self.seen.forward.get(at)]
+        met = {0, len(old.changes), *(n for op in old.ops for n in op.at), *(n for n, _ in returns)}
+        for first, last in itertools.pairwise(sorted(met)):
             changes += self._play(old.changes[first:last], q)
-            places[last] = len(changes), self.live_bytes
+            places[last] = len(changes)
+        self.returns += [(g, places[n], ops) for n, ops in returns]
+        r = self.homes[s]
         ops = []
         for op in old.ops:
             if op is DETACHED:
                 ops.append(op)
                 continue
-            (first, before), (last, after) = (places[n] for n in op.at)
-            made, reads = self._table(op.made, q), tuple(self._spread(op.reads, q))
-            written = tuple(sid for (sid,) in self._spread([(sid,) for sid in op.written], q))
-            again = op.fresh, op.numbered, op.from_real_run, op.repeatable
-            ops.append(OpTrace(before, after, op.key, made, written, *again, (first, last), reads))
-        return SegmentTrace(
-            start_bytes, self.live_bytes, ops, present, changes=changes, wrapped_bytes=old.wrapped_bytes
-        )
+            first, last = (places[n] for n in op.at)
+            ops.append(
+                dataclasses.replace(
+                    op,
+                    made=self._table(op.made, q),
+                    written=tuple(sid for (sid,) in self._spread([(sid,) for sid in op.written], q)),
+                    at=(first, last),
+                    reads=tuple(self._spread(op.reads, q)),
+                    place=self._placed(op.place, r, q),
+                )
+            )
+        return SegmentTrace(start_bytes, ops, present, changes=changes, wrapped_bytes=old.wrapped_bytes)
