@@ -44,7 +44,6 @@ from ckptplan.solving.cost import Evaluator
 from ckptplan.solving.enumerate import PlanSpace
 from ckptplan.solving.incumbent import Incumbent
 from ckptplan.solving.planner import _PlanSearch
-from ckptplan.solving.tiers import TieredEvaluator
 
 SCHEMA = "ckptplan.ablation/1"
 FULL = "full"
@@ -107,21 +106,6 @@ def begun_with(solver: process.Solver) -> Callable[..., bool]:
     return lambda asked, *args: asked == solver
 
 
-def none_fits(original: Callable[..., Any], *args: Any) -> None:
-    """As where no plan leaves the disk alone."""
-    raise InfeasibleBudgetError("switched off", budget_bytes=0, min_peak_bytes=0, stage="", phase="forward")
-
-
-def with_slower_link(search: _PlanSearch) -> bool:
-    """Whether this is the search for plans that move more to the disk."""
-    return search.more_s > 0
-
-
-def without_disk(search: _PlanSearch) -> bool:
-    """Whether this is the search for plans that leave the disk alone."""
-    return search.profile.disk is not None and not isinstance(search.incumbent.evaluator, TieredEvaluator)
-
-
 def later(search: _PlanSearch, until: float) -> bool:
     """Whether this is a round of the label DP after the first, which alone has a share of the time."""
     return search.incumbent.best is not None and until == search.deadline
@@ -168,8 +152,6 @@ PARTS: dict[str, tuple[Switch, ...]] = {
         Switch(Evaluator, "transferred"),
         Switch(_PlanSearch, "retimed", applies=lambda search, *args: of_mixed(search.incumbent)),
     ),
-    "slower-link": (Switch(_PlanSearch, "run", applies=with_slower_link),),
-    "host-alone": (Switch(_PlanSearch, "run", none_fits, without_disk),),
 }
 """Name -> what switches the part off."""
 
@@ -314,12 +296,16 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=15.0, help="time limit of a solve")
     parser.add_argument("--no-segments", action="store_true", help="plans without segments")
     parser.add_argument("--recompute-alone", action="store_true", help="plans that swap nothing")
+    parser.add_argument("--swap-alone", action="store_true", help="plans that recompute nothing")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
     limits = Limits(time_limit_s=args.seconds, gap=0.0, segments=not args.no_segments)
     if args.recompute_alone:
         limits = replace(limits, actions=("keep", "recompute"))
-    narrower = [f"--{name}" for name in ("no-segments", "recompute-alone") if getattr(args, name.replace("-", "_"))]
+    if args.swap_alone:
+        limits = replace(limits, actions=("keep", "swap"))
+    options = ("no-segments", "recompute-alone", "swap-alone")
+    narrower = [f"--{name}" for name in options if getattr(args, name.replace("-", "_"))]
     if args.one:
         name, percent, off = args.one.split(",")
         json.dump(solve(name, int(percent), off, limits), sys.stdout)

@@ -211,7 +211,8 @@ class Plan(Saved):
     others_bytes : int
         What all but one of them hold, with their inputs, beside `peak_bytes`.
     notes : tuple of str
-        Those of the profile: inputs and loss that were guessed, stages that can't be recomputed.
+        Those of the profile: inputs and loss that were guessed, stages that can't be recomputed. Those of the search:
+        a faster plan that wasn't taken, copies to the disk that the bound counts as faster than they are.
     asked : str
         What was asked of a plan that is kept in a file for later runs (`plan_file=`); empty for others.
     """
