@@ -26,7 +26,7 @@ from ckptplan.report.explain import explain as explanation
 from ckptplan.solving.bound.pricing import lower_bound
 from ckptplan.solving.cost import menus as menus_of
 from ckptplan.solving.frontier import frontier_profile, smallest_within
-from ckptplan.solving.tiers import all_bytes
+from ckptplan.solving.room import Room
 
 if TYPE_CHECKING:  # these import torch
     from torch import nn
@@ -306,8 +306,7 @@ def explain(profile: Profile, plan: Plan, **options: Unpack[SearchKeywords]) -> 
         profile,
         menus_of(profile, limits.actions),
         plan.budget_bytes,
-        # As one tier at the link's rate, to which the plan's disk bytes are added: the prices are estimates.
-        host_bytes=all_bytes(limits.host_bytes, plan.disk_bytes),
+        host_bytes=Room(limits.host_bytes, plan.disk_bytes).total_bytes,
         segments=limits.segments and "recompute" in limits.actions,
         deadline=time.monotonic() + limits.time_limit_s,
     )

@@ -37,6 +37,10 @@ class Combination:
     """Of the profile for which they were asked last."""
 
 
+Placing = Callable[[Sequence[Decision], Sequence[int], int | None, int], Iterator[tuple[Decision, ...]]]
+"""Decisions, what each stage moves, and the limits of host and disk -> decisions with their tiers."""
+
+
 class _Forest(NamedTuple):
     """Segments within a stretch of stages, and the compute time they add."""
 
@@ -212,6 +216,33 @@ def divisions(
         ):
             continue
         yield tuple(replace(choice, tier="disk") if i in disk else choice for i, choice in enumerate(choices))
+
+
+def by_rule(
+    choices: Sequence[Decision], sizes: Sequence[int], host_bytes: int | None, disk_bytes: int
+) -> Iterator[tuple[Decision, ...]]:
+    """Of the `divisions` the one of plans, if there is any.
+
+    The host takes each stage's bytes in turn that still fit. Where that is too much for the disk, the host is as full
+    as can be, of early stages where several are.
+    """
+    every = list(divisions(choices, sizes, host_bytes, disk_bytes))
+    in_turn: list[Decision] = []
+    held = 0
+    for choice, size in zip(choices, sizes, strict=True):
+        fits = host_bytes is None or held + size <= host_bytes
+        held += size if fits else 0
+        in_turn.append(choice if fits else replace(choice, tier="disk"))
+    if tuple(in_turn) in every:
+        yield tuple(in_turn)
+    elif every:
+        yield max(
+            every,
+            key=lambda divided: (
+                sum(size for choice, size in zip(divided, sizes, strict=True) if choice.tier == "host"),
+                -sum(1 << i for i, choice in enumerate(divided) if choice.moves and choice.tier == "host"),
+            ),
+        )
 
 
 def smallest_peak(
@@ -414,8 +445,9 @@ def fastest_of(
     host_bytes: int | None = None,
     disk_bytes: int = 0,
     below_s: float = math.inf,
+    placed: Placing = divisions,
 ) -> list[Decision] | None:
-    """The fastest decisions for one combination: all transfers, every point and tier; None if none is below."""
+    """The fastest decisions for one combination: all transfers, points, tiers of `placed`; None if none is below."""
     n = len(found.options)
     moves = moves_of(profile, found)
     if found.steps is None or found.steps[0] is not profile:
@@ -450,7 +482,7 @@ def fastest_of(
             decision(o, tuple(p for group in stage for p in group.positions))
             for o, stage in zip(found.options, parts, strict=True)
         ]
-        for divided in divisions(choices, sizes, host_bytes, disk_bytes):
+        for divided in placed(choices, sizes, host_bytes, disk_bytes):
             ways = [profile.disk if c.tier == "disk" and profile.disk is not None else profile.link for c in divided]
             out, back = (math.inf, ()), (math.inf, ())
             for at in _points(groups, releases, [g.there for g in groups], forward, budget_bytes):
@@ -488,6 +520,7 @@ def fastest_plan(
     segments: bool = True,
     within: Iterable[Combination] | None = None,
     below_s: float = math.inf,
+    placed: Placing = divisions,
 ) -> tuple[Timeline, list[Decision], Combination] | None:
     """The fastest plan within the budgets that takes less than `below_s`, by the referee; None where there is none.
 
@@ -495,6 +528,8 @@ def fastest_plan(
     ----------
     within : iterable of Combination, optional
         Try these, in order of their compute time, instead of all.
+    placed : callable, optional
+        Yields the tiers that are tried for the moves of a plan: all, or those `by_rule`.
     """
     best = None
     if profile.update_peak_bytes > budget_bytes:
@@ -504,7 +539,13 @@ def fastest_plan(
             break
         # Sums of the same seconds in another order may differ by a rounding.
         chosen = fastest_of(
-            profile, found, budget_bytes, host_bytes=host_bytes, disk_bytes=disk_bytes, below_s=below_s * (1 - 1e-12)
+            profile,
+            found,
+            budget_bytes,
+            host_bytes=host_bytes,
+            disk_bytes=disk_bytes,
+            below_s=below_s * (1 - 1e-12),
+            placed=placed,
         )
         if chosen is not None:
             timeline = simulate(profile, chosen, found.segments)

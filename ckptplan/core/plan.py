@@ -205,7 +205,8 @@ class Plan(Saved):
         The budget as a share of the way between them, 0 to 1; a plan for other inputs gets the same share of their way.
         None: it was given in bytes.
     notes : tuple of str
-        Those of the profile: inputs and loss that were guessed, stages that can't be recomputed.
+        Those of the profile: inputs and loss that were guessed, stages that can't be recomputed. Those of the search:
+        a faster plan that wasn't taken, copies to the disk that the bound counts as faster than they are.
     asked : str
         What was asked of a plan that is kept in a file for later runs (`plan_file=`); empty for others.
     """

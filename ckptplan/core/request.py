@@ -254,9 +254,10 @@ class Limits:
         Limit on bytes swapped to the host; with 0 swaps go to the disk, if allowed. None: no limit. As a keyword:
         `host_gb`, in units of 2**30 bytes.
     disk_bytes : int, optional
-        Limit on bytes swapped to the disk, beyond the host's limit. Needs a profile with a disk tier (on CUDA it is
-        measured if `swap_dir` is given). The disk's staging buffers, which are pinned host memory, count for the host.
-        None: no disk. As a keyword: `disk_gb`, in units of 2**30 bytes, together with a `host_gb`.
+        Limit on bytes swapped to the disk, beyond the host's limit: the host takes in the order of the stages what
+        still fits, the disk the rest. Needs a profile with a disk tier (on CUDA it is measured if `swap_dir` is given).
+        The disk's staging buffers, which are pinned host memory, count for the host. None: no disk. As a keyword:
+        `disk_gb`, in units of 2**30 bytes, together with a `host_gb`.
     time_limit_s : float
         Wall-clock limit of solving, without profiling; small chains take far less.
     gap : float

@@ -31,7 +31,7 @@ from ckptplan.planning.by_rules import SHARE, examined, plans_by_rules
 from ckptplan.planning.points import away_longest
 from ckptplan.referee.simulate import simulate
 from ckptplan.solving.planner import OnProgress, smallest_peak, solve_profile
-from ckptplan.solving.tiers import check_disk
+from ckptplan.solving.room import Room
 
 _REORDERED_EXCESS = 0.05  # share of the budget above which another order of decisions isn't tried: it gains less
 _REST = 0.01  # share of the budget that may stay unused before another limit is tried
@@ -413,7 +413,7 @@ def job_of_profile(profile: Profile, limits: Limits) -> Job:
     InvalidInputError
         If `limits` has a disk and the profile doesn't, or the host's limit is below the disk's staging buffers.
     """
-    check_disk(profile, limits.host_bytes, limits.disk_bytes)
+    Room.of(profile, limits)  # raises without a disk to use
     # A hand-written profile has no device, and on the CPU the host tier is a disk without staging buffers.
     if profile.fingerprint.device not in ("", "cpu"):
         limits = staged(limits)

@@ -38,7 +38,7 @@ from ckptplan.runtime.replicated import unwrapped
 from ckptplan.runtime.sharded import keep_whole_gradients, parameter_groups
 from ckptplan.runtime.sharded import sharded as sharded
 from ckptplan.runtime.step import TrainingStep, check_supported, fingerprint
-from ckptplan.solving.tiers import check_disk
+from ckptplan.solving.room import Room
 
 
 def job_of_model(model: nn.Module, training: Training, swap_dir: str | Path | None, limits: Limits) -> Job:
@@ -78,7 +78,7 @@ def job_of_step(
         notes=notes,
         on_progress=limits.on_progress,
     )
-    check_disk(measured, limits.host_bytes, limits.disk_bytes)
+    Room.of(measured, limits)  # raises without a disk to use
     for other in padded(training):
         measured = holding_for(measured, stage_inputs(other, measured, target))
     return replaying(

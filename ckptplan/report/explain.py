@@ -145,6 +145,8 @@ class Explanation:
     choices : tuple of Choice
     launch_s : float or None
         Time in which the host launches the step, if that is longer than what compute and copies take.
+    to_disk : bool
+        Whether anything goes to the disk; prices count its copies at the rate of the host's link.
     """
 
     recompute_s: float
@@ -157,6 +159,7 @@ class Explanation:
     worth: Worth | None
     choices: tuple[Choice, ...]
     launch_s: float | None = None
+    to_disk: bool = False
 
     @property
     def price_unit(self) -> tuple[str, float]:
@@ -191,6 +194,7 @@ class Explanation:
             lines.append(
                 f"prices    one more {unit} saves about {more} a step; "
                 f"a link twice as fast {out} outwards, {back} inwards"
+                + ("; the disk's copies count at the rate of the host's link" if self.to_disk else "")
             )
         rows = [("stage", "chosen", "with less memory", "with more memory")]
         for c in self.choices:
@@ -252,6 +256,7 @@ def explain(
         worth=worth,
         choices=_choices(profile, plan, menu, deadline),
         launch_s=timeline.launch_s if timeline.launch_s == timeline.makespan_s > 0.0 else None,
+        to_disk=plan.disk_bytes > 0,
     )
 
 

@@ -12,6 +12,7 @@ their options say: what does the same without moving is another vector, and `eva
 from __future__ import annotations
 
 import math
+from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -25,6 +26,8 @@ from ckptplan.core.plan import Decision
 from ckptplan.core.profile import Profile
 from ckptplan.core.schedule import (
     EQUAL_S,
+    Residency,
+    Sendings,
     StepNeed,
     decided,
     evaluate,
@@ -38,7 +41,8 @@ from ckptplan.core.schedule import (
 from ckptplan.core.segment import Segment
 from ckptplan.core.stage import Phase, Stage
 from ckptplan.solving.parameters import DEFAULT, Parameters
-from ckptplan.solving.points import Moves, MovesSearch, Room
+from ckptplan.solving.points import Moves, MovesSearch
+from ckptplan.solving.room import Room
 
 Codes = NDArray[np.int8]
 """Decision vectors: one row each, one column per stage, values are positions in the stage's menu."""
@@ -46,6 +50,7 @@ Menu = Sequence[Sequence[int]]
 """Per stage, the codes it may take."""
 Segments = tuple[Segment, ...]
 
+UNLIMITED = Room()
 KEEP = 0
 """The code of "keep", the first option of every menu."""
 
@@ -127,7 +132,7 @@ class Queued:
     backward_s: NDArray[np.float64]
 
     def take(self, rows: NDArray[np.int64]) -> Queued:
-        """These rows, as often as they are named."""
+        """These rows."""
         return replace(
             self,
             front_forward=self.front_forward[rows],
@@ -135,13 +140,6 @@ class Queued:
             moved=self.moved[rows],
             forward_s=self.forward_s[rows],
             backward_s=self.backward_s[rows],
-        )
-
-    def seconds(self, out_s: NDArray[np.float64], in_s: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Makespans, for these times of each stage's copies."""
-        in_order = np.arange(self.moved.shape[1] + 1)
-        return _lanes(self.front_forward, out_s, in_order, self.forward_s) + _lanes(
-            self.front_backward, in_s, self.joined, self.backward_s
         )
 
 
@@ -194,16 +192,16 @@ class Evaluator:
     Parameters
     ----------
     profile : Profile
-    host_bytes : int, optional
-        Limit on what is moved in all.
+    room : Room, optional
+        For what is moved; with a disk only if the profile has one.
     parameters : Parameters, optional
         Numbers that bound time and memory.
     """
 
-    def __init__(self, profile: Profile, host_bytes: int | None = None, *, parameters: Parameters = DEFAULT) -> None:
+    def __init__(self, profile: Profile, room: Room = UNLIMITED, *, parameters: Parameters = DEFAULT) -> None:
         self.profile = profile
         self.parameters = parameters
-        self.host_bytes = host_bytes
+        self.room = room
         self.holders = holders_of(profile)
         self._forward_s = np.array([stage.forward_s for stage in profile.stages])
         self._width = max(len(stage.options) for stage in profile.stages)
@@ -321,9 +319,8 @@ class Evaluator:
             (needs.forward + there, put[:, :n], np.broadcast_to(self._forward_s, (rows, n)), 0),
             (needs.backward + put[:, t.joined[:n]], put[:, t.joined[:n]], t.backward_s[every, codes], 1),
         )
-        links = [link for link in (self.profile.link, self.profile.disk) if link is not None]
         for whole, queued, compute_s, way in lanes_of:
-            copy_s = np.min([copies_s(largest[:, None], link)[way][:, 0] for link in links], axis=0)
+            copy_s = copies_s(largest[:, None], self.profile.link)[way][:, 0]
             rate = np.where(largest > 0, largest / np.where(copy_s > 0, copy_s, 1.0), 1.0)
             rate[(largest > 0) & (copy_s == 0)] = np.inf
             gone = np.zeros(rows)
@@ -382,8 +379,20 @@ class Evaluator:
         return self.makespans(codes, budget_bytes, segments)
 
     def queued_s(self, queued: Queued) -> NDArray[np.float64]:
-        """Makespans of plans that fit the device."""
-        return queued.seconds(*copies_s(queued.moved, self.profile.link))
+        """Makespans of plans that fit the device; infinite where host and disk have no room for what they move."""
+        out_s, in_s = copies_s(queued.moved, self.profile.link)
+        if self.profile.disk is not None and self.room.disk_bytes:
+            for row in np.flatnonzero(queued.moved.sum(axis=1) > self.room.host_bytes):
+                on_disk = self.room.on_disk(queued.moved[row].tolist())
+                if on_disk is None:
+                    out_s[row] = np.inf
+                else:
+                    away = sorted(on_disk)
+                    out_s[row, away], in_s[row, away] = copies_s(queued.moved[row, away], self.profile.disk)
+        in_order = np.arange(queued.moved.shape[1] + 1)
+        return _lanes(queued.front_forward, out_s, in_order, queued.forward_s) + _lanes(
+            queued.front_backward, in_s, queued.joined, queued.backward_s
+        )
 
     def _lazy(self, codes: Codes, budget_bytes: int, segments: Segments) -> tuple[NDArray[np.bool_], Queued]:
         """Whether each row fits, and its lazy schedule."""
@@ -396,8 +405,8 @@ class Evaluator:
         self._enforce(front_forward, front_backward, t.joined, cutoff)
         fits = (needs.forward.max(axis=1) <= budget_bytes) & (needs.backward.max(axis=1) <= budget_bytes)
         fits &= self.profile.update_peak_bytes <= budget_bytes
-        if self.host_bytes is not None:
-            fits &= put[np.arange(rows), cutoff] <= self.host_bytes
+        if self.room.total_bytes is not None:
+            fits &= put[np.arange(rows), cutoff] <= self.room.total_bytes
         every = np.arange(n)
         moved = np.where(every < cutoff[:, None], needs.moved, 0)
         forward_s = np.broadcast_to(self._forward_s, (rows, n))
@@ -452,7 +461,7 @@ class Evaluator:
     def tightest(self, codes: Codes, segments: Segments = ()) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Bytes per forward and backward step in the schedule of the smallest peak."""
         needs = self.needs(codes, segments)
-        if self.host_bytes is None:
+        if self.room.total_bytes is None:
             return needs.forward, needs.backward
         stays = np.where(self.too_much(needs.moved), needs.moved, 0)
         before = replace(needs, moved=stays).put()
@@ -464,8 +473,14 @@ class Evaluator:
 
     def too_much(self, moved: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Per plan and stage, whether there is no room any more for what it moves behind what those before it moved."""
-        assert self.host_bytes is not None
-        return np.cumsum(moved, axis=1) > self.host_bytes
+        assert self.room.total_bytes is not None
+        out = np.asarray(np.cumsum(moved, axis=1) > self.room.total_bytes)
+        if self.room.disk_bytes:
+            for row in np.flatnonzero(moved.sum(axis=1) > self.room.host_bytes):
+                sizes = moved[row].tolist()
+                fitting = bisect(range(len(sizes)), False, key=lambda i: self.room.on_disk(sizes[: i + 1]) is None)
+                out[row, fitting:] = True
+        return out
 
     def step_s(self, codes: Sequence[int], budget_bytes: int, segments: Segments = ()) -> float:
         """Makespan of one plan, infinite where it doesn't fit: `makespans` without the cost of its tables."""
@@ -473,32 +488,45 @@ class Evaluator:
         if tightest_peak(self.profile, r).bytes > budget_bytes:
             return math.inf
         sendings = lazy_sendings(self.profile, r, budget_bytes)
-        moved = sum(sent.nbytes for found in sendings for sent in found)
-        if self.host_bytes is not None and moved > self.host_bytes:
-            return math.inf
-        return makespan_s(self.profile, r, sendings)
+        on_disk = self.room.on_disk(moved_bytes(sendings))
+        return math.inf if on_disk is None else makespan_s(self.profile, r, sendings, on_disk)
 
     def peak(self, codes: Sequence[int], segments: Segments = ()) -> int:
         """The smallest budget one plan fits in: `smallest_peaks` without the cost of its tables."""
-        if self.host_bytes is None:
+        if self.room.total_bytes is None:
             return tightest_peak(self.profile, residency(self.profile, self.options(codes), segments)).bytes
         return int(self.smallest_peaks(np.array([codes], np.int8), segments)[0])
 
     def schedule(self, codes: Sequence[int], budget_bytes: int, segments: Segments = ()) -> Schedule | None:
         """The lazy schedule of one plan, None where it doesn't fit."""
         found = evaluate(self.profile, self.options(codes), budget_bytes, segments)
-        if isinstance(found, StepNeed) or (self.host_bytes is not None and found.moved_bytes > self.host_bytes):
+        if isinstance(found, StepNeed):
             return None
-        settled = tuple(
-            stage.options.index(option) for stage, option in zip(self.profile.stages, found.options, strict=True)
-        )
+        return self._scheduled(found.options, found.segments, found.residency, found.sendings, found.peak.bytes)
+
+    def _scheduled(
+        self, options: Sequence[Option], segments: Segments, r: Residency, sendings: Sendings, peak_bytes: int
+    ) -> Schedule | None:
+        """One plan with these transfers; None where host and disk have no room for them."""
+        moved = moved_bytes(sendings)
+        on_disk = self.room.on_disk(moved)
+        if on_disk is None:
+            return None
+        disk = sum(moved[i] for i in on_disk)
         return Schedule(
-            settled, found.decisions(), found.makespan_s, found.peak.bytes, found.moved_bytes, found.segments
+            tuple(stage.options.index(option) for stage, option in zip(self.profile.stages, options, strict=True)),
+            decided(options, sendings, on_disk),
+            makespan_s(self.profile, r, sendings, on_disk),
+            peak_bytes,
+            sum(moved) - disk,
+            segments,
+            disk,
         )
 
     def search(self, codes: Sequence[int], budget_bytes: int, segments: Segments = ()) -> MovesSearch:
         """A search over what one plan moves, and when."""
-        return MovesSearch(self.profile, self.options(codes), segments, self.room(budget_bytes), self.parameters)
+        options = self.options(codes)
+        return MovesSearch(self.profile, options, segments, budget_bytes, self.room, self.parameters)
 
     def improved(self, lazy: Schedule, budget_bytes: int, deadline: float) -> Schedule | None:
         """A lazy schedule with transfers that make it faster; None if none are found."""
@@ -526,12 +554,8 @@ class Evaluator:
         start = search.in_order(transfers)
         return None if start is None else self.with_moves(codes, segments, search.improved(start, deadline))
 
-    def room(self, budget_bytes: int) -> Room:
-        """The limits of all tiers."""
-        return Room(budget_bytes, self.host_bytes)
-
     def with_moves(self, codes: Sequence[int], segments: Segments, moves: Moves) -> Schedule:
-        """One plan with these moves; a swap that moves nothing is a keep where that costs no byte."""
+        """One plan with these moves, which fit; a swap that moves nothing is a keep where that costs no byte."""
         before = self.options(codes)
         positions = [[p for sent in found for p in sent.moves] for found in moves.sendings]
         moved = {option.saved[p] for option, at in zip(before, positions, strict=True) for p in at}
@@ -540,16 +564,10 @@ class Evaluator:
             for stage, option, at in zip(self.profile.stages, before, positions, strict=True)
         ]
         r = residency(self.profile, options, segments, positions)
-        disk = sum(r.moved_bytes[i] for i in moves.on_disk)
-        return Schedule(
-            tuple(stage.options.index(option) for stage, option in zip(self.profile.stages, options, strict=True)),
-            decided(options, moves.sendings, moves.on_disk),
-            makespan_s(self.profile, r, moves.sendings, moves.on_disk),
-            peak(self.profile, options, r, moves.sendings).bytes,
-            sum(r.moved_bytes) - disk,
-            segments,
-            disk,
-        )
+        worst = peak(self.profile, options, r, moves.sendings)
+        schedule = self._scheduled(options, segments, r, moves.sendings, worst.bytes)
+        assert schedule is not None
+        return schedule
 
     def binding(self, codes: Sequence[int], segments: Segments = ()) -> tuple[str, Phase]:
         """Stage and phase of the peak in the tightest schedule of one plan."""
@@ -823,6 +841,11 @@ def _lanes(
             after = lanes.copied(now, done[:, i], copy_s[:, i], np.maximum)
             done[:, i + 1] = np.where(copy_s[:, i] > 0, after, done[:, i])
     return np.maximum(now, done[:, n])
+
+
+def moved_bytes(sendings: Sendings) -> list[int]:
+    """What each stage moves."""
+    return [sum(sent.nbytes for sent in found) for found in sendings]
 
 
 def copies_s(moved: NDArray[np.int64], link: Link) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

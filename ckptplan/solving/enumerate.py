@@ -269,7 +269,7 @@ def smallest_of_all(
             row = int(peaks.argmin())
             if peaks[row] < best_bytes:
                 best, best_forest, best_bytes = block[row].copy(), forest, int(peaks[row])
-            if evaluator.host_bytes is None:
+            if evaluator.room.host_bytes is None:
                 continue
             # Beside the prefix of what moves that the limit has room for, other parts of it.
             least = evaluator.least_bytes(block, forest)

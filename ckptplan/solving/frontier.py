@@ -19,7 +19,7 @@ from ckptplan.solving.bound.pricing import lower_bound
 from ckptplan.solving.cost import menus
 from ckptplan.solving.parameters import CLOSE, DEFAULT, ROUNDING, Parameters
 from ckptplan.solving.planner import OnProgress, Start, smallest_peak, solve_profile
-from ckptplan.solving.tiers import all_bytes, check_disk, within_tiers
+from ckptplan.solving.room import Room
 
 
 def everything_kept_bytes(profile: Profile) -> int:
@@ -207,9 +207,8 @@ def smallest_within(
             low, best = (middle, best) if found is None else (low, found)
     limits.on_progress(limited("proving how much memory is needed", max(0.0, end - time.monotonic())))
     # What the search above happened to prove, and what bounds alone prove further up.
-    # What holds with all copies at the link's rate holds with some to the disk.
-    moved = all_bytes(limits.host_bytes, check_disk(profile, limits.host_bytes, limits.disk_bytes))
-    profile = within_tiers(profile, moved)
+    room = Room.of(profile, limits)
+    profile = room.movable(profile)
     menu = menus(profile, limits.actions)
     high = best.peak_bytes
     while high - proven > CLOSE * high and (left_s := end - time.monotonic()) > 0:
@@ -218,7 +217,7 @@ def smallest_within(
             profile,
             menu,
             middle,
-            host_bytes=moved,
+            host_bytes=room.total_bytes,
             segments=limits.segments and "recompute" in limits.actions,
             deadline=end - (1 - share) * left_s,
         )

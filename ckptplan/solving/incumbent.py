@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ckptplan.core.option import ACTIONS, Action
 from ckptplan.core.plan import OPTIMAL_GAP, Plan, plan_of
@@ -14,13 +14,18 @@ from ckptplan.core.request import Limits
 from ckptplan.solving.cost import KEEP, Evaluator, Schedule, Segments
 from ckptplan.solving.parameters import DEFAULT, ROUNDING, Parameters
 from ckptplan.solving.peak import MinPeak
-from ckptplan.solving.tiers import check_disk
 
 OnProgress = Callable[[str, float, float, int | None], None]
 """Called with the part at work, the best makespan and the lower bound so far, in seconds, and the best plan's peak."""
 
 Start = tuple[Plan | MinPeak, float]
 """A plan of the profile, which may fit, and a lower bound in seconds on those that do."""
+
+AT_THE_HOSTS_RATE = (
+    "the bound counts every copy at the rate of the host's link, also those to and from the disk, which take longer: a "
+    "part of the gap is theirs"
+)
+"""Note of plans that use the disk."""
 
 
 def plan_space(actions: Sequence[Action], *, segments: bool = True, disk: bool = False) -> str:
@@ -139,10 +144,10 @@ class Incumbent:
 
     def _fits(self, plan: Plan) -> bool:
         """Whether a plan is within the limits."""
-        room = self.evaluator.room(self.budget_bytes)
+        room = self.evaluator.room
         if room.host_bytes is not None and plan.host_bytes > room.host_bytes:
             return False
-        return plan.peak_bytes <= room.device_bytes and plan.disk_bytes <= room.disk_bytes
+        return plan.peak_bytes <= self.budget_bytes and plan.disk_bytes <= room.disk_bytes
 
     def offer_moves(self, codes: Sequence[int], segments: Segments, deadline: float) -> None:
         """Offer a plan that may have to move a part of what it may, for want of room on the host."""
@@ -155,8 +160,7 @@ class Incumbent:
     def as_plan(self, best: Schedule, bound_s: float) -> Plan:
         """A schedule and a bound as a plan."""
         limits = self.limits
-        disk = check_disk(self.profile, limits.host_bytes, limits.disk_bytes) > 0
-        return plan_of(
+        plan = plan_of(
             self.profile,
             best.choices,
             best.segments,
@@ -166,9 +170,10 @@ class Incumbent:
             disk_bytes=best.disk_bytes,
             step_s=best.step_s,
             lower_bound_s=self.rounded(bound_s, best),
-            space=plan_space(limits.actions, segments=limits.segments, disk=disk),
+            space=plan_space(limits.actions, segments=limits.segments, disk=self.evaluator.room.disk_bytes > 0),
             planner="ckptplan",
         )
+        return replace(plan, notes=(*plan.notes, AT_THE_HOSTS_RATE)) if plan.disk_bytes else plan
 
     @staticmethod
     def rounded(bound_s: float, best: Schedule) -> float:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ckptplan.core.link import Link
 from ckptplan.core.option import Option
 from ckptplan.core.profile import Profile
 from ckptplan.core.stage import Stage
@@ -42,15 +41,7 @@ def mixed(profile: Profile, share: float) -> Profile:
             rerun_overhead_launch_s=0.0,
         )
 
-    copying = max(1 - share, CLOSE)  # no link carries everything in no time
-
-    def link(way: Link) -> Link:
-        out, back = way.out_bytes_per_s / copying, way.in_bytes_per_s / copying
-        return replace(way, out_bytes_per_s=out, in_bytes_per_s=back, latency_s=way.latency_s * copying)
-
-    return replace(
-        profile,
-        stages=tuple(stage(s) for s in profile.stages),
-        link=link(profile.link),
-        disk=None if profile.disk is None else link(profile.disk),
-    )
+    link, copying = profile.link, max(1 - share, CLOSE)  # no link carries everything in no time
+    out, back = link.out_bytes_per_s / copying, link.in_bytes_per_s / copying
+    link = replace(link, out_bytes_per_s=out, in_bytes_per_s=back, latency_s=link.latency_s * copying)
+    return replace(profile, stages=tuple(stage(s) for s in profile.stages), link=link, disk=None)

@@ -38,7 +38,7 @@ class Parameters:
         Plans times stages evaluated at once, or kept in tables: bounds memory, and how late the deadline is seen.
     tried : int
         Most combinations looked at where all are too many: ways to choose segments (each takes a millisecond), options
-        of some stages, pairs of changes, a plan's transfers, divisions between host and disk.
+        of some stages, pairs of changes, a plan's transfers.
     window : int
         Most things looked at one by one where they are ordered: newest copies in a queue, largest storages of a stage,
         stages around one that changes, places at which a pattern changes, forests that come near the best. Twice as

@@ -29,8 +29,8 @@ from ckptplan.solving.enumerate import PlanSpace, smallest_of_all
 from ckptplan.solving.label_dp import LabelDp
 from ckptplan.solving.local_search import PeakSearch, even_segments, patterns
 from ckptplan.solving.parameters import CLOSE, DEFAULT, LARGE, Parameters
+from ckptplan.solving.room import Room
 from ckptplan.solving.segment_dp import REACH, SegmentDp
-from ckptplan.solving.tiers import all_bytes, check_disk, evaluator_of, within_tiers
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +71,10 @@ def smallest_peak(profile: Profile, limits: Limits = NO_LIMITS, parameters: Para
         On a disk limit without a disk tier.
     """
     parameters = parameters or DEFAULT
-    host_bytes = limits.host_bytes
-    disk = check_disk(profile, host_bytes, limits.disk_bytes)
-    profile = within_tiers(profile, all_bytes(host_bytes, disk))
+    room = Room.of(profile, limits)
+    profile = room.movable(profile)
     space = plan_space_of(profile, limits.actions, limits.segments, parameters)
-    evaluator = evaluator_of(profile, host_bytes, disk, parameters)
+    evaluator = Evaluator(profile, room, parameters=parameters)
     return least_peak(evaluator, space, time.monotonic() + limits.time_limit_s)
 
 
@@ -173,7 +172,7 @@ class _PeakRun:
         p = self.parameters
         while not self.done and low < self.least * (1 - CLOSE) and time.monotonic() < deadline:
             middle = (low + self.least - 1) // 2
-            dp = LabelDp(self.space, middle, host_bytes=self.evaluator.host_bytes)
+            dp = LabelDp(self.space, middle, host_bytes=self.evaluator.room.total_bytes)
             found = dp.run(p.width_factor * p.least_width, deadline, count=p.least_width)
             if True not in [self.offer(plan.codes, plan.segments) for plan in found]:
                 low = middle + 1
@@ -187,7 +186,7 @@ class _PeakRun:
                 self.profile,
                 self.space.menu,
                 self.least,
-                host_bytes=self.evaluator.host_bytes,
+                host_bytes=self.evaluator.room.total_bytes,
                 segments=self.space.segments,
                 deadline=deadline,
             )
@@ -203,7 +202,7 @@ class _PeakRun:
         high = self.least  # for `high` bytes there is no proof
         while high - self.bound > CLOSE * self.least and time.monotonic() < deadline:
             middle = (self.bound + high) // 2
-            proven = nothing_fits(self.space, middle, self.evaluator.host_bytes, deadline)
+            proven = nothing_fits(self.space, middle, self.evaluator.room.total_bytes, deadline)
             if proven:
                 self.bound = middle + 1
             else:

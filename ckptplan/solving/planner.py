@@ -35,9 +35,9 @@ from ckptplan.solving.launching import mixed
 from ckptplan.solving.local_search import LocalSearch, even_segments, patterns
 from ckptplan.solving.parameters import CLOSE, DEFAULT, ROUNDING, Parameters
 from ckptplan.solving.peak import MinPeak, least_peak, plan_space_of, smallest_peak, step_bound
+from ckptplan.solving.room import Room
 from ckptplan.solving.segment_dp import REACH, SegmentDp
 from ckptplan.solving.simpler import Simpler
-from ckptplan.solving.tiers import all_bytes, check_disk, evaluator_of, slower_link, within_tiers
 
 __all__ = ["MinPeak", "OnProgress", "Start", "plan_space", "smallest_peak", "solve_profile"]
 
@@ -86,19 +86,18 @@ def solve_profile(
     """
     check_bytes("solve_profile", budget_bytes=budget_bytes)
     parameters = parameters or DEFAULT
-    host_bytes = limits.host_bytes
-    disk = check_disk(profile, host_bytes, limits.disk_bytes)
-    profile = within_tiers(profile, all_bytes(host_bytes, disk))
+    room = Room.of(profile, limits)
+    profile = room.movable(profile)
     deadline = time.monotonic() + limits.time_limit_s
-    evaluator = evaluator_of(profile, host_bytes, disk, parameters)
+    evaluator = Evaluator(profile, room, parameters=parameters)
     incumbent = Incumbent(profile, budget_bytes, limits, evaluator, on_progress, parameters)
     try:
         if start is not None:
             incumbent.begin_with(*start, deadline)
         for plan in known:
             incumbent.begin_with(plan, 0.0, deadline)
-        search = _PlanSearch(incumbent, profile, all_bytes(host_bytes, disk), deadline)
-        best = search.run() if not disk or host_bytes is None else _with_disk(search, host_bytes)
+        search = _PlanSearch(incumbent, deadline)
+        best = search.run()
         simplest = search.simplest(best)
     except KeyboardInterrupt:
         incumbent.interrupted()
@@ -112,40 +111,6 @@ def solve_profile(
         "measured times, and this one moves less, decides less or has fewer transfers"
     )
     return replace(plan, notes=(*plan.notes, note))
-
-
-def _with_disk(search: _PlanSearch, host_bytes: int) -> Schedule:
-    """The best plan of several searches; `search` is the one with all copies at the link's rate.
-
-    Another's link is as slow as the disk's, which suits plans that move more to the disk and bounds them better; and
-    one leaves the disk alone. Each has half of the time that those before it left, the last one all.
-    """
-    incumbent, deadline, profile = search.incumbent, search.deadline, search.profile
-    share = incumbent.parameters.large_share
-    search.deadline = _after(share, deadline)
-    search.run()
-    if not incumbent.closed:
-        slower, more_s = slower_link(profile, host_bytes)
-        replace(search, profile=slower, deadline=_after(share, deadline), more_s=more_s).run()
-    if not incumbent.closed:
-        # Its bound doesn't hold for plans that use the disk, so it hands out nothing.
-        limits = replace(incumbent.limits, on_plan=None)
-        profile = within_tiers(profile, host_bytes)
-        evaluator = Evaluator(profile, host_bytes, parameters=incumbent.parameters)
-        best = None if incumbent.best is None or incumbent.best.disk_bytes else incumbent.best
-        alone = replace(incumbent, limits=limits, evaluator=evaluator, best=best, lazy=best)
-        try:
-            without = replace(search, incumbent=alone, profile=profile, host_bytes=host_bytes, deadline=deadline)
-            incumbent.take(without.run())
-        except InfeasibleBudgetError:
-            pass  # then the disk is needed
-        except KeyboardInterrupt:
-            alone.interrupted()
-            if alone.best is not None:
-                incumbent.take(alone.best)
-            raise
-    search.deadline = deadline
-    return search.result()
 
 
 def _after(share: float, deadline: float) -> float:
@@ -175,16 +140,12 @@ class _Part(NamedTuple):
 class _PlanSearch:
     """One run of the parts.
 
-    Candidates and bounds are made with `profile` and `host_bytes`, and plans are judged by the incumbent's evaluator.
-    These differ where there is a disk tier: `profile` then has one link for both tiers, `host_bytes` is the limit on
-    all that moves, and `more_s` is by how much a plan's step may be longer with that link than it is.
+    Candidates and bounds have one limit on all that moves, and one link; the incumbent's evaluator judges plans with
+    their copies placed on host and disk (`room.py`).
     """
 
     incumbent: Incumbent
-    profile: Profile
-    host_bytes: int | None
     deadline: float
-    more_s: float = 0.0
     refined: Schedule | None = field(default=None, init=False)
     steer: Steering | None = field(default=None, init=False)
     width: int = field(default=0, init=False)
@@ -201,6 +162,16 @@ class _PlanSearch:
     def __post_init__(self) -> None:
         limits = self.limits
         self.space = plan_space_of(self.profile, limits.actions, limits.segments, self.parameters)
+
+    @property
+    def profile(self) -> Profile:
+        """The chain."""
+        return self.incumbent.profile
+
+    @property
+    def moved_bytes(self) -> int | None:
+        """Most that may move; None: no limit."""
+        return self.incumbent.evaluator.room.total_bytes
 
     @property
     def budget_bytes(self) -> int:
@@ -240,6 +211,8 @@ class _PlanSearch:
             return
         if self.fewer_than(p.few_plans, p.tried):
             yield _Part("exact search", self.enumerate, p.large_share)
+            if self.exhausted:
+                return
             # Storages too many, or the time too short, to try all parts of what may move.
             self.begin_mixed("scip")
             yield _Part("bound", self.bound, p.large_share)
@@ -307,20 +280,26 @@ class _PlanSearch:
         return max(0.0, self.deadline - time.monotonic())
 
     def enumerate(self, until: float) -> None:
-        """Exact search over every vector."""
+        """Exact search over every vector; where copies may go to the disk, another one for the bound."""
         incumbent = self.incumbent
-        complete = fastest_of_all(
-            incumbent.evaluator,
-            self.space,
-            self.budget_bytes,
-            until,
-            below_s=math.inf if incumbent.best is None else incumbent.best.step_s,
-            on_found=incumbent.take,
-        )
-        if complete and incumbent.best is not None:
-            incumbent.bound_s = incumbent.best.step_s
+        self.exhausted = self.see_all(incumbent.evaluator, until, incumbent.take)
         if incumbent.best is None:
             self.refuse(until)
+        if self.exhausted and incumbent.best is not None:
+            bound_s = incumbent.best.step_s
+            if incumbent.evaluator.room.disk_bytes:
+                at_the_link = Evaluator(self.profile, Room(self.moved_bytes), parameters=self.parameters)
+                found: list[Schedule] = []
+                self.exhausted = self.see_all(at_the_link, until, found.append)
+                bound_s = found[-1].step_s if found else bound_s
+            if self.exhausted:
+                incumbent.prove(bound_s)
+
+    def see_all(self, evaluator: Evaluator, until: float, on_found: Callable[[Schedule], None]) -> bool:
+        """Hand out what is faster than the best plan by this evaluator; whether all plans were seen."""
+        best = self.incumbent.best
+        below_s = math.inf if best is None else best.step_s
+        return fastest_of_all(evaluator, self.space, self.budget_bytes, until, below_s=below_s, on_found=on_found)
 
     def patterns(self, until: float) -> None:
         """Offer first vectors; refuse where a single step needs more than the budget."""
@@ -348,7 +327,7 @@ class _PlanSearch:
         if dp.exact and still and incumbent.best is not None:
             least_s = self.space.profile.baseline_compute_s + dp.added_s(self.budget_bytes)
             # Equal, unless the host takes long to launch: the sum then isn't the step.
-            self.prove(incumbent.best.step_s if least_s >= incumbent.best.step_s * (1 - ROUNDING) else least_s)
+            incumbent.prove(incumbent.best.step_s if least_s >= incumbent.best.step_s * (1 - ROUNDING) else least_s)
 
     def fit_segments(self, dp: SegmentDp, until: float) -> None:
         """Where the program's bytes are an estimate, bisect for the largest budget for it whose plan truly fits."""
@@ -369,7 +348,7 @@ class _PlanSearch:
 
     def prices(self, until: float) -> None:
         """Steer the label DP by the linear program without segments."""
-        chain = Chain(self.profile, self.space.menu, self.budget_bytes, self.host_bytes, segments=self.limits.segments)
+        chain = Chain(self.profile, self.space.menu, self.budget_bytes, self.moved_bytes, segments=self.limits.segments)
         duals = Master(chain).solve(until - time.monotonic())
         if duals is not None:
             per_byte = chain.second / chain.unit
@@ -393,7 +372,7 @@ class _PlanSearch:
     def labels(self, until: float) -> None:
         """Offer the plans that the label DP finds."""
         incumbent, p = self.incumbent, self.parameters
-        dp = LabelDp(self.space, self.budget_bytes, host_bytes=self.host_bytes, depth=self.depth)
+        dp = LabelDp(self.space, self.budget_bytes, host_bytes=self.moved_bytes, depth=self.depth)
         best_s = math.inf if incumbent.best is None else incumbent.best.step_s
         # It drops what its fluid links, which are inexact, make slower than the best plan by more.
         found = dp.run(
@@ -424,23 +403,19 @@ class _PlanSearch:
             self.profile,
             self.space.menu,
             self.budget_bytes,
-            host_bytes=self.host_bytes,
+            host_bytes=self.moved_bytes,
             segments=self.space.segments,
             deadline=until,
-            enough_s=self.incumbent.best.step_s / (1 + self.incumbent.gap) + self.more_s,
-            on_bound=self.prove,
+            enough_s=self.incumbent.best.step_s / (1 + self.incumbent.gap),
+            on_bound=self.incumbent.prove,
         )
-        self.prove(float(bound.bound_s))
+        self.incumbent.prove(float(bound.bound_s))
         if self.space.segments and (bound.complete or bound.segments):  # else it hasn't come to any
             self.segments_of_bound = bound.segments
         if (prices := bound.prices) is not None:
             self.mix(prices.launch)
             if self.steer is None:
                 self.steer = self.steered_by(prices.forward_s_per_byte, prices.backward_s_per_byte, prices.drain)
-
-    def prove(self, bound_s: float) -> None:
-        """Take a bound on what candidates take with this search's link."""
-        self.incumbent.prove(bound_s - self.more_s)
 
     def local_search(self, seed: int) -> LocalSearch:
         """A local search, whose plans are looked at on the way; `seed` counts from the caller's."""
@@ -503,9 +478,9 @@ class _PlanSearch:
             self.profile,
             self.space.menu,
             self.budget_bytes,
-            self.host_bytes,
+            self.moved_bytes,
             self.space.segments,
-            best.step_s + self.more_s,
+            best.step_s,
             self.limits.seed,
             self.limits.workers or 1,
             among,
@@ -543,7 +518,7 @@ class _PlanSearch:
         whole = running.problem.among is None
         if found is not None:
             if whole:
-                self.prove(found.bound_s)
+                incumbent.prove(found.bound_s)
                 if found.complete:  # another solver would find no more
                     self.exhausted = True
                     self.end_mixed()

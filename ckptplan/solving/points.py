@@ -20,7 +20,6 @@ import itertools
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from ckptplan.core import rules
@@ -32,6 +31,7 @@ from ckptplan.core.schedule import EQUAL_S, Sending, Sendings, residency
 from ckptplan.core.segment import Segment
 from ckptplan.solving.parameters import DEFAULT, Parameters
 from ckptplan.solving.queues import Lane, Leaving, Queue
+from ckptplan.solving.room import Room
 
 
 class Moves(NamedTuple):
@@ -42,13 +42,10 @@ class Moves(NamedTuple):
     seconds : float
         Of the step.
     sendings : Sendings
-    on_disk : frozenset of int
-        Stages whose moves go to the disk tier.
     """
 
     seconds: float
     sendings: Sendings
-    on_disk: frozenset[int]
 
     @classmethod
     def of(cls, seconds: float, choices: Sequence[Decision], options: Sequence[Option], profile: Profile) -> Moves:
@@ -63,17 +60,7 @@ class Moves(NamedTuple):
                 tuple(Sending(t.moves, t.release, t.prefetch, size(option, t.moves)) for t in choice.transfers)
                 for option, choice in zip(options, choices, strict=True)
             ),
-            frozenset(i for i, choice in enumerate(choices) if choice.tier == "disk"),
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Room:
-    """Most bytes on the device, on the host (None: no limit) and on the disk."""
-
-    device_bytes: int
-    host_bytes: int | None
-    disk_bytes: int = 0
 
 
 class Item(NamedTuple):
@@ -98,10 +85,12 @@ class MovesSearch:
         profile: Profile,
         options: Sequence[Option],
         segments: Sequence[Segment],
+        budget_bytes: int,
         room: Room,
         parameters: Parameters = DEFAULT,
     ) -> None:
-        self.profile, self.options, self.room, self.parameters = profile, options, room, parameters
+        self.profile, self.options, self.parameters = profile, options, parameters
+        self.budget_bytes, self.room = budget_bytes, room
         self.residency = r = residency(profile, options, segments)
         self.n = len(options)
         self.complete = True
@@ -153,23 +142,15 @@ class MovesSearch:
             found.append(sorted(items, key=lambda choice: -sum(item.nbytes for item in choice)))
         return found
 
-    def divided(self, items: Sequence[Item]) -> Iterator[frozenset[int]]:
-        """Every set of stages whose moves may go to the disk, and the others' to the host."""
-        room = self.room
-        total = sum(item.nbytes for item in items)
-        if room.host_bytes is None or total <= room.host_bytes:
-            yield frozenset()
-            return
-        movers = sorted({item.stage for item in items}) if room.disk_bytes else []
-        for count in range(1, len(movers) + 1):
-            for on_disk in itertools.combinations(movers, count):
-                disk = sum(item.nbytes for item in items if item.stage in on_disk)
-                if disk <= room.disk_bytes and total - disk <= room.host_bytes:
-                    yield frozenset(on_disk)
-
-    def links(self, on_disk: frozenset[int]) -> list[Link]:
-        """Each stage's link."""
+    def links(self, items: Sequence[Item]) -> list[Link] | None:
+        """Each stage's link; None where host and disk have no room for these items."""
         link, disk = self.profile.link, self.profile.disk
+        moved = [0] * self.n
+        for item in items:
+            moved[item.stage] += item.nbytes
+        on_disk = self.room.on_disk(moved)
+        if on_disk is None:
+            return None
         return [disk if i in on_disk and disk is not None else link for i in range(self.n)]
 
     def needs(self, items: Sequence[Item]) -> tuple[list[int], list[int]]:
@@ -187,12 +168,12 @@ class MovesSearch:
             [need + stays for need, stays in zip(r.backward_bytes, itertools.accumulate(backward), strict=False)],
         )
 
-    def lanes(self, items: Sequence[Item], on_disk: frozenset[int]) -> tuple[Lane, Lane] | None:
-        """Forward, and backward in reversed time; None where the device has no room for what doesn't move."""
-        needs, needed, most = self.needs(items), self.residency.needed, self.room.device_bytes
-        if max(*needs[0], *needs[1], self.profile.update_peak_bytes) > most:
+    def lanes(self, items: Sequence[Item]) -> tuple[Lane, Lane] | None:
+        """Forward, and backward in reversed time; None where there is no room for what moves, or for what doesn't."""
+        needs, needed, most = self.needs(items), self.residency.needed, self.budget_bytes
+        links, orders = self.links(items), self.parameters.orders
+        if links is None or max(*needs[0], *needs[1], self.profile.update_peak_bytes) > most:
             return None
-        links, orders = self.links(on_disk), self.parameters.orders
         out = [
             Leaving(item.stage, item.stage + 1, self.frees(item), links[item.stage].out_s(item.nbytes))
             for item in items
@@ -224,20 +205,19 @@ class MovesSearch:
                 self.complete = False
                 break
             items = [item for part in chosen for item in part]
-            for on_disk in self.divided(items):
-                lanes = self.lanes(items, on_disk)
-                if lanes is None or least_s >= below_s * (1 - EQUAL_S):
-                    break
-                out = lanes[0].quickest(below_s - compute_s)
-                back = None if out is None else lanes[1].quickest(below_s - out.seconds)
-                self.complete = self.complete and lanes[0].complete and lanes[1].complete
-                if out is None or back is None or out.seconds + back.seconds >= below_s * (1 - EQUAL_S):
-                    continue
-                best = self.moves(items, out, back, on_disk)
-                below_s = max(out.seconds + back.seconds, launch_s)
+            lanes = self.lanes(items)
+            if lanes is None or least_s >= below_s * (1 - EQUAL_S):
+                continue
+            out = lanes[0].quickest(below_s - compute_s)
+            back = None if out is None else lanes[1].quickest(below_s - out.seconds)
+            self.complete = self.complete and lanes[0].complete and lanes[1].complete
+            if out is None or back is None or out.seconds + back.seconds >= below_s * (1 - EQUAL_S):
+                continue
+            best = self.moves(items, out, back)
+            below_s = max(out.seconds + back.seconds, launch_s)
         return best
 
-    def moves(self, items: Sequence[Item], out: Queue, back: Queue, on_disk: frozenset[int]) -> Moves:
+    def moves(self, items: Sequence[Item], out: Queue, back: Queue) -> Moves:
         """The result; never less than with everything kept. What has the same points is one transfer."""
         baseline_s, seconds = self.profile.baseline_step_s, max(out.seconds + back.seconds, self.residency.launch_s)
         found: list[dict[tuple[int, int], Item]] = [{} for _ in range(self.n)]
@@ -251,7 +231,6 @@ class MovesSearch:
             tuple(
                 tuple(Sending(item.positions, *points, item.nbytes) for points, item in sent.items()) for sent in found
             ),
-            on_disk,
         )
 
     def in_order(self, transfers: Sequence[tuple[int, Sequence[int]]]) -> Moves | None:
@@ -261,15 +240,11 @@ class MovesSearch:
             saved = self.options[stage].saved
             positions = [p for p in self.sizes_of[stage] if saved[p] in storages]
             items += [self.item(stage, positions)] if positions else []
-        return self.followed(items, frozenset())
+        return self.followed(items)
 
-    def followed(self, items: Sequence[Item], on_disk: frozenset[int], below_s: float = math.inf) -> Moves | None:
+    def followed(self, items: Sequence[Item], below_s: float = math.inf) -> Moves | None:
         """These items in the order in which they come back; None if they don't fit or take no less than `below_s`."""
-        room = self.room
-        total, disk = (sum(item.nbytes for item in items if of is None or item.stage in of) for of in (None, on_disk))
-        if disk > room.disk_bytes or (room.host_bytes is not None and total - disk > room.host_bytes):
-            return None
-        lanes = self.lanes(items, on_disk)
+        lanes = self.lanes(items)
         if lanes is None:
             return None
         out = lanes[0].follow(sorted(range(len(items)), key=lambda at: items[at].stage))
@@ -278,7 +253,7 @@ class MovesSearch:
         back = lanes[1].follow(range(len(items)))
         if back is None or out.seconds + back.seconds >= below_s * (1 - EQUAL_S):
             return None
-        return self.moves(items, out, back, on_disk)
+        return self.moves(items, out, back)
 
     def apart(self, stage: int) -> list[Item]:
         """All that a stage may move, the largest storages by themselves, as many as a window has, the rest together."""
@@ -289,8 +264,8 @@ class MovesSearch:
     def improved(self, start: Moves, deadline: float) -> Moves:
         """`start` with parts added, taken off and divided, and neighbours in the queue exchanged, while that is faster.
 
-        Its copies go where they went: to the disk those of the stages whose copies did, and only they. Dividing all
-        that moves is tried however late it is. Transfers of a stage are joined again where that takes no longer.
+        Dividing all that moves is tried however late it is. Transfers of a stage are joined again where that takes no
+        longer.
         """
         best, order = self._faster(start, deadline)
         return self.joined(best, order, best.seconds, deadline)
@@ -310,7 +285,7 @@ class MovesSearch:
                         return best
                     one = self.item(stage, sorted(p for item in items[a:b] for p in item.positions))
                     changed = [one if item == items[a] else item for item in order if item not in items[a + 1 : b]]
-                    found = self.followed(changed, start.on_disk, most_s * (1 + 2 * EQUAL_S))
+                    found = self.followed(changed, most_s * (1 + 2 * EQUAL_S))
                     if found is not None:
                         best, order, items = found, changed, [*items[:a], one, *items[b:]]
                         break
@@ -326,7 +301,7 @@ class MovesSearch:
 
     def _faster(self, start: Moves, deadline: float) -> tuple[Moves, list[Item]]:
         """What `improved` finds before it joins transfers, and the order in which that comes back."""
-        on_disk, needed = start.on_disk, self.residency.needed
+        needed = self.residency.needed
         least_s = max(sum(self.forward_s) + self.compute_s, self.profile.baseline_step_s, self.residency.launch_s)
         least_s *= 1 + EQUAL_S
         best, order = start, self.order_of(start)
@@ -336,7 +311,7 @@ class MovesSearch:
         def tried(items: list[Item]) -> bool:
             """Take these items, in the order in which they come back, if that is faster."""
             nonlocal best, order
-            found = self.followed(items, on_disk, best.seconds)
+            found = self.followed(items, best.seconds)
             if found is None:
                 return False
             best, order = found, items
@@ -392,7 +367,7 @@ class MovesSearch:
                 yield [*items[:at], *parts, *items[at + 1 :]]
 
     def least_bytes(self, below_bytes: int) -> int:
-        """The smallest budget in which any part fits that the tiers have room for, if it is below `below_bytes`."""
+        """The smallest budget in which any part fits that host and disk have room for, if it is below `below_bytes`."""
         parts = self.parts()
         if parts is None:
             return below_bytes
@@ -400,6 +375,6 @@ class MovesSearch:
             items = [item for part in chosen for item in part]
             forward, backward = self.needs(items)
             most = max(*forward, *backward, self.profile.update_peak_bytes)
-            if most < below_bytes and next(self.divided(items), None) is not None:
+            if most < below_bytes and self.links(items) is not None:
                 below_bytes = most
         return below_bytes

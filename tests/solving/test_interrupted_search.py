@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import signal
 import threading
 import time
-from dataclasses import replace
 
 import pytest
-from random_chains import homogeneous_chain, rich_chain
+from random_chains import rich_chain
 from steered import steer
 
 from ckptplan.core.plan import Plan
 from ckptplan.core.request import Limits
 from ckptplan.referee import validate
 from ckptplan.solving import planner
-from ckptplan.solving.frontier import everything_kept_bytes
 from ckptplan.solving.interruptible import interruptible
 from ckptplan.solving.planner import solve_profile
 
@@ -124,26 +121,3 @@ def test_bounds_and_plans_are_reported_within_parts(monkeypatch: pytest.MonkeyPa
     assert len({bound for part, _, bound in told if part == "bound"}) > 2  # those before and after, and one within
     assert [bound for *_, bound in told] == sorted(bound for *_, bound in told)
     assert [plan.step_s for plan in seen] == sorted({plan.step_s for plan in seen}, reverse=True)
-
-
-@pytest.mark.parametrize("number", [2, 6, 10])
-def test_with_a_disk_the_best_of_all_searches_is_handed_out(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """Each has a link of its own, and the last one leaves the disk alone."""
-    steer(monkeypatch, few_plans=0)
-    chain = homogeneous_chain(12, link_ratio=0.3)
-    profile = replace(chain, disk=chain.link)
-    budget = everything_kept_bytes(profile) // 2
-    tiers = {"host_bytes": budget // 8, "disk_bytes": budget}
-    seen: list[Plan] = []
-    parts: list[str] = []
-
-    def on_progress(part: str, *state: object) -> None:
-        parts.append(part)
-        if parts.count("label DP") == number:
-            interrupt()
-
-    limits = Limits(**tiers, gap=0.0, time_limit_s=1.0, on_plan=seen.append)
-    with contextlib.suppress(KeyboardInterrupt):  # few may begin in the time
-        solve_profile(profile, budget, limits, on_progress=on_progress)
-    assert seen[-1].step_s == min(plan.step_s for plan in seen)
-    assert validate(profile, seen[-1], budget, **tiers) == ()

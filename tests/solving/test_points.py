@@ -22,6 +22,7 @@ from ckptplan.solving import smallest_peak
 from ckptplan.solving.cost import Evaluator
 from ckptplan.solving.frontier import everything_kept_bytes
 from ckptplan.solving.points import Moves
+from ckptplan.solving.room import Room
 
 pytestmark = pytest.mark.planning
 
@@ -94,7 +95,7 @@ def test_the_fastest_moves_are_those_of_brute_force() -> None:
             segments, options = (), tuple(stage.find("swap") or stage.keep for stage in profile.stages)
         codes = [stage.options.index(option) for stage, option in zip(profile.stages, options, strict=True)]
         host = rng.choice((None, None, rng.randint(0, 60)))
-        evaluator = Evaluator(profile, host)
+        evaluator = Evaluator(profile, Room(host))
         budget = evaluator.peak(codes, segments) + rng.randint(0, 20)
         search = evaluator.search(codes, budget, segments)
         moves = search.fastest()

@@ -41,6 +41,7 @@ from ckptplan.solving.cost import Evaluator, menus
 from ckptplan.solving.enumerate import PlanSpace, fastest_of_all
 from ckptplan.solving.label_dp import LabelDp
 from ckptplan.solving.local_search import LocalSearch, even_segments, patterns
+from ckptplan.solving.room import Room
 from ckptplan.solving.segment_dp import SegmentDp
 
 pytestmark = pytest.mark.planning
@@ -110,7 +111,7 @@ def test_evaluator_equals_residency_and_referee() -> None:
         rng, n = random.Random(seed), 2 + seed % 8
         profile = random_chain(seed, n)
         host = rng.choice((None, 30))
-        evaluator, segments = Evaluator(profile, host), random_segments(rng, profile)
+        evaluator, segments = Evaluator(profile, Room(host)), random_segments(rng, profile)
         options = [random_options(rng, profile, segments) for _ in range(4)]
         codes = np.array(
             [[stage.options.index(o) for stage, o in zip(profile.stages, row, strict=True)] for row in options], np.int8
