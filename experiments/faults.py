@@ -118,7 +118,7 @@ def clean_step(model: nn.Module, inputs: Any) -> list[Any]:
 
 def same(found: list[Any], wanted: list[Any]) -> bool:
     """Bit for bit."""
-    return all(a is b or same_bits(a, b) for a, b in zip(found, wanted, strict=True))
+    return all(same_bits(a, b) for a, b in zip(found, wanted, strict=True))
 
 
 # ---------------------------------------------------------------- faults
