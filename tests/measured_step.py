@@ -18,9 +18,9 @@ import torch
 from torch import nn
 from torch.profiler import record_function
 
+from ckptplan.distributed.replicated import is_distributed
+from ckptplan.distributed.sharded import engine_parameters, unreduced
 from ckptplan.runtime.observe.measure import optimizer_tensors, recorded_blocks, tensors_in, unique_bytes
-from ckptplan.runtime.replicated import is_distributed
-from ckptplan.runtime.sharded import engine_parameters, unreduced
 
 _STAGING = "staging of gloo "
 _GATHERS = ("all_gather_single", "all_gather_into_tensor")

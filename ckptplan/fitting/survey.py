@@ -22,13 +22,13 @@ from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.request import UNSAID, Limits, Report, Training, ignore_progress
 from ckptplan.core.segment import Segment
+from ckptplan.distributed.collectives import with_collectives
+from ckptplan.distributed.sharded import sharded
 from ckptplan.fitting.batch import LIMIT, Batches, MakeInputs, largest
 from ckptplan.memory.estimate import TrainingBytes
 from ckptplan.profiling.profiler import planned_profiles
 from ckptplan.profiling.target import find_target
-from ckptplan.profiling.times.collectives import with_collectives
 from ckptplan.referee import validate
-from ckptplan.runtime.sharded import sharded
 from ckptplan.solving.cost import Evaluator
 from ckptplan.solving.peak import smallest_peak
 from ckptplan.solving.planner import solve_profile

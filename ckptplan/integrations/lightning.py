@@ -34,12 +34,12 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 
 from ckptplan.core.errors import CkptPlanError, PlanMismatchError, UnsupportedModelError
 from ckptplan.core.plan import Plan
+from ckptplan.distributed.replicated import copied, ddp_of, is_distributed
 from ckptplan.integrations.training import PlannedBatch, PlanningCallback, replace, unchanged
 from ckptplan.planning.log import say
 from ckptplan.profiling.workload.discover import NothingSavedError
 from ckptplan.runtime.handle import Handle
 from ckptplan.runtime.observe.measure import tensors_in
-from ckptplan.runtime.replicated import copied, ddp_of, is_distributed
 
 _STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy")
 """Strategies with which a plan can be applied."""

@@ -21,16 +21,16 @@ from ckptplan.core.plan import Plan
 from ckptplan.core.request import ApplyKeywords, PlanKeywords, require_known
 from ckptplan.core.request import Limits as PlanLimits
 from ckptplan.core.units import format_bytes
+from ckptplan.distributed.group import Vote, alone
+from ckptplan.distributed.replicated import is_distributed
+from ckptplan.distributed.sharded import ranks_of
 from ckptplan.planning.applying import apply
 from ckptplan.planning.log import in_words, is_first_rank, planning, say
 from ckptplan.planning.model_job import NoLargestStepError, default_budget
 from ckptplan.planning.plan_file import keep, optimizer_text, plan_in, settings_of
-from ckptplan.runtime.group import Vote, alone
 from ckptplan.runtime.guard.check import When
 from ckptplan.runtime.guard.shapes import Limits, input_tensors, tensors_at
 from ckptplan.runtime.handle import Handle
-from ckptplan.runtime.replicated import is_distributed
-from ckptplan.runtime.sharded import ranks_of
 from ckptplan.runtime.state.objects import MOST_OBJECTS, attributes_of
 
 _MOST_FAILURES = 3

@@ -38,12 +38,12 @@ from torch import nn
 from transformers import Trainer, TrainerCallback
 
 from ckptplan.core.errors import CkptPlanError, InvalidInputError, UnsupportedModelError
+from ckptplan.distributed.replicated import ddp_of
 from ckptplan.integrations.training import PlannedBatch, Planning, PlanningCallback, replace, unchanged
 from ckptplan.planning.log import say
 from ckptplan.planning.plan_file import name_of
 from ckptplan.runtime.handle import Handle
 from ckptplan.runtime.patching import PatchedForward, installed
-from ckptplan.runtime.replicated import ddp_of
 from ckptplan.runtime.state.restore import restored
 
 _GUARDED = ("_run_epoch", "_evaluate", "_finalize_training")

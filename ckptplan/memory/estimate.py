@@ -30,6 +30,8 @@ from ckptplan.core.request import (
     reporting,
     require_known,
 )
+from ckptplan.distributed.replicated import broadcast_bytes, buckets
+from ckptplan.distributed.sharded import as_asked, keeping_whole, reduced
 from ckptplan.memory.allocator import SimulatedOutOfMemoryError
 from ckptplan.memory.batches import batch_steps, does_the_same, require_planned
 from ckptplan.memory.folding import Folding
@@ -44,8 +46,6 @@ from ckptplan.profiling.workload.optimizers import make_optimizer
 from ckptplan.runtime.guard.check import BENCH_BYTES
 from ckptplan.runtime.guard.gradients import accumulates, starting_gradients
 from ckptplan.runtime.guard.spots import SHEET_BYTES
-from ckptplan.runtime.replicated import broadcast_bytes, buckets
-from ckptplan.runtime.sharded import as_asked, keeping_whole, reduced
 from ckptplan.runtime.state.compiled import refuse_compiled
 from ckptplan.runtime.state.process import in_own_context
 from ckptplan.runtime.state.restore import restored

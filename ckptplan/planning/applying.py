@@ -29,6 +29,9 @@ from ckptplan.core.request import (
 )
 from ckptplan.core.trace import Trace
 from ckptplan.core.units import format_bytes
+from ckptplan.distributed.group import GroupCall, group_call
+from ckptplan.distributed.replicated import added_bytes, apart, ddp_under, unwrapped
+from ckptplan.distributed.sharded import ranks_of
 from ckptplan.memory.estimate import TrainingBytes
 from ckptplan.planning.adviser import Adviser
 from ckptplan.planning.enlarging import Enlarger, inside_forward
@@ -38,14 +41,11 @@ from ckptplan.planning.log import in_words, is_first_rank, planning, say
 from ckptplan.planning.model_job import shared_by
 from ckptplan.profiling.profiler import outside_tensors, replayed_bytes, training_step
 from ckptplan.profiling.target import PLANNED, find_target
-from ckptplan.runtime.group import GroupCall, group_call
 from ckptplan.runtime.guard.check import When
 from ckptplan.runtime.guard.gradients import rewinding, starting_gradient_bytes
 from ckptplan.runtime.handle import Handle, handle_of, without_plan
 from ckptplan.runtime.handle import apply as apply_plan
 from ckptplan.runtime.observe.measure import run_step, unique_bytes
-from ckptplan.runtime.replicated import added_bytes, apart, ddp_under, unwrapped
-from ckptplan.runtime.sharded import ranks_of
 from ckptplan.runtime.state.parameters import ParameterState
 from ckptplan.runtime.state.process import in_own_context
 from ckptplan.runtime.state.restore import restored

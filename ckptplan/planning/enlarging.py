@@ -26,6 +26,8 @@ from ckptplan.core.errors import (
 from ckptplan.core.plan import Plan
 from ckptplan.core.request import Limits, Training, ignore_progress, reporting
 from ckptplan.core.stage import InputTensor
+from ckptplan.distributed.group import Vote, group_call
+from ckptplan.distributed.sharded import undisturbed
 from ckptplan.planning.adviser import Adviser
 from ckptplan.planning.job import Job
 from ckptplan.planning.log import planning
@@ -34,10 +36,8 @@ from ckptplan.profiling.profiler import as_ours, training_step
 from ckptplan.profiling.target import Target, find_target
 from ckptplan.profiling.workload.enlarge import enlarged_calls, require_in_range
 from ckptplan.profiling.workload.optimizers import OptimizerLike
-from ckptplan.runtime.group import Vote, group_call
 from ckptplan.runtime.guard.shapes import ByName, Larger, input_tensors
 from ckptplan.runtime.guard.shapes import Limits as InputLimits
-from ckptplan.runtime.sharded import undisturbed
 from ckptplan.runtime.state.process import in_own_context
 from ckptplan.runtime.state.restore import restored
 

@@ -20,6 +20,10 @@ from ckptplan.core.profile import Fingerprint, Profile
 from ckptplan.core.request import Limits, Training
 from ckptplan.core.stage import InputTensor
 from ckptplan.core.units import format_bytes
+from ckptplan.distributed.group import GroupCall, group_call
+from ckptplan.distributed.replicated import unwrapped
+from ckptplan.distributed.sharded import keep_whole_gradients, parameter_groups
+from ckptplan.distributed.sharded import sharded as sharded
 from ckptplan.memory.estimate import TrainingBytes, library_blocks
 from ckptplan.planning.job import Job, staged
 from ckptplan.planning.plan_file import name_of, optimizer_text, settings_of
@@ -29,13 +33,9 @@ from ckptplan.profiling.workload.enlarge import Call, tiled_to
 from ckptplan.profiling.workload.inputs import padded
 from ckptplan.profiling.workload.optimizers import OptimizerLike, make_optimizer
 from ckptplan.runtime import accelerator
-from ckptplan.runtime.group import GroupCall, group_call
 from ckptplan.runtime.guard.shapes import input_tensors, read_inputs
 from ckptplan.runtime.handle import without_plan
 from ckptplan.runtime.observe.measure import held_tensors, unique_bytes
-from ckptplan.runtime.replicated import unwrapped
-from ckptplan.runtime.sharded import keep_whole_gradients, parameter_groups
-from ckptplan.runtime.sharded import sharded as sharded
 from ckptplan.runtime.step import TrainingStep, check_supported, fingerprint
 from ckptplan.solving.tiers import check_disk
 

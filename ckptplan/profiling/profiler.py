@@ -24,6 +24,10 @@ from ckptplan.core.profile import MOST_ERROR, Fingerprint, Profile
 from ckptplan.core.request import Report, StepKeywords, Training, ignore_progress, reporting, require_known
 from ckptplan.core.stage import InputTensor, Stage
 from ckptplan.core.storage import Storage
+from ckptplan.distributed.collectives import with_collectives, with_measured_collectives
+from ckptplan.distributed.group import on_all_ranks, present_call
+from ckptplan.distributed.replicated import added_bytes
+from ckptplan.distributed.sharded import as_asked
 from ckptplan.profiling.bytes.fake import FakeWorld, fake_parameters
 from ckptplan.profiling.bytes.folding import UnlikeLayersError
 from ckptplan.profiling.bytes.real_storages import Places, RealStorages, with_real_sizes
@@ -32,7 +36,6 @@ from ckptplan.profiling.bytes.traced import Traced
 from ckptplan.profiling.bytes.tracker import Tracker
 from ckptplan.profiling.bytes.unfolding import Folding
 from ckptplan.profiling.target import Target, find_target
-from ckptplan.profiling.times.collectives import with_collectives, with_measured_collectives
 from ckptplan.profiling.times.links import measure_costs, measure_links, sharing_note
 from ckptplan.profiling.times.overheads import measure_overheads
 from ckptplan.profiling.times.timing import Again, Times, time_stages
@@ -42,14 +45,11 @@ from ckptplan.profiling.workload.optimizer_names import notes_on
 from ckptplan.profiling.workload.optimizers import OptimizerLike, make_optimizer, traced_updates
 from ckptplan.profiling.workload.stand_ins import StandIns
 from ckptplan.runtime.accelerator import empty_cache, is_accelerator
-from ckptplan.runtime.group import on_all_ranks, present_call
 from ckptplan.runtime.guard.gradients import accumulates, starting_gradient_bytes
 from ckptplan.runtime.guard.shapes import input_tensors
 from ckptplan.runtime.handle import without_plan
 from ckptplan.runtime.observe.measure import Outside, collection_off, held_tensors, unique_bytes
 from ckptplan.runtime.private import is_fake
-from ckptplan.runtime.replicated import added_bytes
-from ckptplan.runtime.sharded import as_asked
 from ckptplan.runtime.state.parameters import ParameterState
 from ckptplan.runtime.state.process import in_own_context
 from ckptplan.runtime.state.restore import restored

@@ -18,6 +18,8 @@ from ckptplan.core.errors import InvalidInputError, PlanMismatchError
 from ckptplan.core.link import Tier
 from ckptplan.core.plan import Plan
 from ckptplan.core.trace import Trace
+from ckptplan.distributed.replicated import ddp_under, unwrapped
+from ckptplan.distributed.sharded import PlannedSharding, unlike
 from ckptplan.runtime.adviser import Adviser
 from ckptplan.runtime.applied import Applied, Replan
 from ckptplan.runtime.controller import Controller
@@ -39,8 +41,6 @@ from ckptplan.runtime.observe import report
 from ckptplan.runtime.observe.counters import Counters
 from ckptplan.runtime.observe.meter import Meter
 from ckptplan.runtime.observe.stats import Stats
-from ckptplan.runtime.replicated import ddp_under, unwrapped
-from ckptplan.runtime.sharded import PlannedSharding, unlike
 from ckptplan.runtime.step import TrainingStep, check_supported, fingerprint, model_device, training_config
 from ckptplan.runtime.swap.stores import Store, close_all, make_stores
 

@@ -22,11 +22,11 @@ from ckptplan.core.ddp import DDP
 from ckptplan.core.errors import InvalidInputError, UnsupportedModelError
 from ckptplan.core.profile import Fingerprint
 from ckptplan.core.request import Training
+from ckptplan.distributed.replicated import copied, ddp_of, unwrapped
+from ckptplan.distributed.sharded import check_planned, engine_parameters, kind_of
 from ckptplan.runtime import accelerator
 from ckptplan.runtime.guard.gradients import accumulates
 from ckptplan.runtime.guard.shapes import input_tensors
-from ckptplan.runtime.replicated import copied, ddp_of, unwrapped
-from ckptplan.runtime.sharded import check_planned, engine_parameters, kind_of
 from ckptplan.runtime.state.compiled import check_compiled, compiled_modules
 
 LossFn = Callable[[Any], torch.Tensor]

@@ -20,15 +20,15 @@ from ckptplan.core.profile import COLLECTIVES
 from ckptplan.core.progress import counted
 from ckptplan.core.request import Report, Training, reporting
 from ckptplan.core.units import format_bytes, format_seconds
+from ckptplan.distributed.group import on_all_ranks
+from ckptplan.distributed.replicated import apart, ddp_under, unseen_bucket_bytes
+from ckptplan.distributed.sharded import reducing, unlike
 from ckptplan.runtime.accelerator import empty_cache, is_accelerator
-from ckptplan.runtime.group import on_all_ranks
 from ckptplan.runtime.guard.gradients import rewinding
 from ckptplan.runtime.handle import apply
 from ckptplan.runtime.observe import measure
 from ckptplan.runtime.observe.measure import StepPeaks, run_step, same_bits, step_peaks, timed, unique_bytes
 from ckptplan.runtime.observe.stats import Stats
-from ckptplan.runtime.replicated import apart, ddp_under, unseen_bucket_bytes
-from ckptplan.runtime.sharded import reducing, unlike
 from ckptplan.runtime.state.parameters import ParameterState
 from ckptplan.runtime.state.process import in_own_context
 from ckptplan.runtime.state.restore import optimizer_tables, restored

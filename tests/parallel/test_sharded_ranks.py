@@ -19,8 +19,8 @@ from trained_ranks import check, outcome
 import ckptplan
 from ckptplan.core.errors import InvalidInputError, PlanMismatchError
 from ckptplan.core.plan import Plan
+from ckptplan.distributed.sharded import engine_parameters, parameter_groups, sharded, unreduced, whole_gradients
 from ckptplan.runtime.guard.gradients import starting_gradients
-from ckptplan.runtime.sharded import engine_parameters, parameter_groups, sharded, unreduced, whole_gradients
 from ckptplan.runtime.swap.own import is_sharded_unit, sharded_units
 
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -21,8 +21,8 @@ import ckptplan
 from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.core.plan import Plan
 from ckptplan.core.segment import Segment
+from ckptplan.distributed.sharded import give_whole_gradients, parameter_groups, whole_gradient_bytes, whole_gradients
 from ckptplan.runtime.handle import apply
-from ckptplan.runtime.sharded import give_whole_gradients, parameter_groups, whole_gradient_bytes, whole_gradients
 from ckptplan.runtime.swap.record import Record
 
 dist = pytest.importorskip("torch.distributed")

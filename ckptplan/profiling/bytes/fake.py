@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ckptplan.core.errors import CkptPlanError
+from ckptplan.distributed.sharded import engine_parameters, fake_shards
 from ckptplan.profiling.bytes.layouts import Layouts
 from ckptplan.profiling.bytes.operations import Operands, TensorSpec, op_key
 from ckptplan.profiling.target import ON_CPU, Target
@@ -50,7 +51,6 @@ from ckptplan.profiling.values.compiled import compiled_as_noted
 from ckptplan.profiling.values.constants import Constants
 from ckptplan.runtime.observe.measure import tensors_in
 from ckptplan.runtime.private import FakeTensor, FakeTensorMode, TorchDispatchMode, current_node, is_fake
-from ckptplan.runtime.sharded import engine_parameters, fake_shards
 from ckptplan.runtime.state.modes import Stacks
 from ckptplan.runtime.state.restore import beside
 

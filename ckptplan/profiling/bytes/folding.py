@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ckptplan.runtime.sharded import has_prefetch_lists, unit_settings
+from ckptplan.distributed.sharded import has_prefetch_lists, unit_settings
 from ckptplan.runtime.swap.own import is_sharded_unit
 
 T = TypeVar("T")

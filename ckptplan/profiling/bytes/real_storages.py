@@ -31,10 +31,10 @@ from torch import nn
 
 from ckptplan.core.storage import Storage
 from ckptplan.core.units import format_bytes
+from ckptplan.distributed.sharded import engine_parameters, gathered
 from ckptplan.profiling.bytes.traced import Traced, TracedStage
 from ckptplan.runtime.accelerator import is_accelerator
 from ckptplan.runtime.observe.measure import tensors_in
-from ckptplan.runtime.sharded import engine_parameters, gathered
 from ckptplan.runtime.swap.own import storages_of
 from ckptplan.runtime.swap.packing import unowned
 from ckptplan.runtime.swap.positions import has_position

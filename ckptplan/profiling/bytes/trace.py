@@ -47,6 +47,7 @@ from ckptplan.core.schedule import resident_changes
 from ckptplan.core.segment import Segment
 from ckptplan.core.stage import Differentiated, InputTensor
 from ckptplan.core.storage import Storage
+from ckptplan.distributed.sharded import engine_parameters, gathered, parameter_groups, whole_gradients
 from ckptplan.profiling.bytes.fake import FakeWorld, fake_parameters
 from ckptplan.profiling.bytes.menus import Choice, choose, front, list_ops, numbered
 from ckptplan.profiling.bytes.origins import Locating
@@ -71,7 +72,6 @@ from ckptplan.runtime.observe.measure import collection_off, tensors_in
 from ckptplan.runtime.observer import Observer
 from ckptplan.runtime.private import current_graph_task
 from ckptplan.runtime.recompute.call import cached_weights, shares_containers
-from ckptplan.runtime.sharded import engine_parameters, gathered, parameter_groups, whole_gradients
 from ckptplan.runtime.state.cells import Snapshot, below
 from ckptplan.runtime.state.generators import Generators, SystemDraws
 from ckptplan.runtime.state.objects import tensors_in_objects

@@ -36,6 +36,7 @@ from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.core.plan import Decision
 from ckptplan.core.progress import counted
 from ckptplan.core.request import Report, ignore_progress
+from ckptplan.distributed.sharded import states, undisturbed
 from ckptplan.profiling.bytes.real_storages import RealStorages
 from ckptplan.profiling.times.stopwatch import Span, Stopwatch, Took
 from ckptplan.profiling.values.cut import fresh, joined
@@ -46,7 +47,6 @@ from ckptplan.runtime.patching import PatchedForward, installed
 from ckptplan.runtime.private import next_sequence_number
 from ckptplan.runtime.recompute.call import Call, PlannedStage, caching
 from ckptplan.runtime.recompute.frames import Enough, run_recomputed
-from ckptplan.runtime.sharded import states, undisturbed
 from ckptplan.runtime.state.cells import Changing, Snapshot, below
 from ckptplan.runtime.state.code import read_by
 from ckptplan.runtime.state.compiled import out_of_sight

@@ -23,9 +23,9 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils import _pytree as pytree
 
 from ckptplan.core.errors import UnsupportedModelError
+from ckptplan.distributed.sharded import gathered
 from ckptplan.runtime.guard.unplanned import is_foreign
 from ckptplan.runtime.patching import PatchedForward, installed, is_patchable
-from ckptplan.runtime.sharded import gathered
 from ckptplan.runtime.state.compiled import compiled_modules
 from ckptplan.runtime.step import TrainingStep
 from ckptplan.runtime.swap.own import storages_of

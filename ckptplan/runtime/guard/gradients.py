@@ -29,10 +29,7 @@ from torch import nn
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.plan import Plan
 from ckptplan.core.units import format_bytes
-from ckptplan.runtime.guard.differences import Differences
-from ckptplan.runtime.observer import Observer
-from ckptplan.runtime.private import is_traceable_wrapper_subclass
-from ckptplan.runtime.sharded import (
+from ckptplan.distributed.sharded import (
     WITH_WHOLE_GRADIENTS,
     give_whole_gradients,
     keep_whole_gradients,
@@ -41,6 +38,9 @@ from ckptplan.runtime.sharded import (
     whole_gradient_bytes,
     whole_gradients,
 )
+from ckptplan.runtime.guard.differences import Differences
+from ckptplan.runtime.observer import Observer
+from ckptplan.runtime.private import is_traceable_wrapper_subclass
 from ckptplan.runtime.swap.own import local_part, storages_of
 
 

@@ -22,9 +22,9 @@ from torch._C._profiler import RecordScope, _EventType
 from torch.autograd.profiler import profile
 from torch.utils import _pytree as pytree
 
+from ckptplan.distributed.sharded import parameter_groups, whole_gradients
 from ckptplan.runtime import accelerator
 from ckptplan.runtime.private import TorchDispatchMode
-from ckptplan.runtime.sharded import parameter_groups, whole_gradients
 from ckptplan.runtime.step import TrainingStep
 from ckptplan.runtime.swap.own import storages_of
 

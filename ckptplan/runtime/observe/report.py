@@ -14,11 +14,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ckptplan.core.ddp import DDP
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.trace import Trace
+from ckptplan.distributed.replicated import unseen_bucket_bytes
 from ckptplan.runtime.applied import Applied
 from ckptplan.runtime.observe.measure import held_tensors, optimizer_tensors, tensors_in, unique_bytes
 from ckptplan.runtime.observe.stats import Stats, stage_stats
 from ckptplan.runtime.observe.traced import record_step
-from ckptplan.runtime.replicated import unseen_bucket_bytes
 from ckptplan.runtime.swap.own import storages_of
 
 if TYPE_CHECKING:  # of a higher layer

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ckptplan.distributed.replicated import without_reduction
+from ckptplan.distributed.sharded import without_group
 from ckptplan.runtime.accelerator import keep_generators
 from ckptplan.runtime.private import disable_current_modes, is_fake, is_traceable_wrapper_subclass
-from ckptplan.runtime.replicated import without_reduction
-from ckptplan.runtime.sharded import without_group
 from ckptplan.runtime.state.cells import Changing, Snapshot, below
 from ckptplan.runtime.state.code import hooks_of, kept_read
 from ckptplan.runtime.state.generators import Generators, reseed

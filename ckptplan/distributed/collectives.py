@@ -33,9 +33,9 @@ from ckptplan.core.ddp import DDP
 from ckptplan.core.device import Device
 from ckptplan.core.profile import COLLECTIVES, Profile
 from ckptplan.core.stage import Stage
+from ckptplan.distributed.group import GroupCall
+from ckptplan.distributed.sharded import outermost, parameter_groups, reduced_dtype, resharded_over, sizes_of, states
 from ckptplan.runtime.accelerator import synchronize
-from ckptplan.runtime.group import GroupCall
-from ckptplan.runtime.sharded import outermost, parameter_groups, reduced_dtype, resharded_over, sizes_of, states
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,8 +37,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ckptplan.core.errors import CkptPlanError, RankError
-from ckptplan.runtime.replicated import is_distributed
-from ckptplan.runtime.sharded import ranks_of
+from ckptplan.distributed.replicated import is_distributed
+from ckptplan.distributed.sharded import ranks_of
 
 _LOG = logging.getLogger("ckptplan")
 _BEAT_S = 1.0
