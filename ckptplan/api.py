@@ -31,7 +31,6 @@ from ckptplan.solving.tiers import all_bytes
 if TYPE_CHECKING:  # these import torch
     from torch import nn
 
-    from ckptplan.core.fsdp import FSDP
     from ckptplan.planning.model_job import Together
 
 FRONTIER_TIME_LIMIT_S = 60.0
@@ -153,9 +152,7 @@ def solve(
         return alone()
     from ckptplan.planning.model_job import solved_together
 
-    fsdp = options.get("fsdp")
-    with _sharded(model_or_profile, fsdp):
-        plan = solved_together(model_or_profile, options.get("ddp") or fsdp, alone)
+    plan = solved_together(model_or_profile, options.get("ddp"), options.get("fsdp"), alone)
     remember(plan, options)
     return plan
 
@@ -174,17 +171,6 @@ def _holds(plan: Plan, model_or_profile: nn.Module | Profile, budget_bytes: int 
     if isinstance(model_or_profile, Profile):
         return not _broken(model_or_profile, plan)
     return budget_bytes is None or plan.counted_bytes <= budget_bytes
-
-
-def _sharded(
-    model_or_profile: nn.Module | Profile, settings: FSDP | int | None
-) -> contextlib.AbstractContextManager[None]:
-    """A context in which a model is sharded as the option `fsdp` says."""
-    if settings is None or isinstance(model_or_profile, Profile):
-        return contextlib.nullcontext()
-    from ckptplan.planning.model_job import sharded
-
-    return sharded(model_or_profile, settings)
 
 
 def _solved(job: Job, budget_bytes: int | None, share: float | None, max_overhead: float | None) -> Plan:
@@ -247,7 +233,12 @@ def frontier(
     together = Limits.of(options)
     _require_one_in_flight(together, "frontier")
     each = replace(together, time_limit_s=together.time_limit_s / max(points, 1))
-    with _sharded(model_or_profile, options.get("fsdp")):
+    sharding: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if not isinstance(model_or_profile, Profile):
+        from ckptplan.planning.model_job import sharded
+
+        sharding = sharded(model_or_profile, options.get("fsdp"))
+    with sharding:
         job = _job(model_or_profile, Training.of(options, inputs), swap_dir, each)
         plans = frontier_profile(job.profile, points, replace(job.handing_out, time_limit_s=together.time_limit_s))
         return Frontier.of(_checked(job, plans)).improved(_checked(job, _better_rules(job, plans)))

@@ -21,9 +21,8 @@ from ckptplan.core.plan import Plan
 from ckptplan.core.request import ApplyKeywords, PlanKeywords, require_known
 from ckptplan.core.request import Limits as PlanLimits
 from ckptplan.core.units import format_bytes
+from ckptplan.distributed import is_distributed, parallel_of
 from ckptplan.distributed.group import Vote, alone
-from ckptplan.distributed.replicated import is_distributed
-from ckptplan.distributed.sharded import ranks_of
 from ckptplan.planning.applying import apply
 from ckptplan.planning.log import in_words, is_first_rank, planning, say
 from ckptplan.planning.model_job import NoLargestStepError, default_budget
@@ -134,17 +133,15 @@ class Planning:
                     f"{self.in_text()}; {of}; {optimizer_text(training.get('optimizer'))}; {settings_of(model)}; {kind}"
                 )
                 return self._begin_by_file(model, self._plan_file, asked, training)
-        apart = not ranks_of(model)
-        if again and apart:
-            with alone():
-                return self._begin(model, plan, training, is_told=True)
-        try:
-            return self._begin(model, plan, training, is_told=is_first_rank())
-        except NoLargestStepError:
-            if not apart:
-                raise
-            with alone():
-                return self._begin(model, plan, training, is_told=True)
+        apart = not parallel_of(model).in_step
+        if not (again and apart):
+            try:
+                return self._begin(model, plan, training, is_told=is_first_rank())
+            except NoLargestStepError:
+                if not apart:
+                    raise
+        with alone():
+            return self._begin(model, plan, training, is_told=True)
 
     def _begin_by_file(self, model: nn.Module, file: str | Path, asked: str, training: dict[str, Any]) -> Handle:
         """Apply the plan in a file if it was made for this request, or else a new one, which is written there."""

@@ -29,9 +29,8 @@ from ckptplan.core.request import (
 )
 from ckptplan.core.trace import Trace
 from ckptplan.core.units import format_bytes
+from ckptplan.distributed import apart, ddp_under, parallel_of, unwrapped
 from ckptplan.distributed.group import GroupCall, group_call
-from ckptplan.distributed.replicated import added_bytes, apart, ddp_under, unwrapped
-from ckptplan.distributed.sharded import ranks_of
 from ckptplan.memory.estimate import TrainingBytes
 from ckptplan.planning.adviser import Adviser
 from ckptplan.planning.enlarging import Enlarger, inside_forward
@@ -243,7 +242,7 @@ def _applied(
     if on_larger not in (None, "follow", "replan"):
         raise InvalidInputError(f"on_larger={on_larger!r}; it is 'follow' or 'replan', and strict=True raises")
     if on_larger is None and known is not None and not how["strict"]:
-        one = plan.fingerprint.inputs != "step()" and plan.in_flight == 1 and not ranks_of(model)
+        one = plan.fingerprint.inputs != "step()" and plan.in_flight == 1 and not parallel_of(model).in_step
         on_larger = "replan" if one else "follow"
     adviser = None
     if profile is not None:
@@ -368,7 +367,7 @@ def _arrived(model: nn.Module, plan: Plan, training: Training) -> Plan:
         held = unique_bytes([*model.parameters(), *model.buffers(), *inputs, *others])
         if step.accumulates:
             held += starting_gradient_bytes(model)
-        held += added_bytes(step.model, step.ddp)
+        held += step.parallel.added_bytes()
         needs = held + replayed_bytes(step, bound, target)
     needs += plan.others_bytes
     allowed = max(plan.budget_bytes, plan.needed_reserved_bytes or 0)

@@ -26,8 +26,8 @@ from ckptplan.core.errors import (
 from ckptplan.core.plan import Plan
 from ckptplan.core.request import Limits, Training, ignore_progress, reporting
 from ckptplan.core.stage import InputTensor
+from ckptplan.distributed import parallel_of
 from ckptplan.distributed.group import Vote, group_call
-from ckptplan.distributed.sharded import undisturbed
 from ckptplan.planning.adviser import Adviser
 from ckptplan.planning.job import Job
 from ckptplan.planning.log import planning
@@ -116,7 +116,7 @@ def inside_forward(model: nn.Module, amp: torch.dtype | str | None) -> Iterator[
     kind = find_target(model).device.type
     if amp is None and torch.is_autocast_enabled(kind):
         amp = torch.get_autocast_dtype(kind)
-    with torch.autocast(kind, enabled=False), undisturbed(model):
+    with torch.autocast(kind, enabled=False), parallel_of(model).undisturbed():
         yield amp
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ckptplan.core.errors import InvalidInputError
-from ckptplan.distributed.replicated import unwrapped
+from ckptplan.distributed import unwrapped
 from ckptplan.runtime.applied import Applied, Replan
 from ckptplan.runtime.guard.shapes import ByName
 from ckptplan.runtime.handle import Handle

@@ -21,7 +21,7 @@ import ckptplan
 from ckptplan.core.link import Link
 from ckptplan.core.plan import KEEP, Decision
 from ckptplan.core.request import Training
-from ckptplan.distributed.sharded import sharded
+from ckptplan.distributed.absent import sharded
 from ckptplan.profiling import profiler
 from ckptplan.profiling.bytes import folding, trace, unfolding
 from ckptplan.profiling.bytes.folding import Periods, Run

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.core.plan import KEEP, Decision, Decisions
-from ckptplan.distributed.replicated import apart
+from ckptplan.distributed import apart
 from ckptplan.profiling.bytes.operations import written_to
 from ckptplan.profiling.bytes.trace import find_stages, replay
 from ckptplan.profiling.bytes.tracker import stage_segment

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ckptplan.distributed.replicated import is_distributed
+from ckptplan.distributed import is_distributed
 from ckptplan.runtime.applied import Applied
 from ckptplan.runtime.controller import Controller
 from ckptplan.runtime.guard.oom import add_note, in_update, located
