@@ -31,7 +31,6 @@ from ckptplan.solving.room import Room
 if TYPE_CHECKING:  # these import torch
     from torch import nn
 
-    from ckptplan.core.fsdp import FSDP
     from ckptplan.planning.model_job import Together
 
 FRONTIER_TIME_LIMIT_S = 60.0
@@ -150,9 +149,7 @@ def solve(
         return alone()
     from ckptplan.planning.model_job import solved_together
 
-    fsdp = options.get("fsdp")
-    with _sharded(model_or_profile, fsdp):
-        plan = solved_together(model_or_profile, options.get("ddp") or fsdp, alone)
+    plan = solved_together(model_or_profile, options.get("ddp"), options.get("fsdp"), alone)
     remember(plan, options)
     return plan
 
@@ -171,17 +168,6 @@ def _holds(plan: Plan, model_or_profile: nn.Module | Profile, budget_bytes: int 
     if isinstance(model_or_profile, Profile):
         return not _broken(model_or_profile, plan)
     return budget_bytes is None or plan.counted_bytes <= budget_bytes
-
-
-def _sharded(
-    model_or_profile: nn.Module | Profile, settings: FSDP | int | None
-) -> contextlib.AbstractContextManager[None]:
-    """A context in which a model is sharded as the option `fsdp` says."""
-    if settings is None or isinstance(model_or_profile, Profile):
-        return contextlib.nullcontext()
-    from ckptplan.planning.model_job import sharded
-
-    return sharded(model_or_profile, settings)
 
 
 def _solved(job: Job, budget_bytes: int | None, share: float | None, max_overhead: float | None) -> Plan:
@@ -237,7 +223,12 @@ def frontier(
     options.setdefault("time_limit_s", FRONTIER_TIME_LIMIT_S)
     together = Limits.of(options)
     each = replace(together, time_limit_s=together.time_limit_s / max(points, 1))
-    with _sharded(model_or_profile, options.get("fsdp")):
+    sharding: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if not isinstance(model_or_profile, Profile):
+        from ckptplan.planning.model_job import sharded
+
+        sharding = sharded(model_or_profile, options.get("fsdp"))
+    with sharding:
         job = _job(model_or_profile, Training.of(options, inputs), swap_dir, each)
         plans = frontier_profile(job.profile, points, replace(job.handing_out, time_limit_s=together.time_limit_s))
         return Frontier.of(_checked(job, plans)).improved(_checked(job, _better_rules(job, plans)))

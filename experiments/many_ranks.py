@@ -42,7 +42,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import ckptplan
 from ckptplan.core.units import GIB, format_bytes
-from ckptplan.runtime.sharded import shard
+from ckptplan.distributed.absent import shard
 
 RANKS = "2,4"
 STEPS = 10

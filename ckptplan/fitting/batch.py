@@ -17,6 +17,8 @@ from ckptplan.core.errors import CkptPlanError, InfeasibleBudgetError, InvalidIn
 from ckptplan.core.plan import Plan
 from ckptplan.core.request import BatchKeywords, Limits, Training, ignore_progress, require_known
 from ckptplan.core.units import budget_to_bytes, format_bytes
+from ckptplan.distributed import apart
+from ckptplan.distributed.absent import as_asked
 from ckptplan.memory.estimate import TrainingBytes
 from ckptplan.planning.job import Job
 from ckptplan.planning.model_job import free_bytes, replaying
@@ -32,8 +34,6 @@ from ckptplan.runtime.observe.measure import (
     step_peaks,
     unique_bytes,
 )
-from ckptplan.runtime.replicated import apart, unseen_bucket_bytes
-from ckptplan.runtime.sharded import as_asked
 from ckptplan.runtime.state.parameters import ParameterState
 from ckptplan.runtime.state.process import in_own_context
 from ckptplan.runtime.state.restore import restored
@@ -492,7 +492,7 @@ class _Search:
                 rewind()
                 tensors = [*held_tensors(model), *optimizer_tensors(optimizer), *read_from_outside(step)]
                 rewind()
-                held = unique_bytes(tensors, device) + unseen_bucket_bytes(model, step.ddp)
+                held = unique_bytes(tensors, device) + step.parallel.unseen_bytes()
                 peak = step_peaks(lambda: run_step(step), device, held, rewind).needed_bytes + missing
         if peak > self.budget_bytes:
             self.notes.append(

@@ -22,13 +22,14 @@ from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.request import UNSAID, Limits, Report, Training, ignore_progress
 from ckptplan.core.segment import Segment
+from ckptplan.distributed import parallel_of
+from ckptplan.distributed.absent import sharded
+from ckptplan.distributed.collectives import with_collectives
 from ckptplan.fitting.batch import LIMIT, Batches, MakeInputs, largest
 from ckptplan.memory.estimate import TrainingBytes
 from ckptplan.profiling.profiler import planned_profiles
 from ckptplan.profiling.target import find_target
-from ckptplan.profiling.times.collectives import with_collectives
 from ckptplan.referee import validate
-from ckptplan.runtime.sharded import sharded
 from ckptplan.solving.cost import Evaluator
 from ckptplan.solving.peak import smallest_peak
 from ckptplan.solving.planner import solve_profile
@@ -151,7 +152,7 @@ class _Group:
         """Return the chain of a batch on one of the devices, traced or interpolated from two traced ones."""
         # A unit takes the longer of its compute and its collectives, which isn't linear in the batch.
         device = next(device for device in self.devices if device.name == name)
-        return with_collectives(self._computing(n, name), self.batches.sizes.model, device)
+        return with_collectives(self._computing(n, name), parallel_of(self.batches.sizes.model), device)
 
     def _computing(self, n: int, name: str) -> Profile:
         """Return the same without collectives."""

@@ -34,12 +34,12 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 
 from ckptplan.core.errors import CkptPlanError, PlanMismatchError, UnsupportedModelError
 from ckptplan.core.plan import Plan
+from ckptplan.distributed import is_distributed, parallel_of
 from ckptplan.integrations.training import PlannedBatch, PlanningCallback, replace, unchanged
 from ckptplan.planning.log import say
 from ckptplan.profiling.workload.discover import NothingSavedError
 from ckptplan.runtime.handle import Handle
 from ckptplan.runtime.observe.measure import tensors_in
-from ckptplan.runtime.replicated import copied, ddp_of, is_distributed
 
 _STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy")
 """Strategies with which a plan can be applied."""
@@ -136,13 +136,11 @@ class ActivationPlanner(PlanningCallback, pl.Callback):
                 return self._planning.begin(module, Plan.from_json(saved["plan"]))
 
         precision = trainer.precision_plugin
-        ddp, again = ddp_of(trainer.strategy.model or module), bool(self._made)
+        parallel, again = parallel_of(trainer.strategy.model or module), bool(self._made)
 
         def step() -> torch.Tensor:
             with _planning(trainer, module) as losses, precision.train_step_context():
-                output = module.training_step(*args, **kwargs)
-                if ddp is not None and ddp.find_unused_parameters:  # in training it is the wrapper's forward
-                    output = copied(output)
+                output = parallel.returned(module.training_step(*args, **kwargs))  # in training the wrapper's forward
             if losses:
                 return torch.stack([loss.float() for loss in losses]).sum()
             loss = output.get("loss") if isinstance(output, Mapping) else output
@@ -157,7 +155,7 @@ class ActivationPlanner(PlanningCallback, pl.Callback):
         optimizer = optimizers[0] if len(optimizers) == 1 else _Together(optimizers) if optimizers else None
         # Lightning's own loop, and most manual ones, drop the gradients of a step after the next one's forward.
         return self._planning.begin(
-            module, again=again, of=json.dumps(asked), step=step, optimizer=optimizer, accumulate=True, ddp=ddp
+            module, again=again, of=json.dumps(asked), step=step, optimizer=optimizer, accumulate=True, ddp=parallel.ddp
         )
 
     def _request(self, trainer: pl.Trainer, module: pl.LightningModule, batch: PlannedBatch) -> dict[str, Any]:

@@ -21,16 +21,15 @@ from ckptplan.core.plan import Plan
 from ckptplan.core.request import ApplyKeywords, PlanKeywords, require_known
 from ckptplan.core.request import Limits as PlanLimits
 from ckptplan.core.units import format_bytes
+from ckptplan.distributed import is_distributed, parallel_of
+from ckptplan.distributed.group import Vote, alone
 from ckptplan.planning.applying import apply
 from ckptplan.planning.log import in_words, is_first_rank, planning, say
 from ckptplan.planning.model_job import NoLargestStepError, default_budget
 from ckptplan.planning.plan_file import keep, optimizer_text, plan_in, settings_of
-from ckptplan.runtime.group import Vote, alone
 from ckptplan.runtime.guard.check import When
 from ckptplan.runtime.guard.shapes import Limits, input_tensors, tensors_at
 from ckptplan.runtime.handle import Handle
-from ckptplan.runtime.replicated import is_distributed
-from ckptplan.runtime.sharded import ranks_of
 from ckptplan.runtime.state.objects import MOST_OBJECTS, attributes_of
 
 _MOST_FAILURES = 3
@@ -134,17 +133,15 @@ class Planning:
                     f"{self.in_text()}; {of}; {optimizer_text(training.get('optimizer'))}; {settings_of(model)}; {kind}"
                 )
                 return self._begin_by_file(model, self._plan_file, asked, training)
-        apart = not ranks_of(model)
-        if again and apart:
-            with alone():
-                return self._begin(model, plan, training, is_told=True)
-        try:
-            return self._begin(model, plan, training, is_told=is_first_rank())
-        except NoLargestStepError:
-            if not apart:
-                raise
-            with alone():
-                return self._begin(model, plan, training, is_told=True)
+        apart = not parallel_of(model).in_step
+        if not (again and apart):
+            try:
+                return self._begin(model, plan, training, is_told=is_first_rank())
+            except NoLargestStepError:
+                if not apart:
+                    raise
+        with alone():
+            return self._begin(model, plan, training, is_told=True)
 
     def _begin_by_file(self, model: nn.Module, file: str | Path, asked: str, training: dict[str, Any]) -> Handle:
         """Apply the plan in a file if it was made for this request, or else a new one, which is written there."""

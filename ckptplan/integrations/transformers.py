@@ -38,12 +38,12 @@ from torch import nn
 from transformers import Trainer, TrainerCallback
 
 from ckptplan.core.errors import CkptPlanError, InvalidInputError, UnsupportedModelError
+from ckptplan.distributed import parallel_of
 from ckptplan.integrations.training import PlannedBatch, Planning, PlanningCallback, replace, unchanged
 from ckptplan.planning.log import say
 from ckptplan.planning.plan_file import name_of
 from ckptplan.runtime.handle import Handle
 from ckptplan.runtime.patching import PatchedForward, installed
-from ckptplan.runtime.replicated import ddp_of
 from ckptplan.runtime.state.restore import restored
 
 _GUARDED = ("_run_epoch", "_evaluate", "_finalize_training")
@@ -195,7 +195,7 @@ class _Run:
         of += [name_of(type(trainer)), name_of(self.compute_loss), name_of(trainer.compute_loss_func)]
         of.append(trainer.args.label_smoothing_factor)
         more: dict[str, Any] = {"optimizer": optimizer, "accumulate": accumulate, "again": again, "of": repr(of)}
-        more["ddp"] = ddp_of(self._batch.model)
+        more["ddp"] = parallel_of(self._batch.model).ddp
         code, present = self.compute_loss, self._batch
 
         def loss_fn(output: Any) -> torch.Tensor:

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from ckptplan.core.allocator_settings import AllocatorSettings, allocator_conf
-from ckptplan.core.ddp import DDP
 from ckptplan.core.device import library_workspaces
 from ckptplan.core.errors import InvalidInputError, UnsupportedModelError
 from ckptplan.core.estimate import CATEGORIES, KEPT, Estimate, Phase
@@ -30,6 +29,7 @@ from ckptplan.core.request import (
     reporting,
     require_known,
 )
+from ckptplan.distributed.absent import as_asked
 from ckptplan.memory.allocator import SimulatedOutOfMemoryError
 from ckptplan.memory.batches import batch_steps, does_the_same, require_planned
 from ckptplan.memory.ledger import Account, Ledger, Player, saved_bytes
@@ -45,8 +45,6 @@ from ckptplan.profiling.workload.optimizers import make_optimizer
 from ckptplan.runtime.guard.check import BENCH_BYTES
 from ckptplan.runtime.guard.gradients import accumulates, starting_gradients
 from ckptplan.runtime.guard.spots import SHEET_BYTES
-from ckptplan.runtime.replicated import broadcast_bytes, buckets
-from ckptplan.runtime.sharded import as_asked, keeping_whole, reduced
 from ckptplan.runtime.state.compiled import refuse_compiled
 from ckptplan.runtime.state.process import in_own_context
 from ckptplan.runtime.state.restore import restored
@@ -173,7 +171,7 @@ def estimate(
     reached = [each for step in steps for each in step.reached()]
     with (
         _config(model, plan),
-        reduced(model) as run.keeps_whole_gradients,
+        steps[0].parallel.reduced() as run.keeps_whole_gradients,
         restored(model, reached, runs=False) as rewind,
     ):
         rewind()
@@ -283,7 +281,7 @@ class TrainingBytes:
         """Return the peaks of the first steps, updates included; on the CPU the three are equal."""
         with (
             _config(self.model, plan),
-            reduced(self.model) as keeps_whole_gradients,
+            step.parallel.reduced() as keeps_whole_gradients,
             restored(self.model, step.reached(), runs=False) as rewind,
         ):
             rewind()
@@ -478,7 +476,7 @@ class _Run:
         fresh = record()
         if lasting:
             self.report(counted("recording", 2, passes, f"passes{of_batch}"))
-        with keeping_whole(self._model) if self.keeps_whole_gradients else contextlib.nullcontext():
+        with step.parallel.reducing(not self.keeps_whole_gradients):
             adding = record(accumulating=True) if lasting else fresh
         if inference:
             self.report(counted("recording", passes, passes, f"passes{of_batch}"))
@@ -538,7 +536,7 @@ class _Run:
                 player = Player(
                     ledger,
                     batch.adding if has_gradients else batch.fresh,
-                    in_buckets=self._in_buckets,
+                    in_buckets=self.steps[0].parallel.gradients_in_buckets,
                     unreduced=unreduced,
                 )
                 ledger.phase(f"forward{name}", batch.number)
@@ -581,14 +579,6 @@ class _Run:
     def _model(self) -> nn.Module:
         return self.steps[0].model
 
-    @property
-    def _ddp(self) -> DDP | None:
-        return self.steps[0].ddp
-
-    @property
-    def _in_buckets(self) -> bool:
-        return self._ddp is not None and self._ddp.gradient_as_bucket_view
-
     def _load(self, ledger: Ledger, batches: Sequence[_Batch], *, training: bool = True) -> None:
         """Allocate the tensors that are on the device before the first step."""
         ledger.phase("loaded")
@@ -606,16 +596,12 @@ class _Run:
             for _, name, tensor in named:
                 nbytes = tensor.numel() * tensor.element_size()
                 ledger.allocate(Block(nbytes, "weights", f"{name} (as loaded from the file)"))
-        if training and (self._accumulates or self.keeps_whole_gradients) and not self._in_buckets:
-            parameters = dict(model.named_parameters())
-            for name, nbytes in starting_gradients(model).items():
-                if nbytes and not self._leaves_whole(parameters[name]):
-                    ledger.allocate(_block(nbytes, "gradients", name, parameters[name]))
-        if training and self._ddp is not None:
-            for n, nbytes in enumerate(buckets(model, self._ddp)):
-                ledger.allocate(Block(nbytes, "gradients", f"DDP bucket {n}"))
-            if nbytes := broadcast_bytes(model, self._ddp):
-                ledger.allocate(Block(nbytes, "buffers", "copies in which DDP broadcasts buffers"))
+        parallel = self.steps[0].parallel
+        if training and (self._accumulates or self.keeps_whole_gradients) and not parallel.gradients_in_buckets:
+            for name, nbytes, parameter in self._gradients(whole=False):
+                ledger.allocate(_block(nbytes, "gradients", name, parameter))
+        for block in parallel.blocks() if training else ():
+            ledger.allocate(Block(*block))
         if training and self.scaler:
             for what in ("scale", "growth tracker"):
                 ledger.allocate(Block(4, "workspaces and temporaries", f"GradScaler's {what}"))
@@ -625,15 +611,18 @@ class _Run:
 
     def _make_unreduced(self, ledger: Ledger, there: dict[str, int]) -> None:
         """Allocate the gradients that earlier micro-batches leave whole, but for those that are `there`."""
-        if self.keeps_whole_gradients:
-            parameters = dict(self._model.named_parameters())
-            for name, nbytes in starting_gradients(self._model, whole=True).items():
-                if nbytes and name not in there and self._leaves_whole(parameters[name]):
-                    what = f"{name}, of micro-batches that don't reduce it"
-                    there[name] = ledger.allocate(_block(nbytes, "gradients", what, parameters[name]))
+        for name, nbytes, parameter in self._gradients(whole=True):
+            if name not in there:
+                what = f"{name}, of micro-batches that don't reduce it"
+                there[name] = ledger.allocate(_block(nbytes, "gradients", what, parameter))
 
-    def _leaves_whole(self, parameter: torch.Tensor) -> bool:
-        return self.keeps_whole_gradients and local_part(parameter) is not parameter
+    def _gradients(self, *, whole: bool) -> Iterator[tuple[str, int, torch.Tensor]]:
+        """Yield name, bytes and parameter of the gradients with which a step starts, those that are whole or others."""
+        parameters = dict(self._model.named_parameters())
+        for name, nbytes in starting_gradients(self._model, whole=whole).items():
+            leaves_whole = self.keeps_whole_gradients and local_part(parameters[name]) is not parameters[name]
+            if nbytes and leaves_whole == whole:
+                yield name, nbytes, parameters[name]
 
     def _on_host(self, tensor: torch.Tensor) -> bool:
         return self.target.spec is None and tensor.device.type not in (self.target.device.type, "meta")

@@ -30,6 +30,8 @@ from ckptplan.core.request import (
 )
 from ckptplan.core.trace import Trace
 from ckptplan.core.units import format_bytes
+from ckptplan.distributed import apart, ddp_under, parallel_of, unwrapped
+from ckptplan.distributed.group import GroupCall, group_call
 from ckptplan.memory.estimate import TrainingBytes
 from ckptplan.planning.adviser import Adviser
 from ckptplan.planning.enlarging import Enlarger, inside_forward
@@ -39,14 +41,11 @@ from ckptplan.planning.log import in_words, is_first_rank, planning, say
 from ckptplan.planning.model_job import shared_by
 from ckptplan.profiling.profiler import outside_tensors, replayed_bytes, training_step
 from ckptplan.profiling.target import PLANNED, find_target
-from ckptplan.runtime.group import GroupCall, group_call
 from ckptplan.runtime.guard.check import When
 from ckptplan.runtime.guard.gradients import rewinding, starting_gradient_bytes
 from ckptplan.runtime.handle import Handle, handle_of, without_plan
 from ckptplan.runtime.handle import apply as apply_plan
 from ckptplan.runtime.observe.measure import run_step, unique_bytes
-from ckptplan.runtime.replicated import added_bytes, apart, ddp_under, unwrapped
-from ckptplan.runtime.sharded import ranks_of
 from ckptplan.runtime.state.parameters import ParameterState
 from ckptplan.runtime.state.process import in_own_context
 from ckptplan.runtime.state.restore import restored
@@ -243,7 +242,7 @@ def _applied(
     if on_larger not in (None, "follow", "replan"):
         raise InvalidInputError(f"on_larger={on_larger!r}; it is 'follow' or 'replan', and strict=True raises")
     if on_larger is None and known is not None and not how["strict"]:
-        one = plan.fingerprint.inputs != "step()" and not ranks_of(model)
+        one = plan.fingerprint.inputs != "step()" and not parallel_of(model).in_step
         on_larger = "replan" if one else "follow"
     adviser = None
     if profile is not None:
@@ -368,7 +367,7 @@ def _arrived(model: nn.Module, plan: Plan, training: Training) -> Plan:
         held = unique_bytes([*model.parameters(), *model.buffers(), *inputs, *others])
         if step.accumulates:
             held += starting_gradient_bytes(model)
-        held += added_bytes(step.model, step.ddp)
+        held += step.parallel.added_bytes()
         needs = held + replayed_bytes(step, bound, target)
     allowed = max(plan.budget_bytes, plan.reserved_bytes or 0)
     has = target.capacity_bytes

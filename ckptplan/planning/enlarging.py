@@ -27,6 +27,8 @@ from ckptplan.core.errors import (
 from ckptplan.core.plan import Plan
 from ckptplan.core.request import Limits, Training, ignore_progress, reporting
 from ckptplan.core.stage import InputTensor
+from ckptplan.distributed import parallel_of
+from ckptplan.distributed.group import Vote, group_call
 from ckptplan.planning.adviser import Adviser
 from ckptplan.planning.job import Job
 from ckptplan.planning.log import planning
@@ -34,10 +36,8 @@ from ckptplan.planning.model_job import Together, encloses, job_of_step
 from ckptplan.profiling.profiler import as_ours, training_step
 from ckptplan.profiling.target import Target, find_target
 from ckptplan.profiling.workload.enlarge import enlarged_calls, require_in_range
-from ckptplan.runtime.group import Vote, group_call
 from ckptplan.runtime.guard.shapes import ByName, Larger, input_tensors
 from ckptplan.runtime.guard.shapes import Limits as InputLimits
-from ckptplan.runtime.sharded import undisturbed
 from ckptplan.runtime.state.process import in_own_context
 from ckptplan.runtime.state.restore import restored
 
@@ -115,7 +115,7 @@ def inside_forward(model: nn.Module, amp: torch.dtype | str | None) -> Iterator[
     kind = find_target(model).device.type
     if amp is None and torch.is_autocast_enabled(kind):
         amp = torch.get_autocast_dtype(kind)
-    with torch.autocast(kind, enabled=False), undisturbed(model):
+    with torch.autocast(kind, enabled=False), parallel_of(model).undisturbed():
         yield amp
 
 

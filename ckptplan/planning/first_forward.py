@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from ckptplan.core.errors import InvalidInputError
+from ckptplan.distributed import unwrapped
 from ckptplan.runtime.applied import Applied, Replan
 from ckptplan.runtime.guard.shapes import ByName
 from ckptplan.runtime.handle import Handle
 from ckptplan.runtime.observe.measure import tensors_in
 from ckptplan.runtime.patching import PatchedForward
-from ckptplan.runtime.replicated import unwrapped
 
 
 class FirstForward(Handle):

@@ -16,7 +16,7 @@ from ckptplan.core.option import Action
 from ckptplan.core.plan import Plan
 from ckptplan.core.request import Report
 from ckptplan.core.units import format_bytes, format_seconds
-from ckptplan.runtime.replicated import is_distributed
+from ckptplan.distributed import is_distributed
 
 _LOG = logging.getLogger("ckptplan")
 

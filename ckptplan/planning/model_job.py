@@ -14,13 +14,18 @@ import psutil
 from torch import nn
 
 from ckptplan.core.arguments import DeviceLike, OptimizerLike
+from ckptplan.core.ddp import DDP
 from ckptplan.core.errors import InfeasibleBudgetError, PlanMismatchError, RankError
+from ckptplan.core.fsdp import FSDP
 from ckptplan.core.measured import DeviceBytes
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Fingerprint, Profile
 from ckptplan.core.request import Limits, Training
 from ckptplan.core.stage import InputTensor
 from ckptplan.core.units import format_bytes
+from ckptplan.distributed import unwrapped
+from ckptplan.distributed.absent import sharded as sharded
+from ckptplan.distributed.group import GroupCall, group_call
 from ckptplan.memory.estimate import TrainingBytes, library_blocks
 from ckptplan.planning.job import Job, staged
 from ckptplan.planning.plan_file import name_of, optimizer_text, settings_of
@@ -30,13 +35,9 @@ from ckptplan.profiling.workload.enlarge import Call, tiled_to
 from ckptplan.profiling.workload.inputs import padded
 from ckptplan.profiling.workload.optimizers import make_optimizer
 from ckptplan.runtime import accelerator
-from ckptplan.runtime.group import GroupCall, group_call
 from ckptplan.runtime.guard.shapes import input_tensors, read_inputs
 from ckptplan.runtime.handle import without_plan
 from ckptplan.runtime.observe.measure import held_tensors, unique_bytes
-from ckptplan.runtime.replicated import unwrapped
-from ckptplan.runtime.sharded import keep_whole_gradients, parameter_groups
-from ckptplan.runtime.sharded import sharded as sharded
 from ckptplan.runtime.step import TrainingStep, check_supported, fingerprint
 from ckptplan.solving.room import Room
 
@@ -94,7 +95,7 @@ def replaying(job: Job, step: TrainingStep, sizes: TrainingBytes) -> Job:
     others than those that the plan saves runs again as a whole, as in training.
     """
     target, others = sizes.target, padded(step)
-    reduces_last = step.accumulates and keep_whole_gradients(parameter_groups(step.model))
+    reduces_last = step.accumulates and step.parallel.keeps_whole
 
     def needs(step: TrainingStep, plan: Plan) -> DeviceBytes:
         if target.is_cuda:
@@ -133,9 +134,11 @@ def holding_for(profile: Profile, inputs: Mapping[str, tuple[InputTensor, ...]])
     return replace(profile, stages=tuple(stages))
 
 
-def solved_together(model: nn.Module, coming: object, alone: Callable[[Together | None], Plan]) -> Plan:
+def solved_together(
+    model: nn.Module, ddp: DDP | bool | None, fsdp: FSDP | int | None, alone: Callable[[Together | None], Plan]
+) -> Plan:
     """Return `alone(together)`, of a replicated or sharded model the one plan of all ranks (NOTE [One plan])."""
-    with group_call("solve", model, coming) as call, without_plan(model):
+    with sharded(model, fsdp), group_call("solve", model, ddp or fsdp) as call, without_plan(model):
         return alone(None if call is None else Together(call))
 
 

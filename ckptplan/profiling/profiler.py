@@ -25,6 +25,10 @@ from ckptplan.core.profile import MOST_ERROR, Fingerprint, Profile
 from ckptplan.core.request import Report, StepKeywords, Training, ignore_progress, reporting, require_known
 from ckptplan.core.stage import InputTensor, Stage
 from ckptplan.core.storage import Storage
+from ckptplan.distributed import parallel_of
+from ckptplan.distributed.absent import as_asked
+from ckptplan.distributed.collectives import with_collectives
+from ckptplan.distributed.group import on_all_ranks, present_call
 from ckptplan.profiling.bytes.fake import FakeWorld, fake_parameters
 from ckptplan.profiling.bytes.folding import UnlikeLayersError
 from ckptplan.profiling.bytes.real_storages import Places, RealStorages, with_real_sizes
@@ -33,7 +37,6 @@ from ckptplan.profiling.bytes.traced import Traced
 from ckptplan.profiling.bytes.tracker import Tracker
 from ckptplan.profiling.bytes.unfolding import Folding
 from ckptplan.profiling.target import Target, find_target
-from ckptplan.profiling.times.collectives import with_collectives, with_measured_collectives
 from ckptplan.profiling.times.links import measure_costs, measure_links, sharing_note
 from ckptplan.profiling.times.overheads import measure_overheads
 from ckptplan.profiling.times.timing import Again, Times, time_stages
@@ -43,20 +46,16 @@ from ckptplan.profiling.workload.optimizer_names import notes_on
 from ckptplan.profiling.workload.optimizers import make_optimizer, traced_updates
 from ckptplan.profiling.workload.stand_ins import StandIns
 from ckptplan.runtime.accelerator import empty_cache, is_accelerator
-from ckptplan.runtime.group import on_all_ranks, present_call
 from ckptplan.runtime.guard.gradients import accumulates, starting_gradient_bytes
 from ckptplan.runtime.guard.shapes import input_tensors
 from ckptplan.runtime.handle import without_plan
 from ckptplan.runtime.observe.measure import Outside, collection_off, held_tensors, unique_bytes
 from ckptplan.runtime.private import is_fake
-from ckptplan.runtime.replicated import added_bytes
-from ckptplan.runtime.sharded import as_asked
 from ckptplan.runtime.state.parameters import ParameterState
 from ckptplan.runtime.state.process import in_own_context
 from ckptplan.runtime.state.restore import restored
 from ckptplan.runtime.step import (
     TrainingStep,
-    check_distributed,
     check_supported,
     fingerprint,
     make_step,
@@ -147,10 +146,7 @@ def profile_step(
     if made is not None:
         counted = dataclasses.replace(found.fingerprint, optimizer=type(made).__name__)
         found = dataclasses.replace(found, fingerprint=counted)
-    call = present_call()
-    if call is None or target.spec is not None:
-        return found
-    return with_measured_collectives(found, training.model, training.ddp, call)
+    return with_collectives(found, training.parallel, target.spec, present_call())
 
 
 def _undone(
@@ -179,7 +175,7 @@ def training_step(model: nn.Module, training: Training, target: Target) -> tuple
     ------
     InvalidInputError
     """
-    check_distributed(model)
+    parallel_of(model, training.ddp).check()
     if training.has_forward:
         step, notes = make_step(model, training), []
         if target.spec is None:
@@ -254,7 +250,7 @@ def _profile(
     if target.answers is not None and target.answers.note:
         notes = [target.answers.note, *notes]
     if target.spec is not None:
-        return with_collectives(_planned(step, traced, on_devices[0], target, notes), step.model, target.spec)
+        return _planned(step, traced, on_devices[0], target, notes)
     report("measuring the runtime")
     overheads = measure_overheads(target.device, swap_dir)
     report("timing stages")
@@ -363,7 +359,7 @@ def _traced(
         resident = unique_bytes([*held_tensors(step.model), *outside], target.device)
         if step.accumulates:
             resident += starting_gradient_bytes(step.model, target.round_to)
-        resident += added_bytes(step.model, step.ddp, target.round_to)
+        resident += step.parallel.added_bytes(target.round_to)
         state_bytes, update_bytes = _update_bytes(optimizer, step.model, outside, target)
         chain = functools.partial(
             trace_chain,

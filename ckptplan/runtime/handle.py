@@ -18,7 +18,9 @@ from ckptplan.core.errors import InvalidInputError, PlanMismatchError
 from ckptplan.core.link import Tier
 from ckptplan.core.page import Page
 from ckptplan.core.plan import Plan
+from ckptplan.core.request import Training
 from ckptplan.core.trace import Trace
+from ckptplan.distributed import ddp_under, unwrapped
 from ckptplan.runtime.adviser import Adviser
 from ckptplan.runtime.applied import Applied, Replan
 from ckptplan.runtime.controller import Controller
@@ -40,9 +42,7 @@ from ckptplan.runtime.observe import report
 from ckptplan.runtime.observe.counters import Counters
 from ckptplan.runtime.observe.meter import Meter
 from ckptplan.runtime.observe.stats import Stats
-from ckptplan.runtime.replicated import ddp_under, unwrapped
-from ckptplan.runtime.sharded import PlannedSharding, unlike
-from ckptplan.runtime.step import TrainingStep, check_supported, fingerprint, model_device, training_config
+from ckptplan.runtime.step import check_supported, fingerprint, make_step, model_device, training_config
 from ckptplan.runtime.swap.stores import Store, close_all, make_stores
 
 _HANDLES: weakref.WeakValueDictionary[int, Handle] = weakref.WeakValueDictionary()
@@ -248,9 +248,9 @@ def apply(
         raise PlanMismatchError(
             "the plan comes from a profile written by hand, which belongs to no model; it can be simulated only"
         )
-    found = fingerprint(TrainingStep(unwrapped(model), ddp=ddp_under(model, plan)))
-    model = unwrapped(model)
-    plan.fingerprint.require(found, ignore=("inputs", "accumulates", *unlike(model, plan)))
+    step, planned = make_step(model, Training((), ddp=ddp_under(model, plan))), plan.fingerprint
+    model = step.model
+    planned.require(fingerprint(step), ignore=("inputs", "accumulates", *step.parallel.free_fields(planned.parallel)))
     check_supported(model)
 
     old_graph = OldGraph(device)
@@ -283,7 +283,6 @@ def apply(
                     fresh_state,
                     HeldOver(plan, counters.differences),
                     GradientGuard(model, plan, counters.differences),
-                    PlannedSharding(model, plan),
                     Unplanned(model, plan, device, counters.differences),
                     Checkpointing(model),
                 ),

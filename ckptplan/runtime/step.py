@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from inspect import getclosurevars
@@ -19,15 +18,15 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from ckptplan.core.arguments import LossFn
-from ckptplan.core.ddp import DDP
 from ckptplan.core.errors import InvalidInputError, UnsupportedModelError
 from ckptplan.core.profile import Fingerprint
 from ckptplan.core.request import Training
+from ckptplan.distributed import parallel_of
+from ckptplan.distributed.engines import check_engine
+from ckptplan.distributed.parallel import Parallel, class_of
 from ckptplan.runtime import accelerator
 from ckptplan.runtime.guard.gradients import accumulates
 from ckptplan.runtime.guard.shapes import input_tensors
-from ckptplan.runtime.replicated import copied, ddp_of, unwrapped
-from ckptplan.runtime.sharded import check_planned, engine_parameters, kind_of
 from ckptplan.runtime.state.compiled import check_compiled, compiled_modules
 
 
@@ -76,8 +75,8 @@ class TrainingStep:
         Device type and data type of the autocast context in which forward and loss run.
     accumulates : bool
         Whether gradients exist when the step starts (NOTE [Gradients from before] in runtime/guard/gradients.py).
-    ddp : DDP, optional
-        Settings of the `DistributedDataParallel` in which `model` is trained.
+    parallel : Parallel, optional
+        How `model` is trained on several ranks; default: as it is sharded now.
     found : str
         Where the inputs are from, if none were given, and their types and shapes.
     """
@@ -89,10 +88,12 @@ class TrainingStep:
     fn: Callable[[], torch.Tensor] | None = None
     autocast: tuple[str, torch.dtype] | None = None
     accumulates: bool = False
-    ddp: DDP | None = None
+    parallel: Parallel = None  # type: ignore[assignment]
     found: str = ""
 
     def __post_init__(self) -> None:
+        if self.parallel is None:
+            object.__setattr__(self, "parallel", parallel_of(self.model))
         if any(t.grad_fn is not None for t in self.tensors()):
             leaf = functools.cache(_leaf)  # an argument that is given twice stays one
             args, kwargs = pytree.tree_map_only(torch.Tensor, leaf, (self.args, self.kwargs))
@@ -117,9 +118,7 @@ class TrainingStep:
                 output, loss = None, self.fn()
                 source = "step()"
             else:
-                output = self.model(*self.args, **self.kwargs)
-                if self.ddp is not None and self.ddp.find_unused_parameters:
-                    output = copied(output)
+                output = self.parallel.returned(self.model(*self.args, **self.kwargs))
                 loss = self.loss_fn(output)
                 source = "loss_fn(output)" if self.loss_fn is not default_loss else "the model's loss"
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
@@ -195,22 +194,20 @@ def without_graph() -> Iterator[None]:
 def make_step(model: nn.Module, training: Training) -> TrainingStep:
     """Return the step that `training` describes: a callable, or inputs as a tensor, a tuple or a dict.
 
-    Of a model in `DistributedDataParallel` it is that of the model inside.
+    Of a model in a wrapper that replicates it, it is that of the model inside.
 
     Raises
     ------
     InvalidInputError
         If the inputs are none of these.
     UnsupportedModelError
-        As `ddp_of`.
+        As `parallel_of`.
     """
-    ddp = ddp_of(model) if training.ddp is None or training.ddp is True else training.ddp or None
-    if ddp is None and training.ddp is True:
-        ddp = DDP()
-    model = unwrapped(model)
-    starts_with_gradients = accumulates(model, training.accumulate) or (ddp is not None and ddp.gradient_as_bucket_view)
+    parallel = parallel_of(model, training.ddp)
+    model = parallel.model
+    starts_with_gradients = accumulates(model, training.accumulate) or parallel.gradients_in_buckets
     if training.step is not None:
-        return TrainingStep(model, fn=training.step, accumulates=starts_with_gradients, ddp=ddp)
+        return TrainingStep(model, fn=training.step, accumulates=starts_with_gradients, parallel=parallel)
     inputs = training.inputs
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = {}
@@ -231,7 +228,7 @@ def make_step(model: nn.Module, training: Training) -> TrainingStep:
             f"inputs of type {type(inputs).__name__}; pass a tensor, a tuple (positional) or a dict (keywords)"
         )
     return TrainingStep(
-        model, args, kwargs, training.loss_fn or default_loss, accumulates=starts_with_gradients, ddp=ddp
+        model, args, kwargs, training.loss_fn or default_loss, accumulates=starts_with_gradients, parallel=parallel
     )
 
 
@@ -275,54 +272,6 @@ def check_not_checkpointing(model: nn.Module, modules: Iterable[tuple[str, nn.Mo
             )
 
 
-def _check_engine(model: nn.Module) -> None:
-    """Raise `UnsupportedModelError` for a wrapper or a placement that plans can't cover."""
-    places = getattr(model, "hf_device_map", None)
-    if isinstance(model, nn.DataParallel):
-        raise UnsupportedModelError(
-            "the model is in DataParallel, which copies it to several devices at each forward; run one process for "
-            "each device (torchrun), or show one device alone (CUDA_VISIBLE_DEVICES=0), and plan the model inside"
-        )
-    if type(model).__module__.partition(".")[0] == "deepspeed":
-        raise UnsupportedModelError(
-            "the model is in DeepSpeed's engine, which moves parameters, gradients and state by itself; plans don't "
-            "know these bytes; train it without DeepSpeed"
-        )
-    replicated = nn.parallel.DistributedDataParallel
-    inside = [name for name, module in unwrapped(model).named_modules() if isinstance(module, replicated)]
-    if inside:
-        raise UnsupportedModelError(
-            f"{_where(inside[0])} is a DistributedDataParallel inside the model, whose buckets wouldn't count; wrap "
-            "the whole model, or plan for the part that is wrapped"
-        )
-    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
-        raise UnsupportedModelError(
-            "the model is in FullyShardedDataParallel (FSDP1), which keeps its parameters in flat tensors; shard it "
-            "with torch.distributed.fsdp.fully_shard, under which plans work"
-        )
-    if isinstance(places, Mapping) and len(set(map(str, places.values()))) > 1:
-        raise UnsupportedModelError(
-            f"device_map has spread the model over {', '.join(sorted(set(map(str, places.values()))))}; planning "
-            "covers one device at a time, so load it with device_map=None and move it to one"
-        )
-
-
-def check_distributed(model: nn.Module) -> None:
-    """Raise `UnsupportedModelError` if parameters of a model are distributed otherwise than plans know."""
-    check_planned(model)
-    sharded = {id(p.sharded_param) for p in engine_parameters(model)}
-    tensors = sys.modules.get("torch.distributed.tensor")  # not imported: there is none
-    found = () if tensors is None else model.named_parameters()
-    others = (name for name, p in found if isinstance(p, tensors.DTensor) and id(p) not in sharded)  # type: ignore[union-attr]
-    name = next(others, None)
-    if name is not None:
-        raise UnsupportedModelError(
-            f"the parameter {name!r} is a DTensor that fully_shard didn't make: the model is parallelized by tensors, "
-            "and bytes of one rank aren't planned or estimated; solve before that, with a budget for the whole model, "
-            "and apply the plan before or after"
-        )
-
-
 def _where(name: str) -> str:
     return f"module {name!r}" if name else "the model"
 
@@ -341,7 +290,7 @@ def check_supported(model: nn.Module, *, checkpoints: bool = False) -> None:
         If the model checkpoints by itself, is compiled as a whole, has a sparse buffer or a lazy parameter, or runs on
         several devices of one process or in DeepSpeed's engine.
     """
-    _check_engine(model)
+    check_engine(model)
     check_compiled(model)
     if not checkpoints:
         check_not_checkpointing(model, model.named_modules())
@@ -430,12 +379,6 @@ def planned_config(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _class_name(model: nn.Module) -> str:
-    """Return the qualified name of the model's class, without the subclass that `fully_shard` makes of it."""
-    kind = next(c for c in type(model).__mro__ if not c.__module__.startswith("torch.distributed.fsdp"))
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
 def inputs_text(step: TrainingStep) -> str:
     """Return a step's input tensors as text."""
     return ", ".join(map(str, input_tensors(step.args, step.kwargs)))
@@ -443,7 +386,7 @@ def inputs_text(step: TrainingStep) -> str:
 
 def fingerprint(step: TrainingStep, device_name: str | None = None) -> Fingerprint:
     """Return the fingerprint that a profile of `step` is bound to; `device_name` names a device of another machine."""
-    model = step.model
+    model, kind = step.model, class_of(step.model)
     digest = hashlib.sha256()
     for name, p in model.named_parameters(remove_duplicate=False):
         digest.update(f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}\n".encode())
@@ -452,14 +395,14 @@ def fingerprint(step: TrainingStep, device_name: str | None = None) -> Fingerpri
     name = device_name or (accelerator.properties(device).name if accelerator.is_accelerator(device) else device.type)
     compiled = ", ".join(compiled_modules(model))
     return Fingerprint(
-        model=_class_name(model) + (f" with {compiled} compiled" if compiled else ""),
+        model=f"{kind.__module__}.{kind.__qualname__}" + (f" with {compiled} compiled" if compiled else ""),
         parameters=f"{count} in {digest.hexdigest()[:16]}",
         training=model.training,
         inputs=inputs_text(step) if step.fn is None else "step()",
         device=name,
         torch_version=torch.__version__.partition("+")[0],
         accumulates=step.accumulates,
-        parallel=kind_of(model) if step.ddp is None else step.ddp.kind,
+        parallel=step.parallel.kind,
         autocast=present_autocast(device.type) if step.autocast is None else _type_name(step.autocast[1]),
     )
 

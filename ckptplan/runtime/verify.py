@@ -21,15 +21,14 @@ from ckptplan.core.profile import COLLECTIVES
 from ckptplan.core.progress import counted
 from ckptplan.core.request import Report, Training, reporting
 from ckptplan.core.units import format_bytes, format_seconds
+from ckptplan.distributed import apart, ddp_under
+from ckptplan.distributed.group import on_all_ranks
 from ckptplan.runtime.accelerator import empty_cache, is_accelerator
-from ckptplan.runtime.group import on_all_ranks
 from ckptplan.runtime.guard.gradients import rewinding
 from ckptplan.runtime.handle import apply
 from ckptplan.runtime.observe import measure
 from ckptplan.runtime.observe.measure import StepPeaks, run_step, same_bits, step_peaks, timed, unique_bytes
 from ckptplan.runtime.observe.stats import Stats
-from ckptplan.runtime.replicated import apart, ddp_under, unseen_bucket_bytes
-from ckptplan.runtime.sharded import reducing, unlike
 from ckptplan.runtime.state.parameters import ParameterState
 from ckptplan.runtime.state.process import in_own_context
 from ckptplan.runtime.state.restore import optimizer_tables, restored
@@ -254,13 +253,13 @@ def verify(
     training = make_step(model, options).under(options.amp, device.type)
     training.on_device(device)
     is_wrapped, model = training.model is not model, training.model
-    ignored = () if plan.fingerprint.parallel else unlike(model, plan)  # measured as it is now
+    ignored = () if plan.fingerprint.parallel else training.parallel.free_fields("")  # measured as it is now
     plan.fingerprint.require(fingerprint(training), ignore=("accumulates", *ignored))
     with (
         apart(model),
         ParameterState(model.parameters()).restored() as parameters,
         training_config(model),
-        reducing(model),
+        training.parallel.reducing_last(),
         restored(model, training.reached()) as rewind_state,
         apply(model, plan, swap_dir=swap_dir, check="off") as handle,
     ):
@@ -279,7 +278,7 @@ def verify(
         put_state()
         held = [*measure.held_tensors(model), *measure.optimizer_tensors(optimizer), *outside]
         # No variable refers to the buckets on the device. Before the model is wrapped, these stand in for them.
-        bucket_bytes = unseen_bucket_bytes(training.model, training.ddp)
+        bucket_bytes = training.parallel.unseen_bytes()
         needed = bucket_bytes and not is_wrapped
         _buckets = torch.empty(bucket_bytes, dtype=torch.uint8, device=device) if needed else None
         held_bytes = unique_bytes(held, device) + bucket_bytes

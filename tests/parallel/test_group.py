@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ckptplan
 from ckptplan.core.errors import RankError
-from ckptplan.runtime import group
+from ckptplan.distributed import group
 
 SOON_S = 30.0
 

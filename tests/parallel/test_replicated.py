@@ -16,7 +16,7 @@ from trained_ranks import check, outcome
 
 import ckptplan
 from ckptplan.core.errors import PlanMismatchError, UnsupportedModelError
-from ckptplan.runtime.replicated import copied
+from ckptplan.distributed.replicated import copied
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -19,9 +19,10 @@ from trained_ranks import check, outcome
 import ckptplan
 from ckptplan.core.errors import InvalidInputError, PlanMismatchError
 from ckptplan.core.plan import Plan
+from ckptplan.distributed import parallel_of
+from ckptplan.distributed.absent import sharded
+from ckptplan.distributed.parallel import sharded_units, unreduced
 from ckptplan.runtime.guard.gradients import starting_gradients
-from ckptplan.runtime.sharded import engine_parameters, parameter_groups, sharded, unreduced, whole_gradients
-from ckptplan.runtime.swap.own import is_sharded_unit, sharded_units
 
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 WAYS: dict[str, dict[str, Any]] = {
@@ -115,7 +116,8 @@ def compared(name: str, budget: str) -> dict[str, Any]:
         reduce_gradients(model, False)
         loss_fn(model(x)).backward()
         reduce_gradients(model, True)
-    gradients = [g.clone() for g in whole_gradients(parameter_groups(model))]
+    parallel: Any = parallel_of(model)
+    gradients = [g.clone() for g in parallel.whole_gradients()]
     assert bool(gradients) == whole
     before = {k: v.to_local().clone() for k, v in model.state_dict().items() if hasattr(v, "to_local")}
     plan = ckptplan.solve(
@@ -130,8 +132,8 @@ def compared(name: str, budget: str) -> dict[str, Any]:
     unchanged = all(torch.equal(v.to_local(), before[k]) for k, v in model.state_dict().items() if k in before)
     verified = ckptplan.verify(model, plan, x, loss_fn, repeats=1)
     estimated = ckptplan.estimate(model, x, loss_fn=loss_fn, optimizer="adam", plan=plan)
-    unchanged &= all(map(torch.equal, whole_gradients(parameter_groups(model)), gradients))
-    for p in engine_parameters(model):
+    unchanged &= all(map(torch.equal, parallel.whole_gradients(), gradients))
+    for p in parallel.parameters:
         for owner, attribute in unreduced(p):
             setattr(owner, attribute, None)
     with ckptplan.apply(model, plan, check="always") as handle:
@@ -325,7 +327,7 @@ class Tied(nn.Module):
 )
 def test_units_are_modules_with_parameters_of_their_own(units: Any, found: list[str]) -> None:
     with sharded(model := Tied(), ckptplan.FSDP(2, units=units)):
-        assert [name for name, module in model.named_modules() if is_sharded_unit(module)] == found
+        assert [name for name, module in model.named_modules() if sharded_units([module])] == found
 
 
 def test_a_unit_with_a_parameter_of_others_is_refused() -> None:

@@ -13,7 +13,7 @@ from torch import nn
 import ckptplan
 from ckptplan.core.device import Device, known_devices
 from ckptplan.core.errors import InvalidInputError
-from ckptplan.profiling.times.collectives import ring_s
+from ckptplan.distributed.rates import ring_s
 
 RATE = 1e12
 FAST = dataclasses.replace(SIMPLE, peer_bytes_per_s=RATE, machine_devices=4)

@@ -22,6 +22,7 @@ import ckptplan
 from ckptplan.core.link import Link
 from ckptplan.core.plan import KEEP, Decision
 from ckptplan.core.request import Training
+from ckptplan.distributed.absent import sharded
 from ckptplan.profiling import profiler
 from ckptplan.profiling.bytes import folding, trace, unfolding
 from ckptplan.profiling.bytes.folding import Periods, Run
@@ -29,7 +30,6 @@ from ckptplan.profiling.bytes.tracker import SegmentTrace
 from ckptplan.profiling.profiler import traced_bytes
 from ckptplan.profiling.target import Target, find_target
 from ckptplan.profiling.times.timing import Times
-from ckptplan.runtime.sharded import sharded
 from ckptplan.runtime.step import make_step
 
 Built = tuple[nn.Module, Any, dict[str, Any]]

@@ -21,8 +21,8 @@ import ckptplan
 from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.core.plan import Plan
 from ckptplan.core.segment import Segment
+from ckptplan.distributed import parallel_of
 from ckptplan.runtime.handle import apply
-from ckptplan.runtime.sharded import give_whole_gradients, parameter_groups, whole_gradient_bytes, whole_gradients
 from ckptplan.runtime.swap.record import Record
 
 dist = pytest.importorskip("torch.distributed")
@@ -138,15 +138,15 @@ def test_a_sharded_model(mesh: Any, where: str, policy: str, what: str, monkeypa
 def test_whole_gradients_have_the_type_that_pytorch_gives_them(mesh: Any, reduce_dtype: torch.dtype | None) -> None:
     """Without a `reduce_dtype` it differs by version."""
     model = sharded(mesh, "blocks", fsdp.MixedPrecisionPolicy(torch.bfloat16, reduce_dtype))
-    groups = parameter_groups(model)
-    planned = whole_gradient_bytes(groups)
+    parallel = parallel_of(model)
+    planned = parallel.whole_gradient_bytes()
     model.set_requires_gradient_sync(False)  # type: ignore[operator]
     model(build("transformer")[1]).float().mean().backward()
-    found = [gradient.nbytes for gradient in whole_gradients(groups)]
+    found = [gradient.nbytes for gradient in parallel.whole_gradients()]
     assert found
     assert found == list(planned.values())
-    give_whole_gradients(model)
-    assert [(t.nbytes, bool(t.any())) for t in whole_gradients(groups)] == [(nbytes, False) for nbytes in found]
+    parallel.give_whole_gradients()
+    assert [(t.nbytes, bool(t.any())) for t in parallel.whole_gradients()] == [(nbytes, False) for nbytes in found]
 
 
 def _gathers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -264,7 +264,8 @@ def test_settings_of_newer_versions_are_refused(mesh: Any) -> None:
 def test_an_engine_of_an_unknown_version_is_refused(mesh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = build("mlp")
     fsdp.fully_shard(model, mesh=mesh)
-    monkeypatch.delattr(parameter_groups(model)[0], "reduce_grads")
+    parallel: Any = parallel_of(model)
+    monkeypatch.delattr(parallel.groups[0], "reduce_grads")
     with pytest.raises(UnsupportedModelError, match=r"a FSDPParamGroup has no reduce_grads; supported are PyTorch 2.9"):
         ckptplan.solve(model, 1, inputs=inputs)
 

@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ckptplan.core.errors import CkptPlanError
+from ckptplan.distributed import parallel_of
 from ckptplan.profiling.bytes.layouts import Layouts
 from ckptplan.profiling.bytes.operations import Operands, TensorSpec, op_key
 from ckptplan.profiling.target import ON_CPU, Target
@@ -50,7 +51,6 @@ from ckptplan.profiling.values.compiled import compiled_as_noted
 from ckptplan.profiling.values.constants import Constants
 from ckptplan.runtime.observe.measure import tensors_in
 from ckptplan.runtime.private import FakeTensor, FakeTensorMode, TorchDispatchMode, current_node, is_fake
-from ckptplan.runtime.sharded import engine_parameters, fake_shards
 from ckptplan.runtime.state.modes import Stacks
 from ckptplan.runtime.state.restore import beside
 
@@ -513,7 +513,8 @@ def fake_parameters(
     saved: list[tuple[dict[str, Any], str, Any]] = []
     twins: dict[int, torch.Tensor] = {}
     stand_ins, shards = contextlib.ExitStack(), contextlib.ExitStack()
-    sharded = {id(p.sharded_param) for p in engine_parameters(model)}
+    parallel = parallel_of(model)
+    sharded = set(map(id, parallel.shards()))
     try:
         stand_ins.enter_context(compiled_as_noted(model, world))
         stand_ins.enter_context(_kept_by_to())
@@ -536,7 +537,7 @@ def fake_parameters(
                             with world.fake_mode:
                                 twin.grad = torch.empty_like(twin, requires_grad=False)
                     table[name] = twins[id(tensor)]  # type: ignore[assignment]
-        shards.enter_context(fake_shards(model, world.fake, world.making(), accumulating=accumulating))
+        shards.enter_context(parallel.faked(world.fake, world.making(), accumulating=accumulating))
         with beside(model, others) as found:  # drops fake tensors that a forward leaves
             yield found.generators
     finally:

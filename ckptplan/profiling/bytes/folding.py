@@ -21,8 +21,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ckptplan.runtime.sharded import has_prefetch_lists, unit_settings
-from ckptplan.runtime.swap.own import is_sharded_unit
+from ckptplan.distributed import parallel_of
+from ckptplan.distributed.parallel import unit_settings
 
 T = TypeVar("T")
 
@@ -187,7 +187,7 @@ def find_runs(model: nn.Module) -> list[Run]:
     """Return the layers that can be left out: outermost containers first, none inside another."""
     owners = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     out: list[Run] = []
-    if has_prefetch_lists(model):  # a layer may be gathered anywhere
+    if parallel_of(model).gathers_ahead:  # a layer may be gathered anywhere
         return out
     for path, container in model.named_modules():
         if not isinstance(container, (nn.ModuleList, nn.Sequential)) or any(path.startswith(f"{r.path}.") for r in out):
@@ -198,7 +198,7 @@ def find_runs(model: nn.Module) -> list[Run]:
         listed = _per_layer_settings(model, len(members))
         seen: dict[int, Any] = {}
         signatures = [(_signature(m, seen), tuple(values[i] for values in listed)) for i, m in enumerate(members)]
-        units = any(is_sharded_unit(x) for m in members for x in m.modules())
+        units = any(unit_settings(x) for m in members for x in m.modules())
         run = _longest(path, signatures, _KEPT_UNITS if units else _KEPT)
         if run is not None:
             out.append(run)

@@ -31,10 +31,10 @@ from torch import nn
 
 from ckptplan.core.storage import Storage
 from ckptplan.core.units import format_bytes
+from ckptplan.distributed import parallel_of
 from ckptplan.profiling.bytes.traced import Traced, TracedStage
 from ckptplan.runtime.accelerator import is_accelerator
 from ckptplan.runtime.observe.measure import tensors_in
-from ckptplan.runtime.sharded import engine_parameters, gathered
 from ckptplan.runtime.swap.own import storages_of
 from ckptplan.runtime.swap.packing import unowned
 from ckptplan.runtime.swap.positions import has_position
@@ -83,7 +83,7 @@ class RealStorages:
 
     def __init__(self, model: nn.Module, device: torch.device, round_to: int) -> None:
         self._own = {s._cdata for t in (*model.parameters(), *model.buffers()) for s in storages_of(t)}
-        self._model = model if engine_parameters(model) else None
+        self._parallel = parallel_of(model)
         self._device, self._round_to = device, round_to
         self.found: dict[int, Places] = {}
         self._watched: _Watched | None = None
@@ -123,8 +123,8 @@ class RealStorages:
         ]
 
     def _is_own(self, storage: torch.UntypedStorage) -> bool:
-        if storage._cdata not in self._own and self._model is not None:
-            self._own.update(t.untyped_storage()._cdata for t in gathered(self._model))
+        if storage._cdata not in self._own:
+            self._own.update(t.untyped_storage()._cdata for t in self._parallel.gathered())
         return storage._cdata in self._own
 
     def _bytes_of(self, storage: torch.UntypedStorage) -> int:

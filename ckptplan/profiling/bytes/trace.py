@@ -47,6 +47,7 @@ from ckptplan.core.schedule import resident_changes
 from ckptplan.core.segment import Segment
 from ckptplan.core.stage import Differentiated, InputTensor
 from ckptplan.core.storage import Storage
+from ckptplan.distributed import parallel_of
 from ckptplan.profiling.bytes.fake import FakeWorld, fake_parameters
 from ckptplan.profiling.bytes.menus import Choice, choose, front, list_ops, numbered
 from ckptplan.profiling.bytes.origins import Origin
@@ -71,12 +72,11 @@ from ckptplan.runtime.observe.measure import collection_off, tensors_in
 from ckptplan.runtime.observer import Observer
 from ckptplan.runtime.private import current_graph_task
 from ckptplan.runtime.recompute.call import cached_weights, shares_containers
-from ckptplan.runtime.sharded import engine_parameters, gathered, parameter_groups, whole_gradients
 from ckptplan.runtime.state.cells import Snapshot, below
 from ckptplan.runtime.state.generators import Generators, SystemDraws
 from ckptplan.runtime.state.objects import tensors_in_objects
 from ckptplan.runtime.step import TrainingStep, default_loss
-from ckptplan.runtime.swap.own import sharded_units, storages_of
+from ckptplan.runtime.swap.own import storages_of
 from ckptplan.runtime.swap.packing import unowned
 from ckptplan.runtime.swap.positions import has_position
 from ckptplan.runtime.swap.stores import NULL_STORES
@@ -531,11 +531,11 @@ def replay(
         tracker.watching_model() if logs else contextlib.nullcontext(),
     ):
         own = [*step.model.parameters(), *step.model.buffers()]
-        unreduced = whole_gradients(parameter_groups(step.model))
-        for tensor in (*own, *(p.grad for p in own if p.grad is not None), *unreduced):
+        parallel = parallel_of(step.model)  # of the layers that run
+        for tensor in (*own, *(p.grad for p in own if p.grad is not None), *parallel.whole_gradients()):
             tracker.outside(tensor)
         # Forward may give a parameter other data. Held here, the old storage keeps its address to itself.
-        whole = gathered(step.model)
+        whole = parallel.gathered()
         for tensor in whole:
             tracker.gathers(tensor)
         own_storages = [s for t in own for s in storages_of(t)]
@@ -675,7 +675,7 @@ def _note_left(out: Replay, model: nn.Module, tracker: Tracker, before: Sequence
     Replaced buffers, whose old storages in `before` are gone, count as nothing. Tensors left in attributes count in
     full: the next step makes them again while the old ones are still there.
     """
-    now = [*model.parameters(), *model.buffers(), *(p.sharded_param for p in engine_parameters(model))]
+    now = [*model.parameters(), *model.buffers(), *parallel_of(model).shards()]
     grads = (s for t in now if t.grad is not None for s in storages_of(t.grad))
     made = {s._cdata: s for s in grads if tracker.sid_of(s)}
     present = {s._cdata for t in now for s in storages_of(t)}
@@ -1007,12 +1007,9 @@ class _Tracing:
         return out
 
     def _gathers_inside(self, g: int) -> bool:
-        """Whether sharded units lie inside a stage.
-
-        They gather in forward and not again in a recompute, whose operations then have other numbers.
-        """
+        """Whether parts of a stage gather in forward and not in a recompute, whose operations have other numbers."""
         stage = self.step.model.get_submodule(segment_name(self.names, g).partition("#")[0])
-        return any(unit is not stage for unit in sharded_units(below(stage)))
+        return self.step.parallel.gathers_inside(stage)
 
     def _own(self, g: int) -> list[Sid]:
         """Storages that a stage makes and holds when kept, and that are gone when it is recomputed."""

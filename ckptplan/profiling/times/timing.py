@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
-import functools
 import math
 import statistics
 import time
@@ -36,6 +35,7 @@ from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.core.plan import Decision
 from ckptplan.core.progress import counted
 from ckptplan.core.request import Report, ignore_progress
+from ckptplan.distributed import parallel_of
 from ckptplan.profiling.bytes.real_storages import RealStorages
 from ckptplan.profiling.times.stopwatch import Span, Stopwatch, Took
 from ckptplan.profiling.values.cut import fresh, joined
@@ -46,7 +46,6 @@ from ckptplan.runtime.patching import PatchedForward, installed
 from ckptplan.runtime.private import next_sequence_number
 from ckptplan.runtime.recompute.call import Call, PlannedStage, caching
 from ckptplan.runtime.recompute.frames import Enough, run_recomputed
-from ckptplan.runtime.sharded import states, undisturbed
 from ckptplan.runtime.state.cells import Contents, Snapshot, below
 from ckptplan.runtime.state.code import read_by
 from ckptplan.runtime.state.compiled import out_of_sight
@@ -206,9 +205,8 @@ class _Timing:
         self.rerun_shares, self.report, self.number = rerun_shares, report, 0
         self.step, self.kinds, self.counts, self.again, self.device = step, kinds, counts, again, device
         self.watch = Stopwatch(device)
-        self.undisturbed: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-        if states(step.model):
-            self.undisturbed = functools.partial(undisturbed, step.model)
+        parallel = parallel_of(step.model)
+        self.undisturbed = parallel.undisturbed if parallel.in_step else contextlib.nullcontext
         self.rewind = rewind
         self.names = tuple(kinds)
         self.samples: dict[tuple[str, Way, str], list[Took]] = {}

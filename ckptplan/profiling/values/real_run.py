@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.core.plan import KEEP, Decision, Decisions
+from ckptplan.distributed import apart
 from ckptplan.profiling.bytes.operations import written_to
 from ckptplan.profiling.bytes.trace import find_stages, replay
 from ckptplan.profiling.bytes.tracker import stage_segment
@@ -42,7 +43,6 @@ from ckptplan.runtime.accelerator import allocated_by, is_accelerator, ranges_do
 from ckptplan.runtime.controller import Controller
 from ckptplan.runtime.observe.measure import peaks_within, recorded_allocations, tensors_in
 from ckptplan.runtime.private import TorchDispatchMode, current_node
-from ckptplan.runtime.replicated import apart
 from ckptplan.runtime.state.compiled import compiled_modules
 from ckptplan.runtime.step import TrainingStep, without_graph
 from ckptplan.runtime.swap.stores import NULL_STORES

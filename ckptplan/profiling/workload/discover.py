@@ -23,9 +23,9 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils import _pytree as pytree
 
 from ckptplan.core.errors import UnsupportedModelError
+from ckptplan.distributed import parallel_of
 from ckptplan.runtime.guard.unplanned import is_foreign
 from ckptplan.runtime.patching import PatchedForward, installed, is_patchable
-from ckptplan.runtime.sharded import gathered
 from ckptplan.runtime.state.compiled import compiled_modules
 from ckptplan.runtime.step import TrainingStep
 from ckptplan.runtime.swap.own import storages_of
@@ -220,7 +220,7 @@ def _record(
     no_split = set(getattr(model, "_no_split_modules", None) or ())
     modules = dict(model.named_modules())
     # With the storages themselves, since forward may give a parameter other data.
-    held = (*model.parameters(), *model.buffers(), *gathered(model))
+    held = (*model.parameters(), *model.buffers(), *parallel_of(model).gathered())
     own = {s._cdata: s for t in held for s in storages_of(t)}
     calls = [Call("", member=False)]
     stack = calls[:]

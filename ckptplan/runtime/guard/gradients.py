@@ -29,18 +29,11 @@ from torch import nn
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.plan import Plan
 from ckptplan.core.units import format_bytes
+from ckptplan.distributed import parallel_of
+from ckptplan.distributed.parallel import WITH_WHOLE_GRADIENTS, Parallel
 from ckptplan.runtime.guard.differences import Differences
 from ckptplan.runtime.observer import Observer
 from ckptplan.runtime.private import is_traceable_wrapper_subclass
-from ckptplan.runtime.sharded import (
-    WITH_WHOLE_GRADIENTS,
-    give_whole_gradients,
-    keep_whole_gradients,
-    parameter_groups,
-    reduce_gradients,
-    whole_gradient_bytes,
-    whole_gradients,
-)
 from ckptplan.runtime.swap.own import local_part, storages_of
 
 
@@ -59,11 +52,8 @@ def accumulates(model: nn.Module, wanted: bool | None) -> bool:
     """
     if wanted is not None and not isinstance(wanted, bool):
         raise InvalidInputError(f"accumulate={wanted!r}; it is True, False or None")
-    if wanted is None:
-        return any(p.requires_grad and p.grad is not None for p in model.parameters()) or bool(
-            whole_gradients(parameter_groups(model))
-        )
-    return wanted
+    gradients = any(p.requires_grad and p.grad is not None for p in model.parameters())
+    return bool(gradients or parallel_of(model).whole_gradients()) if wanted is None else wanted
 
 
 def _dense_bytes(tensor: torch.Tensor) -> int:
@@ -91,8 +81,8 @@ def starting_gradient_bytes(model: nn.Module, round_to: int = 1, *, whole: bool 
 
 def starting_gradients(model: nn.Module, *, whole: bool | None = None) -> dict[str, int]:
     """Return the bytes of each of those gradients, by the parameter's name."""
-    groups = parameter_groups(model)
-    known = whole_gradient_bytes(groups) if (keep_whole_gradients(groups) if whole is None else whole) else {}
+    parallel = parallel_of(model)
+    known = parallel.whole_gradient_bytes() if (parallel.keeps_whole if whole is None else whole) else {}
     return {
         name: known[id(p)] if id(p) in known else _dense_bytes(p)
         for name, p in model.named_parameters()
@@ -118,8 +108,8 @@ def rewinding(model: nn.Module, rewind: Callable[[], None], *, accumulates: bool
     """
     if not accumulates:
         return rewind
-    groups = parameter_groups(model)
-    whole = whole_gradient_bytes(groups) if keep_whole_gradients(groups) else {}
+    parallel = parallel_of(model)
+    whole = parallel.whole_gradient_bytes() if parallel.keeps_whole else {}
     with torch.no_grad():
         made = [
             (p, p.grad, torch.zeros_like(p) if p.grad is None else p.grad.detach().clone())
@@ -130,7 +120,7 @@ def rewinding(model: nn.Module, rewind: Callable[[], None], *, accumulates: bool
     def rewound() -> None:
         rewind()
         if whole:
-            give_whole_gradients(model)
+            parallel.give_whole_gradients()
         with torch.no_grad():
             for parameter, before, stand_in in made:
                 parameter.grad = stand_in
@@ -143,7 +133,7 @@ def rewinding(model: nn.Module, rewind: Callable[[], None], *, accumulates: bool
 
 
 class GradientGuard(Observer):
-    """Notes gradients that a plan has no room for (NOTE [Gradients from before])."""
+    """Notes gradients that a plan has no room for (NOTE [Gradients from before]), and models sharded otherwise."""
 
     def __init__(self, model: nn.Module, plan: Plan, differences: Differences) -> None:
         self._differences = differences
@@ -152,24 +142,33 @@ class GradientGuard(Observer):
         self._leaves: list[torch.Tensor] = []
         self._seen: list[int] = []
         self._model = model
-        self._groups: list[Any] | None = None
-        whole = plan.fingerprint.parallel.endswith(WITH_WHOLE_GRADIENTS)
+        self._parallel: Parallel | None = None
+        self._kind = plan.fingerprint.parallel
+        whole = self._kind.endswith(WITH_WHOLE_GRADIENTS)
         planned = functools.partial(starting_gradient_bytes, model, whole=whole)
         self._planned_bytes = planned() if plan.fingerprint.accumulates else 0
         self._needs_bytes = max(plan.peak_bytes, plan.reserved_bytes or 0)
         self._budget_bytes = plan.budget_bytes
 
     def pass_begins(self, waiting: weakref.ref[Any] | None) -> None:
-        """Note a forward at whose beginning more bytes of gradients exist than the budget has room for."""
+        """Note a forward at whose beginning more bytes of gradients exist than the budget has room for.
+
+        Raises
+        ------
+        PlanMismatchError
+            If the plan is for a model that is sharded otherwise.
+        """
         now = [p for table in self._tables for p in table.values()]
         if len(now) != len(self._all) or not all(map(operator.is_, now, self._all)):
             self._all = now
             self._leaves = [p for p in now if p is not None and p.is_leaf]
-        if self._groups is None:
-            self._groups = parameter_groups(self._model)
+        if self._parallel is None:  # the model may have been sharded since
+            parallel = parallel_of(self._model)
+            parallel.require(self._kind)
+            self._parallel = parallel
         found = [gradient for p in self._leaves if (gradient := p.grad) is not None]
-        found += (whole := whole_gradients(self._groups))
-        leaves_whole = bool(whole) or not reduce_gradients(self._groups)
+        found += (whole := self._parallel.whole_gradients())
+        leaves_whole = self._parallel.keeps_whole
         if not found and not leaves_whole:
             return
         seen = [leaves_whole, *map(id, found)]

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ckptplan.distributed import is_distributed
 from ckptplan.runtime.applied import Applied
 from ckptplan.runtime.controller import Controller
 from ckptplan.runtime.guard.oom import add_note, in_update, located
-from ckptplan.runtime.replicated import is_distributed
 
 _LOG = logging.getLogger("ckptplan")
 

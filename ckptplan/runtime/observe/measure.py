@@ -21,9 +21,9 @@ from torch._C._profiler import RecordScope, _EventType
 from torch.autograd.profiler import profile
 from torch.utils import _pytree as pytree
 
+from ckptplan.distributed import parallel_of
 from ckptplan.runtime import accelerator
 from ckptplan.runtime.private import TorchDispatchMode
-from ckptplan.runtime.sharded import parameter_groups, whole_gradients
 from ckptplan.runtime.step import TrainingStep
 from ckptplan.runtime.swap.own import storages_of
 
@@ -75,7 +75,7 @@ _LEAVES = frozenset((int, float, bool, str, type(None), torch.dtype, torch.devic
 def held_tensors(model: nn.Module) -> list[torch.Tensor]:
     """Return the model's parameters, buffers and gradients, also those that a sharded model hasn't reduced."""
     parameters = list(model.parameters())
-    gradients = [p.grad for p in parameters if p.grad is not None] + whole_gradients(parameter_groups(model))
+    gradients = [p.grad for p in parameters if p.grad is not None] + parallel_of(model).whole_gradients()
     return [*parameters, *model.buffers(), *gradients]
 
 

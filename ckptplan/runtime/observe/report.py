@@ -11,15 +11,14 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ckptplan.core.ddp import DDP
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.page import Page
 from ckptplan.core.trace import Trace
+from ckptplan.distributed import ddp_under, parallel_of
 from ckptplan.runtime.applied import Applied
 from ckptplan.runtime.observe.measure import held_tensors, optimizer_tensors, tensors_in, unique_bytes
 from ckptplan.runtime.observe.stats import Stats, stage_stats
 from ckptplan.runtime.observe.traced import record_step
-from ckptplan.runtime.replicated import unseen_bucket_bytes
 from ckptplan.runtime.swap.own import storages_of
 
 
@@ -42,7 +41,7 @@ def trace(
     model, device, plan = applied.model, applied.device, applied.plan
     # Not kept in a variable, so that the step can free the gradients that it drops.
     held = unique_bytes([*held_tensors(model), *optimizer_tensors(optimizer), *tensors_in(inputs)], device)
-    held += unseen_bucket_bytes(model, DDP.of_kind(plan.fingerprint.parallel))
+    held += parallel_of(model, ddp_under(model, plan)).unseen_bytes()
     gradients = (p.grad for p in model.parameters() if p.grad is not None)
     before = [StorageWeakRef(s) for gradient in gradients for s in storages_of(gradient)]
     step, notes = record_step(applied.controller.counters.meter, run, device, held, plan.stages)

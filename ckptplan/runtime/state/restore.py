@@ -13,10 +13,9 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ckptplan.distributed import without_communication
 from ckptplan.runtime.accelerator import keep_generators
 from ckptplan.runtime.private import disable_current_modes, is_fake, is_traceable_wrapper_subclass
-from ckptplan.runtime.replicated import without_reduction
-from ckptplan.runtime.sharded import without_group
 from ckptplan.runtime.state.cells import Snapshot, below
 from ckptplan.runtime.state.code import hooks_of, kept_read
 from ckptplan.runtime.state.generators import Generators, reseed
@@ -231,7 +230,7 @@ def restored(model: nn.Module, others: Iterable[Any] = (), *, runs: bool = True)
     """
     with (
         _ONE_AT_A_TIME, warnings.catch_warnings(), _collecting(), torch.inference_mode(False), torch.enable_grad(),
-        without_group(model), kept(model, others) as (found, put), _stepped() as put_optimizers, without_reduction(),
+        without_communication(model), kept(model, others) as (found, put), _stepped() as put_optimizers,
     ):  # fmt: skip
         parameters = [p for m in found.modules for p in m._parameters.values() if p is not None]
         gradients = [(p, p.grad) for p in parameters if p.is_leaf]

@@ -1,16 +1,14 @@
 """The storages that are the model's own: never moved, and passed on unchanged when a stage runs again.
 
-Sharded units (FSDP2, `torch.distributed.fsdp.fully_shard`) have other parameters while they run: whole tensors replace
-the shards in the unit's pre-forward hook, and are freed in its post-forward hook. So the storages of a stage's own
-parameters are looked up when the stage runs. Those of units inside the stage, which gather their parameters later, are
-looked up each time a tensor is saved.
+Sharded units have other parameters while they run: whole tensors replace the shards in the unit's pre-forward hook, and
+are freed in its post-forward hook. So the storages of a stage's own parameters are looked up when the stage runs. Those
+of units inside the stage, which gather their parameters later, are looked up each time a tensor is saved.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -18,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ckptplan.distributed.parallel import gathering, sharded_units
 from ckptplan.runtime.private import is_traceable_wrapper_subclass
 from ckptplan.runtime.state.cells import below
 
@@ -39,17 +38,6 @@ def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a distributed tensor (DTensor), or `tensor` itself."""
     return getattr(tensor, "_local_tensor", tensor)
-
-
-def is_sharded_unit(module: nn.Module) -> bool:
-    """Whether `fully_shard` was called on `module`."""
-    return bool(sharded_units([module]))
-
-
-def sharded_units(modules: list[nn.Module]) -> list[Any]:
-    """Return those of `modules` on which `fully_shard` was called."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: no module is sharded
-    return [] if fsdp is None else [m for m in modules if isinstance(m, fsdp.FSDPModule)]
 
 
 class OwnNames:
@@ -76,8 +64,8 @@ class OwnNames:
             if tensor is not None:
                 yield tensor
 
-    def sharded_units(self) -> list[Any]:
-        """Return the modules on which `fully_shard` was called."""
+    def units(self) -> list[Any]:
+        """Return the modules that gather their parameters."""
         return sharded_units(self._modules)
 
 
@@ -99,7 +87,7 @@ class OwnStorages:
         self._units: list[Any] = []
         self._stage: nn.Module | None = None
         if names is not None:
-            self._units += names.sharded_units()
+            self._units += names.units()
             self._add(names.tensors())
 
     def __call__(self, storage: torch.UntypedStorage) -> bool:
@@ -126,37 +114,10 @@ class OwnStorages:
 
         A stage that is recomputed needs it when it runs before its unit's own backward has gathered the parameters.
         """
-        return functools.partial(self._whole, stage) if self._units else None
-
-    def _whole(self, stage: nn.Module) -> contextlib.AbstractContextManager[None]:
-        inside = set(stage.modules())
-        units = [unit for unit in self._units if unit in inside]
-        if stage not in units:  # its own parameters belong to the nearest unit around it
-            units += [unit for unit in self._units if any(m is stage for m in unit.modules())][-1:]
-        return _gathered(units)
+        return functools.partial(gathering, self._units, stage) if self._units else None
 
     def _add(self, tensors: Iterable[torch.Tensor]) -> None:
         for tensor in tensors:
             for storage in (tensor.untyped_storage(),) if type(tensor) is nn.Parameter else storages_of(tensor):
                 if not self._knows(storage):
                     self._known[storage._cdata] = weakref.ref(storage)
-
-
-@contextlib.contextmanager
-def _gathered(units: list[Any]) -> Iterator[None]:
-    sharded = [unit for unit in units if any(map(is_traceable_wrapper_subclass, _managed(unit)))]
-    for unit in sharded:
-        unit.unshard()
-    try:
-        yield
-    finally:
-        for unit in sharded:
-            unit.reshard()
-
-
-def _managed(unit: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield the parameters below `unit` without those of sharded units inside it."""
-    yield from unit.parameters(recurse=False)
-    for child in unit.children():
-        if not is_sharded_unit(child):
-            yield from _managed(child)

@@ -23,20 +23,22 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from ckptplan.core.ddp import DDP
+from ckptplan.core.device import Device
 from ckptplan.core.errors import UnsupportedModelError
-from ckptplan.core.plan import Plan
-from ckptplan.runtime.guard.gradients import existing_gradient_bytes
+from ckptplan.core.profile import Profile
+from ckptplan.distributed.parallel import Parallel, T
+from ckptplan.distributed.rates import Links, Unit, ring_s
 
 
 def is_distributed() -> bool:
     """Return whether this process is one of a group; a fake one (PyTorch's backend "fake") has no others."""
-    there = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return there and torch.distributed.get_backend() != "fake"
+    return dist.is_available() and dist.is_initialized() and dist.get_backend() != "fake"
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -44,31 +46,29 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
-def ddp_of(model: nn.Module) -> DDP | None:
-    """Return the settings of the `DistributedDataParallel` that `model` is; None if it is none.
+def _settings(wrapper: DistributedDataParallel) -> DDP:
+    """Return the settings of a wrapper.
 
     Raises
     ------
     UnsupportedModelError
         If it makes tensors of which plans don't know: casts to another precision, or buffers of a communication hook.
     """
-    if not isinstance(model, DistributedDataParallel):
-        return None
     why = None
-    if model.mixed_precision is not None:
+    if wrapper.mixed_precision is not None:
         why = "its mixed_precision= casts parameters and inputs by itself; use torch.autocast"
-    elif model._comm_hooks:
-        name = getattr(model._comm_hooks[0][0], "__name__", "")
+    elif wrapper._comm_hooks:
+        name = getattr(wrapper._comm_hooks[0][0], "__name__", "")
         why = f"its communication hook {name!r} makes tensors of its own; plan and train without register_comm_hook"
     if why is not None:
         raise UnsupportedModelError(f"the model is in DistributedDataParallel, and plans can't go with it: {why}")
-    most, first = model.bucket_bytes_cap, torch.distributed._DEFAULT_FIRST_BUCKET_BYTES  # type: ignore[attr-defined]
+    most, first = wrapper.bucket_bytes_cap, dist._DEFAULT_FIRST_BUCKET_BYTES  # type: ignore[attr-defined]
     return DDP(
         most / 2**20,
-        (first if model.bucket_bytes_cap_default else most) / 2**20,
-        model.gradient_as_bucket_view and not model.static_graph,
-        model.broadcast_buffers,
-        _copies_outputs(model),
+        (first if wrapper.bucket_bytes_cap_default else most) / 2**20,
+        wrapper.gradient_as_bucket_view and not wrapper.static_graph,
+        wrapper.broadcast_buffers,
+        _copies_outputs(wrapper),
     )
 
 
@@ -76,24 +76,70 @@ def _copies_outputs(wrapper: DistributedDataParallel) -> bool:
     return (wrapper.find_unused_parameters or wrapper.static_graph) and getattr(wrapper, "_ddp_sink_clone", True)
 
 
-def buckets(model: nn.Module, ddp: DDP) -> list[int]:
-    """Return the bytes of each bucket for the gradients of `model`."""
-    ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
-    return ddp.buckets(p for name, p in model.named_parameters() if name not in ignored)
+class Replicated(Parallel):
+    """A model that is or will be in `DistributedDataParallel`.
 
-
-def broadcast_bytes(model: nn.Module, ddp: DDP | None) -> int:
-    """Return the bytes of the copies in which buffers are broadcast."""
-    return sum(b.nbytes for b in model.buffers()) if ddp is not None and ddp.broadcast_buffers else 0
-
-
-def added_bytes(model: nn.Module, ddp: DDP | None, round_to: int = 1) -> int:
-    """Return the bytes of the buckets that gradients don't lie in, and of the broadcast copies.
-
-    Each is rounded up to `round_to` bytes.
+    Parameters
+    ----------
+    model : nn.Module
+        With its wrapper or without.
+    settings : DDP, optional
+        Default: the wrapper's.
     """
-    beside = [] if ddp is None or ddp.gradient_as_bucket_view else buckets(model, ddp)
-    return sum(-(-nbytes // round_to) * round_to for nbytes in (*beside, broadcast_bytes(model, ddp)))
+
+    def __init__(self, model: nn.Module, settings: DDP | None = None) -> None:
+        super().__init__(unwrapped(model))
+        self.ddp: DDP = _settings(model) if settings is None else settings  # type: ignore[arg-type]
+        self.gradients_in_buckets = self.ddp.gradient_as_bucket_view
+        self._group = model.process_group if isinstance(model, DistributedDataParallel) else None
+
+    @property
+    def kind(self) -> str:
+        return self.ddp.kind
+
+    @property
+    def ranks(self) -> list[int]:
+        return dist.get_process_group_ranks(self._group) if is_distributed() else []
+
+    def returned(self, output: T) -> T:
+        """Return copies where the wrapper makes them (NOTE, item 3)."""
+        return copied(output) if self.ddp.find_unused_parameters else output
+
+    def _buckets(self) -> list[int]:
+        ignored = set(getattr(self.model, "_ddp_params_and_buffers_to_ignore", ()))
+        return self.ddp.buckets(p for name, p in self.model.named_parameters() if name not in ignored)
+
+    def blocks(self) -> list[tuple[int, str, str]]:
+        """Return the buckets, and the copies in which buffers are broadcast."""
+        found = [(nbytes, "gradients", f"DDP bucket {n}") for n, nbytes in enumerate(self._buckets())]
+        copies = sum(b.nbytes for b in self.model.buffers()) if self.ddp.broadcast_buffers else 0
+        return [*found, *([(copies, "buffers", "copies in which DDP broadcasts buffers")] if copies else [])]
+
+    def unseen_bytes(self) -> int:
+        """Return the bytes of buckets in which no gradient lies now."""
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None and self.gradients_in_buckets]
+        inside = {s._cdata: s.nbytes() for s in (g.untyped_storage() for g in gradients)}
+        return max(sum(self._buckets()) - sum(inside.values()), 0)
+
+    def counted_ranks(self, profile: Profile, *, here: bool) -> int:
+        """Of steps that don't accumulate, on ranks that are here: others may leave the reduction to a later one."""
+        return len(self.ranks) if here and not profile.fingerprint.accumulates else 0
+
+    def largest_gather(self) -> tuple[Any, int]:
+        """Return the wrapper's group, and a rank's part of a bucket."""
+        most = min(int(self.ddp.bucket_cap_mb * 2**20) // 4, sum(p.numel() for p in self.model.parameters()))
+        return self._group or dist.group.WORLD, most // len(self.ranks)
+
+    def units(self, profile: Profile, links: Links | Device) -> list[Unit]:
+        """Each stage reduces its gradients while the next ones run backward."""
+        modules = dict(self.model.named_modules())
+        counted: set[int] = set()
+        units = []
+        for name in dict.fromkeys(s.name.partition("#")[0] for s in profile.stages if not s.is_glue):
+            own = [p for p in modules[name].parameters() if p.requires_grad and id(p) not in counted]
+            counted.update(map(id, own))
+            units.append(Unit((name,), 0.0, 0.0, 2 * ring_s(sum(p.nbytes for p in own), len(self.ranks), links)))
+        return units
 
 
 class _Copies(torch.autograd.Function):
@@ -119,20 +165,6 @@ def copied(output: Any) -> Any:
     )
 
 
-def unseen_bucket_bytes(model: nn.Module, ddp: DDP | None) -> int:
-    """Return the bytes of buckets that no gradient of the model lies in now."""
-    if ddp is None:
-        return 0
-    gradients = (p.grad for p in model.parameters() if p.grad is not None)
-    inside = existing_gradient_bytes(gradients) if ddp.gradient_as_bucket_view else 0
-    return max(sum(buckets(model, ddp)) - inside, 0)
-
-
-def ddp_under(model: nn.Module, plan: Plan) -> DDP | None:
-    """Return `ddp_of` a model that a plan is applied to; what the plan was made for if it isn't wrapped yet."""
-    return ddp_of(model) if isinstance(model, DistributedDataParallel) else DDP.of_kind(plan.fingerprint.parallel)
-
-
 @contextlib.contextmanager
 def apart(model: nn.Module) -> Iterator[None]:
     """Inside, the model has other parameters in the memory of its own ones, where it may be replicated.
@@ -140,17 +172,11 @@ def apart(model: nn.Module) -> Iterator[None]:
     Gradients made for these run into none of the hooks by which `DistributedDataParallel` counts and reduces: it would
     wait for others, or take the next step for one that has begun.
     """
-    places: list[tuple[nn.Module, str, nn.Parameter]] = []
-    twins: dict[int, nn.Parameter] = {}
-    if is_distributed():
-        for module in model.modules():
-            if not isinstance(module, torch.jit.ScriptModule):
-                own = module._parameters.items()
-                places += [(module, name, p) for name, p in own if type(p) is nn.Parameter]
+    modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)] if is_distributed() else []
+    places = [(m, name, p) for m in modules for name, p in m._parameters.items() if type(p) is nn.Parameter]
+    twins = {id(p): nn.Parameter(p.data, requires_grad=p.requires_grad) for _, _, p in places}
     for _, _, p in places:
-        if id(p) not in twins:
-            twins[id(p)] = nn.Parameter(p.data, requires_grad=p.requires_grad)
-            twins[id(p)].grad = p.grad
+        twins[id(p)].grad = p.grad
     try:
         for module, name, p in places:
             setattr(module, name, twins[id(p)])  # a recurrent module keeps a list of them, too

@@ -30,15 +30,13 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from ckptplan.core.errors import CkptPlanError, RankError
-from ckptplan.runtime.replicated import is_distributed
-from ckptplan.runtime.sharded import ranks_of
+from ckptplan.distributed import is_distributed, parallel_of
 
 _LOG = logging.getLogger("ckptplan")
 _BEAT_S = 1.0
@@ -49,10 +47,18 @@ ARRIVAL_S = 600.0
 """Longest wait for a rank to begin a call; it may load data or write a checkpoint meanwhile."""
 _PATIENT_S = 10.0
 
-_calls: Counter[tuple[int, ...]] = Counter()
-"""Ranks of a group -> calls that this process has begun in it."""
+_begun: Counter[tuple[str, tuple[int, ...]]] = Counter()
+"""A kind of exchanges and the ranks of a group -> those that this process has begun in it."""
 _stored: dict[tuple[int, ...], list[tuple[Any, list[str]]]] = defaultdict(list)
 """Ranks of a group -> this process's keys of its last calls."""
+
+
+def _stores(kind: str, ranks: tuple[int, ...]) -> tuple[Any, Any]:
+    """Return a new place in the store of the group, and the same by a connection of its own."""
+    _begun[kind, ranks] += 1
+    c10d: Any = dist.distributed_c10d  # not in each build of PyTorch
+    whole, place = c10d._get_default_store(), f"ckptplan/{'-'.join(map(str, ranks))}/{kind}/{_begun[kind, ranks]}"
+    return c10d.PrefixStore(place, whole), c10d.PrefixStore(place, whole.clone())
 
 
 class GroupCall:
@@ -67,13 +73,7 @@ class GroupCall:
 
     def __init__(self, name: str, ranks: list[int], rank: int) -> None:
         self.ranks, self.rank, self._name = ranks, rank, name
-        _calls[tuple(ranks)] += 1
-        number = _calls[tuple(ranks)]
-        c10d: Any = dist.distributed_c10d  # not in each build of PyTorch
-        whole = c10d._get_default_store()
-        place = f"ckptplan/{'-'.join(map(str, ranks))}/{number}"
-        self._store: Any = c10d.PrefixStore(place, whole)
-        self._beats: Any = c10d.PrefixStore(f"{place}/beat", whole.clone())
+        self._store, self._beats = _stores("call", tuple(ranks))
         self._keys = [f"{kind}/{rank}" for kind in ("beat", "error")]
         _stored[tuple(ranks)].append((self._store, self._keys))
         self._round = itertools.count()
@@ -203,16 +203,14 @@ class GroupCall:
     def _keep_beating(self) -> None:
         with contextlib.suppress(Exception):  # without the store, the others will see no more beats
             for number in itertools.count():
-                self._beats.set(f"{self.rank}", str(number))
+                self._beats.set(f"beat/{self.rank}", str(number))
                 if self._ended.wait(_BEAT_S):
-                    self._beats.set(f"{self.rank}", _DONE.decode())
+                    self._beats.set(f"beat/{self.rank}", _DONE.decode())
                     return
 
 
 _DONE = b"done"
-
-_votes: Counter[tuple[int, ...]] = Counter()
-"""Ranks of a sharded model -> votes that this process has made."""
+_OF_VOTES = ("came", "yes", "answer")
 
 
 class Vote:
@@ -231,12 +229,10 @@ class Vote:
 
     def _begin(self) -> tuple[int, ...]:
         """Return the ranks, found at the first vote: the model may have been sharded since."""
-        self._ranks = tuple(ranks_of(self._model)) if is_distributed() else ()
+        parallel = parallel_of(self._model)
+        self._ranks = tuple(parallel.ranks) if parallel.in_step and is_distributed() else ()
         if len(self._ranks) > 1:
-            _votes[self._ranks] += 1
-            c10d: Any = dist.distributed_c10d
-            place = f"ckptplan/{'-'.join(map(str, self._ranks))}/vote/{_votes[self._ranks]}"
-            self._store: Any = c10d.PrefixStore(place, c10d._get_default_store().clone())
+            _, self._store = _stores("vote", self._ranks)
         return self._ranks
 
     def any(self, value: bool) -> bool:
@@ -251,16 +247,15 @@ class Vote:
         if len(ranks) < 2:
             return value
         self._number += 1
-        came, all_came, yes = (f"{self._number}/{what}" for what in ("came", "all", "yes"))
+        came, yes, answer = (f"{self._number}/{what}" for what in _OF_VOTES)
         try:
             if value:
                 self._store.set(yes, b"")
             if self._store.add(came, 1) == len(ranks):
-                self._store.set(all_came, b"")
-            self._store.wait([all_came])
-            found: bool = self._store.check([yes])
+                self._store.set(answer, str(self._store.check([yes])))
+            found: bool = self._store.get(answer) == b"True"  # which waits for it
             if dist.get_rank() == ranks[0]:  # all have begun this one, so they have read the one before
-                for what in ("came", "all", "yes"):
+                for what in _OF_VOTES:
                     self._store.delete_key(f"{self._number - 1}/{what}")
         except RuntimeError as error:
             raise RankError(
@@ -317,10 +312,7 @@ def group_call(name: str, model: nn.Module, coming: object = None) -> Iterator[G
     """
     ranks: list[int] = []
     if is_distributed() and not _alone.get():
-        if isinstance(model, DistributedDataParallel):
-            ranks = dist.get_process_group_ranks(model.process_group)
-        elif not (ranks := ranks_of(model)) and coming:
-            ranks = list(range(dist.get_world_size()))
+        ranks = list(parallel_of(model).ranks or (range(dist.get_world_size()) if coming else ()))
     if len(ranks) < 2:
         yield None
         return
@@ -340,15 +332,14 @@ def present_call() -> GroupCall | None:
     return None if _alone.get() else _present.get()
 
 
-P = ParamSpec("P")
-T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
-def on_all_ranks(function: Callable[Concatenate[nn.Module, P], T]) -> Callable[Concatenate[nn.Module, P], T]:
+def on_all_ranks(function: F) -> F:
     """Return a function of a model that ends alike on all ranks over which the model is replicated or sharded."""
 
     @functools.wraps(function)
-    def run(model: nn.Module, *args: P.args, **kwargs: P.kwargs) -> T:
+    def run(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with group_call(function.__name__, model):
             return function(model, *args, **kwargs)
 
