@@ -200,7 +200,7 @@ class Tracker(FakeWorld):
         self._place, self._op, self._asked_bytes = NOWHERE, "", 0  # of the present operation, and of all so far
         self._nodes_end: list[int] = []  # after each forward operation, the next node's sequence number ...
         self._nodes: list[Where] = []  # ... and its place
-        self._streams: dict[Any, int] = {own_module(target.device).current_stream(): 0}
+        self._streams: dict[Any, int] = {}  # inside `watching_model`
         self._numbers: list[tuple[int, Sid]] = []  # the nodes that saved some
         self._numbers_made = 0
         self._named: dict[int, str] = {}  # storages of the model -> their names
@@ -237,7 +237,8 @@ class Tracker(FakeWorld):
 
     @contextlib.contextmanager
     def watching_model(self) -> Iterator[None]:
-        """Note when the model's forward returns, while the context is active."""
+        """Note when the model's forward returns, and the streams of storages, while the context is active."""
+        self._streams[self._stream()] = 0
 
         def returned(module: nn.Module, args: Any, output: Any) -> None:
             if module is self._model and not self._in_backward:
@@ -248,6 +249,9 @@ class Tracker(FakeWorld):
             yield
         finally:
             handle.remove()
+
+    def _stream(self) -> Any:
+        return own_module(self._target.device).current_stream()
 
     # --- where the program is ---
 
@@ -429,7 +433,7 @@ class Tracker(FakeWorld):
     ) -> None:
         """Note where and as what a storage is made."""
         if self._model is not None:
-            stream = self._streams.setdefault(own_module(self._target.device).current_stream(), len(self._streams))
+            stream = self._streams.setdefault(self._stream(), len(self._streams)) if self._streams else 0
             self._asked_bytes += nbytes
             self.origins[sid] = Origin(nbytes, shape, dtype, self._place, self._op, stream, again, category)
 
