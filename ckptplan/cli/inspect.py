@@ -24,10 +24,9 @@ from ckptplan.core.plan import KEEP, Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.progress import limited
 from ckptplan.core.request import Limits
-from ckptplan.core.units import format_bytes, format_seconds
+from ckptplan.core.units import format_bytes, format_seconds, format_swapped
 from ckptplan.referee import Violation, simulate, validate
 from ckptplan.referee.rules import broken_rules
-from ckptplan.report.page.planned import swapped
 
 SHOWN_PEAK_S = 5.0
 """Time limit of the search for the smallest peak that `show` prints."""
@@ -272,7 +271,7 @@ def _show_timeline(profile: Profile, plan: Plan, budget_bytes: int) -> None:
         ("step", f"{format_seconds(timeline.makespan_s)}, keep-all {format_seconds(profile.baseline_step_s)}"),
         ("recompute", format_seconds(busy["recompute"])),
         ("waiting for transfers", format_seconds(timeline.stall_s)),
-        ("swapped", f"{swapped(timeline)}: {format_seconds(busy['out'])} out, "
+        ("swapped", f"{format_swapped(timeline.host_bytes, timeline.disk_bytes)}: {format_seconds(busy['out'])} out, "
                     f"{format_seconds(busy['in'])} in"),
     ):  # fmt: skip
         table.add_row(label, escape(text))

@@ -12,8 +12,7 @@ from rich.table import Column, Table
 from ckptplan.core.estimate import ERROR, fits_in_words
 from ckptplan.core.option import ACTIONS
 from ckptplan.core.plan import Plan
-from ckptplan.core.units import format_bytes, format_seconds
-from ckptplan.report.page.planned import swapped
+from ckptplan.core.units import format_bytes, format_seconds, format_swapped
 
 if TYPE_CHECKING:  # this imports torch
     from ckptplan.fitting.survey import DeviceFit
@@ -119,7 +118,7 @@ def frontier_table(plans: Sequence[Plan]) -> Table:
             format_seconds(plan.step_s),
             f"{max(plan.overhead, 0.0):.1%}",
             f"{plan.gap:.2%}",
-            swapped(plan),
+            format_swapped(plan.host_bytes, plan.disk_bytes),
             *map(str, counts),
             str(len(plan.segments)),
         )

@@ -40,6 +40,11 @@ def format_bytes(nbytes: float) -> str:
     return f"{int(nbytes)} B"
 
 
+def format_swapped(host_bytes: int, disk_bytes: int) -> str:
+    """Return the bytes that a step moves as text, by tier if some go to the disk."""
+    return format_bytes(host_bytes) + (f" + {format_bytes(disk_bytes)} to disk" if disk_bytes else "")
+
+
 def format_seconds(seconds: float) -> str:
     """Return `seconds` as text in s, ms or µs."""
     if abs(seconds) < LEAST_S:

@@ -29,10 +29,9 @@ from ckptplan.core.plan import Decision, Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.schedule import StepNeed, evaluate, residency
 from ckptplan.core.segment import Segment
-from ckptplan.core.units import GIB
+from ckptplan.core.units import GIB, format_swapped
 from ckptplan.planning.job import staged
 from ckptplan.referee import simulate, validate
-from ckptplan.report.page.planned import swapped
 from ckptplan.solving import planner, smallest_peak
 from ckptplan.solving.cost import Evaluator, Schedule
 from ckptplan.solving.frontier import everything_kept_bytes, frontier_profile, smallest_within
@@ -582,10 +581,10 @@ def test_command_line_and_tables(tmp_path) -> None:  # type: ignore[no-untyped-d
     assert AT_THE_HOSTS_RATE in done.output
     assert "to the disk" in done.output
     assert "swap to disk" in done.output
-    assert swapped(plan).endswith("to disk")
+    assert format_swapped(plan.host_bytes, plan.disk_bytes).endswith("to disk")
     replayed = runner.invoke(app, ["simulate", str(tmp_path / "profile.json"), str(plan_file)])
     assert replayed.exit_code == 0, replayed.output
-    assert swapped(plan) in replayed.output
+    assert format_swapped(plan.host_bytes, plan.disk_bytes) in replayed.output
     explained = runner.invoke(app, ["explain", str(tmp_path / "profile.json"), str(plan_file)])
     assert explained.exit_code == 0, explained.output
     assert "the disk's copies count at the rate of the host's link" in explained.output

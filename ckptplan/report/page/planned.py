@@ -11,20 +11,12 @@ from ckptplan.core.option import ACTIONS
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.trace import Trace
-from ckptplan.core.units import format_bytes, format_seconds
+from ckptplan.core.units import format_bytes, format_seconds, format_swapped
 from ckptplan.referee import Timeline, simulate
 from ckptplan.report.explain import Explanation
 from ckptplan.report.page.render import Attached, Part, Report, View
 from ckptplan.report.page.step import COMPUTES, WHAT_COLOURS, Arc, arcs, step_data
 from ckptplan.report.page.waterline import MEANINGS
-
-
-def swapped(found: Plan | Timeline) -> str:
-    """Return the bytes that a plan moves, by tier if some go to the disk."""
-    if not found.disk_bytes:
-        return format_bytes(found.host_bytes)
-    return f"{format_bytes(found.host_bytes)} + {format_bytes(found.disk_bytes)} to disk"
-
 
 _LETTERS = {"keep": "K", "swap": "S", "recompute": "R"}
 
@@ -181,7 +173,7 @@ def _facts(profile: Profile, plan: Plan) -> list[tuple[str, str]]:
         ("several devices", made.parallel),
         ("link", f"{link.out_bytes_per_s / 1e9:.1f} GB/s out, {link.in_bytes_per_s / 1e9:.1f} GB/s in"),
         ("planner", f"{plan.planner}, over {plan.space}"),
-        ("swapped in a step", swapped(plan)),
+        ("swapped in a step", format_swapped(plan.host_bytes, plan.disk_bytes)),
     ]
     return [(name, value) for name, value in facts if value]
 
