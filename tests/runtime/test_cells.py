@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import collections
+import copy
 import functools
+import gc
 import itertools
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -43,7 +46,7 @@ class Stage(nn.Module):
 
     def __init__(self, number: Callable[[Stage], float]) -> None:
         super().__init__()
-        self.linear, self.counter = nn.Linear(WIDTH, WIDTH), Counter()
+        self.linear, self.counter, self.counters = nn.Linear(WIDTH, WIDTH), Counter(), [Counter()]
         self.table: dict[str, Any] = {"calls": [[0]], "last": (1, [2])}
         self.queue = collections.deque([1.0, 2.0, 3.0])
         self.array = np.zeros(3)
@@ -65,6 +68,10 @@ def of_object(stage: Stage) -> float:
 def of_what_an_object_holds(stage: Stage) -> float:
     stage.counter.inner[0] += 1
     return stage.counter.inner[0]
+
+
+def of_an_object_in_a_list(stage: Stage) -> float:
+    return stage.counters[0].next()
 
 
 def of_nested(stage: Stage) -> float:
@@ -114,15 +121,8 @@ def of_bound_method(stage: Stage) -> float:
     return len(stage.notes)
 
 
-OWN = [of_queue, of_array, of_iterators, of_partial, of_bound_method]
-ELSEWHERE = [
-    of_object,
-    of_what_an_object_holds,
-    of_nested,
-    of_global,
-    of_global_container,
-    of_what_a_global_container_holds,
-]
+OWN = [of_object, of_what_an_object_holds, of_nested, of_queue, of_array, of_iterators, of_partial, of_bound_method]
+ELSEWHERE = [of_an_object_in_a_list, of_global, of_global_container, of_what_a_global_container_holds]
 
 
 def enclosed() -> Callable[[Stage], float]:
@@ -189,6 +189,48 @@ def test_nor_is_one_whose_output_is_another_each_time() -> None:
     note = not_recomputed(*made(lambda stage: next(TURNS) + 1.0))
     assert "0 and its like" in note
     assert "global variable" in note
+
+
+class Later(Stage):
+    """Changes what lies in a dictionary in a dictionary, from a step on that isn't checked, and saves nothing of it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.table["steps"] = self.table.get("steps", 0) + 1
+        if self.table["steps"] in (5, 7):
+            self.table["calls"][0][0] += 1
+        return torch.tanh(self.linear(x)) * (1 + self.table["calls"][0][0])
+
+
+def test_what_begins_to_change_in_a_later_step() -> None:
+    def trained(model: nn.Module) -> list[torch.Tensor]:
+        return steps(model, x, count=8)
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Later(one), Later(one)), torch.randn(16, WIDTH)
+    other = copy.deepcopy(model)
+    wanted = trained(model)
+    with ckptplan.apply(other, recomputed(other, x)):
+        assert all(map(torch.equal, trained(other), wanted))
+
+
+class Keeps(Stage):
+    """Keeps a graph in a list in a dictionary, which the loss has no part of."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(self.linear(x))
+        self.table = {"last": [y * 3.0]}
+        return y * 2.0
+
+
+def test_what_a_stage_keeps_holds_no_graphs_of_earlier_steps() -> None:
+    model, x = nn.Sequential(Keeps(one), Keeps(one)), torch.randn(16, WIDTH)
+    kept = []
+    with ckptplan.apply(model, recomputed(model, x)):
+        for _ in range(4):
+            model(x).sum().backward()
+            kept.append(weakref.ref(model[0].table["last"][0]))
+    gc.collect()
+    assert [ref() is not None for ref in kept] == [False, False, False, True]
 
 
 class Numbered(nn.Module):

@@ -41,7 +41,9 @@ class WatchedState:
 
     def _contents(self) -> Contents:
         found = Snapshot(self._modules, self._others, deep=True, graphs=True, puts=False)
-        return Contents(found, without=Snapshot(self._modules))
+        put_back = Snapshot(self._modules).cells | set(map(id, self._modules))
+        # Where a container has graphs, a recompute gets a copy by the attribute, but not by a global name.
+        return Contents(found, put_back - set(map(id, self._read.containers)))
 
     def changed(self) -> list[str]:
         """Return the names of attributes and global variables, and the types of other objects, that have changed."""

@@ -8,10 +8,10 @@ dictionary, a set, a deque, the data attributes of a class, an array, an object 
    back into the cells themselves, so that two modules with one list still share that list afterwards. A container that
    holds tensors with autograd graphs is stored as a copy whose tensors are detached: the snapshot may live as long as a
    graph, and the original container would keep other graphs alive.
-2. A *shallow* snapshot has the attributes of the given modules, the contents of containers and the attributes of plain
-   objects among these. That is what a recompute puts back.
-3. A *deep* one follows all references: containers of any depth, modules and other objects in them, functions with
-   their closure variables, data attributes of classes. If a module that is found this way is a parent of the stage,
+2. A *shallow* snapshot has the attributes of the given modules, the attributes of plain objects among these, and the
+   contents of containers of any depth in both. That is what a recompute puts back.
+3. A *deep* one follows all references: modules and other objects in containers, functions with their closure
+   variables, data attributes of classes. If a module that is found this way is a parent of the stage,
    only the parent's attributes are examined, not its submodules. Profiling puts everything back with deep snapshots,
    and finds the stages that change, or are left with, more than a shallow one restores: these are never recomputed.
 4. Tensors aren't cells: writes to them are found by versions and copies (`_State` in recompute/call.py). A snapshot
@@ -27,7 +27,8 @@ Example: a stage counts its calls in a list::
 
 The first run begins with `calls == []` and ends with `calls == [1]`. Before the stage runs again in backward, `put`
 writes `[]` into that same list object, so the run computes `x * 1` as before. The function that `put` returned then
-writes `[1]` back: the list has one entry for the step. If `calls` lay in another list, the stage would be kept.
+writes `[1]` back: the list has one entry for the step. If `calls` belonged to an object in a list, the stage would be
+kept.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ import itertools
 import operator
 import types
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -400,11 +401,9 @@ class Snapshot:
         return value
 
     def _keep_inside(self, name: str, value: Any) -> Any:
-        """Examine a value in a cell: a shallow snapshot doesn't follow further cells."""
-        kind = kind_of(type(value))  # type: ignore[arg-type]
-        if self.deep or kind in (_TENSOR, _GENERATOR, _ITERATOR):
-            return self._keep(name, value)
-        return replaced(value, functools.partial(self._keep_inside, name)) if kind is _TUPLE else value
+        """Examine a value in a cell: a shallow snapshot doesn't follow objects there."""
+        follows = self.deep or kind_of(type(value)) is not _OTHER  # type: ignore[arg-type]
+        return self._keep(name, value) if follows else value
 
     def _add(self, name: str, value: Any, kind: Kind, contents: Any = None) -> Any:
         contents = kind.read(value) if contents is None else contents
@@ -499,12 +498,11 @@ class Contents:
     ----------
     found : Snapshot
         A deep one with graphs, which isn't put.
-    without : Snapshot, optional
-        Its modules and cells are left out: what a recompute puts back.
+    left_out : set of int
+        Identities of modules and cells that aren't compared: what a recompute puts back.
     """
 
-    def __init__(self, found: Snapshot, without: Snapshot | None = None) -> None:
-        left_out = set() if without is None else without.cells | set(map(id, without.modules))
+    def __init__(self, found: Snapshot, left_out: Set[int] = frozenset()) -> None:
         self._marks: dict[int, tuple[str, dict[Any, Any]]] = {}
         for module, _, names, _, values, _ in found._attributes:
             if id(module) not in left_out:
