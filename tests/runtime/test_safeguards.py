@@ -418,7 +418,7 @@ SAFEGUARDS = (
     ),
     Safeguard(
         "optimizers of others count as fused",
-        fused_steps.FusedSteps, "_stepped", nothing, "other_optimizer_between_two_backwards",
+        fused_steps, "storages_of", lambda tensor: (), "other_optimizer_between_two_backwards",
     ),
     Safeguard(
         "parameters need gradients as in the forward",
