@@ -36,9 +36,9 @@ from ckptplan.core.rules import enforceable_points
 from ckptplan.core.schedule import residency
 from ckptplan.core.segment import Segment
 from ckptplan.runtime import handle as application
-from ckptplan.runtime.observe.measure import same_bits
-from ckptplan.runtime.step import default_loss
 from ckptplan.runtime.swap.stores import DiskStore, disk
+from ckptplan.tensors.storages import same_bits
+from ckptplan.training.step import default_loss
 
 Made = tuple[nn.Module, Any]
 

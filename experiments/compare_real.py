@@ -44,9 +44,10 @@ import ckptplan
 from ckptplan.baselines import BASELINES
 from ckptplan.core.errors import InfeasibleBudgetError
 from ckptplan.core.option import ACTIONS
-from ckptplan.runtime.observe.measure import held_tensors, peak_above_start, unique_bytes
 from ckptplan.solving import smallest_peak
 from ckptplan.solving.frontier import everything_kept_bytes
+from ckptplan.tensors.storages import unique_bytes
+from ckptplan.training.measure import held_tensors, peak_above_start
 
 SCHEMA = "ckptplan.compare_real/1"
 GIB, MIB = 1 << 30, 1 << 20

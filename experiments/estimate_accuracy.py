@@ -37,9 +37,9 @@ import ckptplan
 from ckptplan.core.plan import Plan
 from ckptplan.core.request import Training
 from ckptplan.core.units import GIB, format_bytes
-from ckptplan.runtime.step import make_step
 from ckptplan.solving import smallest_peak
 from ckptplan.solving.frontier import everything_kept_bytes
+from ckptplan.training.step import make_step
 
 MEDIAN, WORST, UNDER, BOUNDARY = 0.0, 0.01, 0.001, 0.01
 """The promise: median and worst error of the peak, furthest below it, worst error at a phase boundary."""

@@ -42,9 +42,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ckptplan
 from ckptplan.core.errors import CkptPlanError, SwapError
-from ckptplan.runtime.observe.measure import same_bits
-from ckptplan.runtime.step import default_loss
 from ckptplan.runtime.swap.stores import DiskStore, disk
+from ckptplan.tensors.storages import same_bits
+from ckptplan.training.step import default_loss
 
 MODELS = ("transformer", "routed", "shared", "views", "conv_norm", "nested", "low_rank")
 

@@ -59,9 +59,9 @@ from ckptplan.runtime.handle import apply
 from ckptplan.runtime.observe.counters import Counters
 from ckptplan.runtime.observe.meter import EVERY, Meter
 from ckptplan.runtime.recompute.selective import NumberedOps
-from ckptplan.runtime.step import default_loss
 from ckptplan.runtime.swap.session import SwapSession
 from ckptplan.runtime.swap.stores import NULL_STORES
+from ckptplan.training.step import default_loss
 
 SCHEMA = "ckptplan.overhead/6"
 KEEP_PROMISE = CHECK_PROMISE = 0.01

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint_sequential
 
-from ckptplan.runtime.accelerator import is_accelerator, own_module
+from ckptplan.tensors.accelerator import is_accelerator, own_module
 
 Forward = Callable[[], Any]
 Enter = Callable[[nn.Module, Forward], AbstractContextManager[Forward]]

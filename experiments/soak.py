@@ -29,7 +29,7 @@ import ckptplan
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.segment import Segment
-from ckptplan.runtime.step import default_loss
+from ckptplan.training.step import default_loss
 
 BATCH, LENGTH, VOCABULARY = 8, 48, 50
 ALLOWED = {"rss_bytes": 8 << 20, "tensors": 0, "tensor_bytes": 0, "threads": 0, "files": 0, "file_bytes": 0}

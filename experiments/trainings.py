@@ -60,7 +60,8 @@ from ckptplan.integrations.lightning import ActivationPlanner
 from ckptplan.integrations.transformers import _Run
 from ckptplan.planning.enlarging import Enlarger
 from ckptplan.planning.first_forward import FirstForward
-from ckptplan.runtime.observe.measure import blocks_of, recording, same_bits, tensors_in
+from ckptplan.tensors.storages import same_bits, tensors_in
+from ckptplan.training.measure import blocks_of, recording
 
 NAMED = "the peak may exceed the budget: "
 """Beginning of warnings of steps that differ from the planned one."""

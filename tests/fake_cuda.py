@@ -1,6 +1,6 @@
 """A stand-in for a CUDA device: streams that run late and in any order their waits allow, and an allocator that reuses.
 
-Code for CUDA runs on it as it is, with CPU tensors: it takes the place of `ckptplan.runtime.accelerator.module`, and
+Code for CUDA runs on it as it is, with CPU tensors: it takes the place of `ckptplan.tensors.accelerator.module`, and
 asynchronous copies are replaced. What is issued on a stream waits in its queue and runs when somebody waits on the
 host, or by chance before; among streams that could go on, chance decides, and has its favourites. Device memory is one
 arena. As with the caching allocator a freed block is handed out again at once on the stream that it was allocated on,
@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckptplan.runtime import accelerator
+from ckptplan.tensors import accelerator
 
 _device_of = torch._C.TensorBase.device.__get__  # type: ignore[attr-defined]
 DEVICE = torch.device("cuda", 0)

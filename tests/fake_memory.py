@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckptplan.core.device import library_workspaces
 from ckptplan.memory.allocator import CachingAllocator
-from ckptplan.runtime import accelerator
+from ckptplan.tensors import accelerator
 
 DEVICE = torch.device("cuda", 0)
 WORKSPACES = tuple(filter(None, library_workspaces((8, 0), torch.__version__)))

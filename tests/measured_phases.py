@@ -11,8 +11,9 @@ from torch.profiler import record_function
 from torch.utils._pytree import tree_map_only
 
 from ckptplan.core.errors import InvalidInputError
-from ckptplan.runtime.observe.measure import held_tensors, optimizer_tensors, recorded_allocations, unique_bytes
-from ckptplan.runtime.step import TrainingStep, model_device
+from ckptplan.tensors.storages import unique_bytes
+from ckptplan.training.measure import held_tensors, optimizer_tensors, recorded_allocations
+from ckptplan.training.step import TrainingStep, model_device
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,8 @@ from torch.profiler import record_function
 
 from ckptplan.distributed import is_distributed, parallel_of
 from ckptplan.distributed.parallel import unreduced
-from ckptplan.runtime.observe.measure import optimizer_tensors, recorded_blocks, tensors_in, unique_bytes
+from ckptplan.tensors.storages import tensors_in, unique_bytes
+from ckptplan.training.measure import optimizer_tensors, recorded_blocks
 
 _STAGING = "staging of gloo "
 _GATHERS = ("all_gather_single", "all_gather_into_tensor")

@@ -24,10 +24,10 @@ from ckptplan.core.profile import Profile
 from ckptplan.core.rules import enforceable_points
 from ckptplan.core.schedule import residency
 from ckptplan.core.segment import Segment
-from ckptplan.runtime.accelerator import current_stream, on_stream
-from ckptplan.runtime.state import surroundings
 from ckptplan.runtime.swap import record
 from ckptplan.runtime.swap.stores import PinnedStore
+from ckptplan.state import surroundings
+from ckptplan.tensors.accelerator import current_stream, on_stream
 
 WIDTH = 64
 

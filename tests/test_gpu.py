@@ -25,8 +25,9 @@ import ckptplan
 from ckptplan import Plan, Profile
 from ckptplan.baselines._build import build, named, smallest_peak
 from ckptplan.profiling.times.links import measure_links
-from ckptplan.runtime.observe.measure import held_tensors, unique_bytes
 from ckptplan.runtime.swap.stores import DiskStore, PinnedStore, Ticket, pinned
+from ckptplan.tensors.storages import unique_bytes
+from ckptplan.training.measure import held_tensors
 
 pytestmark = pytest.mark.gpu
 

@@ -32,8 +32,8 @@ from ckptplan.profiling.profiler import profile
 from ckptplan.profiling.values.repeatable import is_repeatable
 from ckptplan.runtime.handle import Handle, apply
 from ckptplan.runtime.recompute.selective import NumberedOps
-from ckptplan.runtime.state.restore import restored
-from ckptplan.runtime.step import default_loss, fingerprint, make_step
+from ckptplan.state.restore import restored
+from ckptplan.training.step import default_loss, fingerprint, make_step
 
 WHATS = ("keep", "swap", "recompute", "recompute+swap", "segment", "selective")
 AGAIN = ("recompute", "recompute+swap", "segment", "selective")

@@ -29,8 +29,9 @@ from ckptplan.core.errors import InfeasibleBudgetError
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.units import GIB, format_bytes, format_seconds
-from ckptplan.runtime.accelerator import default_device, is_accelerator
-from ckptplan.runtime.observe.measure import held_tensors, optimizer_tensors, same_bits, step_peaks, timed, unique_bytes
+from ckptplan.tensors.accelerator import default_device, is_accelerator
+from ckptplan.tensors.storages import same_bits, unique_bytes
+from ckptplan.training.measure import held_tensors, optimizer_tensors, step_peaks, timed
 
 VOCABULARY = 256
 """Bytes are the tokens."""

@@ -108,7 +108,7 @@ def trace(
     model, inputs = model_of(source)
     from ckptplan.planning.applying import trace
     from ckptplan.profiling.workload.inputs import find_inputs
-    from ckptplan.runtime.step import model_device
+    from ckptplan.training.step import model_device
 
     if inputs is None:
         args, kwargs, _ = find_inputs(model, model_device(model))

@@ -31,7 +31,7 @@ from ckptplan.core.stage import Stage
 from ckptplan.distributed.group import GroupCall
 from ckptplan.distributed.parallel import Parallel
 from ckptplan.distributed.rates import Links, Unit, holds
-from ckptplan.runtime.accelerator import synchronize
+from ckptplan.tensors.accelerator import synchronize
 
 MOST_GATHERED_BYTES = 64 << 20
 """In a gather that is measured: from there on the rate changes little."""

@@ -37,7 +37,7 @@ from ckptplan.core.device import Device
 from ckptplan.core.errors import PlanMismatchError, UnsupportedModelError
 from ckptplan.core.profile import Profile
 from ckptplan.distributed.rates import Links, Unit, bytes_per_s, ring_s
-from ckptplan.runtime.private import SUPPORTED, is_fake
+from ckptplan.tensors.private import SUPPORTED, is_fake
 
 T = TypeVar("T")
 _NUMBERS = (bool, int, float)

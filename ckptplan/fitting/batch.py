@@ -25,22 +25,16 @@ from ckptplan.planning.model_job import free_bytes, replaying
 from ckptplan.profiling.bytes.operations import TensorSpec
 from ckptplan.profiling.profiler import profile_step, traced_bytes
 from ckptplan.profiling.target import Target, find_target
-from ckptplan.runtime.guard.gradients import rewinding
-from ckptplan.runtime.observe.measure import (
-    held_tensors,
-    optimizer_tensors,
-    read_from_outside,
-    run_step,
-    step_peaks,
-    unique_bytes,
-)
-from ckptplan.runtime.state.parameters import ParameterState
-from ckptplan.runtime.state.process import in_own_context
-from ckptplan.runtime.state.restore import restored
-from ckptplan.runtime.step import TrainingStep, training_config
 from ckptplan.runtime.verify import Verification, verify
 from ckptplan.solving.frontier import smallest_within
 from ckptplan.solving.peak import smallest_peak
+from ckptplan.state.parameters import ParameterState
+from ckptplan.state.process import in_own_context
+from ckptplan.state.restore import restored
+from ckptplan.tensors.storages import unique_bytes
+from ckptplan.training.gradients import rewinding
+from ckptplan.training.measure import held_tensors, optimizer_tensors, read_from_outside, run_step, step_peaks
+from ckptplan.training.step import TrainingStep, training_config
 
 MakeInputs = Callable[[int], Any]
 """Function from a number of samples to the inputs of a batch of that size."""

@@ -39,7 +39,7 @@ from ckptplan.integrations.training import PlannedBatch, PlanningCallback, repla
 from ckptplan.planning.log import say
 from ckptplan.profiling.workload.discover import NothingSavedError
 from ckptplan.runtime.handle import Handle
-from ckptplan.runtime.observe.measure import tensors_in
+from ckptplan.tensors.storages import tensors_in
 
 _STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy")
 """Strategies with which a plan can be applied."""

@@ -28,9 +28,10 @@ from ckptplan.planning.log import in_words, is_first_rank, planning, say
 from ckptplan.planning.model_job import NoLargestStepError, default_budget
 from ckptplan.planning.plan_file import keep, optimizer_text, plan_in, settings_of
 from ckptplan.runtime.guard.check import When
-from ckptplan.runtime.guard.shapes import Limits, input_tensors, tensors_at
+from ckptplan.runtime.guard.shapes import Limits
 from ckptplan.runtime.handle import Handle
-from ckptplan.runtime.state.objects import MOST_OBJECTS, attributes_of
+from ckptplan.tensors.objects import MOST_OBJECTS, attributes_of
+from ckptplan.training.inputs import input_tensors, tensors_at
 
 _MOST_FAILURES = 3
 """Batches without a plan after which a training goes on with the plan that it has."""

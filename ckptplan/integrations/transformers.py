@@ -44,7 +44,7 @@ from ckptplan.planning.log import say
 from ckptplan.planning.plan_file import name_of
 from ckptplan.runtime.handle import Handle
 from ckptplan.runtime.patching import PatchedForward, installed
-from ckptplan.runtime.state.restore import restored
+from ckptplan.state.restore import restored
 
 _GUARDED = ("_run_epoch", "_evaluate", "_finalize_training")
 """Methods of a Trainer that are guarded on the instance (NOTE [In a Trainer's loop])."""

@@ -18,8 +18,8 @@ from ckptplan.profiling.profiler import training_step
 from ckptplan.profiling.target import Target
 from ckptplan.profiling.values.constants import is_mask
 from ckptplan.runtime.guard.shapes import ByName, Limits
-from ckptplan.runtime.observe.measure import held_tensors
-from ckptplan.runtime.step import TrainingStep, fingerprint
+from ckptplan.training.measure import held_tensors
+from ckptplan.training.step import TrainingStep, fingerprint
 
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size)
 """Types of arguments that are the same if they are equal."""

@@ -43,13 +43,13 @@ from ckptplan.profiling.values.real_run import answered
 from ckptplan.profiling.workload.optimizer_names import notes_on
 from ckptplan.profiling.workload.optimizers import make_optimizer
 from ckptplan.runtime.guard.check import BENCH_BYTES
-from ckptplan.runtime.guard.gradients import accumulates, starting_gradients
 from ckptplan.runtime.guard.spots import SHEET_BYTES
-from ckptplan.runtime.state.compiled import refuse_compiled
-from ckptplan.runtime.state.process import in_own_context
-from ckptplan.runtime.state.restore import restored
-from ckptplan.runtime.step import TrainingStep, caching, check_supported, every_layer, inputs_text, planned_config
-from ckptplan.runtime.swap.own import local_part
+from ckptplan.state.process import in_own_context
+from ckptplan.state.restore import restored
+from ckptplan.tensors.storages import local_part
+from ckptplan.training.compiled import refuse_compiled
+from ckptplan.training.gradients import accumulates, starting_gradients
+from ckptplan.training.step import TrainingStep, caching, check_supported, every_layer, inputs_text, planned_config
 
 _UNKNOWN_ON_CUDA = (
     (("aten.convolution", "aten.convolution_backward"), "cuDNN's workspaces for convolutions are not included"),

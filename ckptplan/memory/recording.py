@@ -21,8 +21,8 @@ from ckptplan.profiling.target import Target
 from ckptplan.profiling.workload.optimizers import traced_updates
 from ckptplan.profiling.workload.stand_ins import StandIns
 from ckptplan.runtime.controller import is_glue
-from ckptplan.runtime.observe.measure import held_tensors, tensors_in
-from ckptplan.runtime.swap.own import local_part, plain_tensors
+from ckptplan.tensors.storages import local_part, plain_tensors, tensors_in
+from ckptplan.training.measure import held_tensors
 
 Direction = str
 """\"forward\" or \"backward\"."""

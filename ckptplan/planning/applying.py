@@ -42,14 +42,15 @@ from ckptplan.planning.model_job import shared_by
 from ckptplan.profiling.profiler import outside_tensors, replayed_bytes, training_step
 from ckptplan.profiling.target import PLANNED, find_target
 from ckptplan.runtime.guard.check import When
-from ckptplan.runtime.guard.gradients import rewinding, starting_gradient_bytes
 from ckptplan.runtime.handle import Handle, handle_of, without_plan
 from ckptplan.runtime.handle import apply as apply_plan
-from ckptplan.runtime.observe.measure import run_step, unique_bytes
-from ckptplan.runtime.state.parameters import ParameterState
-from ckptplan.runtime.state.process import in_own_context
-from ckptplan.runtime.state.restore import restored
-from ckptplan.runtime.step import check_supported, fingerprint, make_step, training_config
+from ckptplan.state.parameters import ParameterState
+from ckptplan.state.process import in_own_context
+from ckptplan.state.restore import restored
+from ckptplan.tensors.storages import unique_bytes
+from ckptplan.training.gradients import rewinding, starting_gradient_bytes
+from ckptplan.training.measure import run_step
+from ckptplan.training.step import check_supported, fingerprint, make_step, training_config
 
 
 def apply(

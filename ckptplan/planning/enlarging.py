@@ -36,10 +36,11 @@ from ckptplan.planning.model_job import Together, encloses, job_of_step
 from ckptplan.profiling.profiler import as_ours, training_step
 from ckptplan.profiling.target import Target, find_target
 from ckptplan.profiling.workload.enlarge import enlarged_calls, require_in_range
-from ckptplan.runtime.guard.shapes import ByName, Larger, input_tensors
+from ckptplan.runtime.guard.shapes import ByName, Larger
 from ckptplan.runtime.guard.shapes import Limits as InputLimits
-from ckptplan.runtime.state.process import in_own_context
-from ckptplan.runtime.state.restore import restored
+from ckptplan.state.process import in_own_context
+from ckptplan.state.restore import restored
+from ckptplan.training.inputs import input_tensors
 
 _REMEMBERED = 16
 """Plans, and shapes without a plan, that are stored."""

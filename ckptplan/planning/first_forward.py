@@ -15,8 +15,8 @@ from ckptplan.distributed import unwrapped
 from ckptplan.runtime.applied import Applied, Replan
 from ckptplan.runtime.guard.shapes import ByName
 from ckptplan.runtime.handle import Handle
-from ckptplan.runtime.observe.measure import tensors_in
 from ckptplan.runtime.patching import PatchedForward
+from ckptplan.tensors.storages import tensors_in
 
 
 class FirstForward(Handle):

@@ -34,12 +34,13 @@ from ckptplan.profiling.target import Target, find_target
 from ckptplan.profiling.workload.enlarge import Call, tiled_to
 from ckptplan.profiling.workload.inputs import padded
 from ckptplan.profiling.workload.optimizers import make_optimizer
-from ckptplan.runtime import accelerator
-from ckptplan.runtime.guard.shapes import input_tensors, read_inputs
 from ckptplan.runtime.handle import without_plan
-from ckptplan.runtime.observe.measure import held_tensors, unique_bytes
-from ckptplan.runtime.step import TrainingStep, check_supported, fingerprint
 from ckptplan.solving.room import Room
+from ckptplan.tensors import accelerator
+from ckptplan.tensors.storages import unique_bytes
+from ckptplan.training.inputs import input_tensors, read_inputs
+from ckptplan.training.measure import held_tensors
+from ckptplan.training.step import TrainingStep, check_supported, fingerprint
 
 
 def job_of_model(model: nn.Module, training: Training, swap_dir: str | Path | None, limits: Limits) -> Job:

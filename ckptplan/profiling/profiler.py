@@ -45,23 +45,17 @@ from ckptplan.profiling.workload.inputs import find_inputs
 from ckptplan.profiling.workload.optimizer_names import notes_on
 from ckptplan.profiling.workload.optimizers import make_optimizer, traced_updates
 from ckptplan.profiling.workload.stand_ins import StandIns
-from ckptplan.runtime.accelerator import empty_cache, is_accelerator
-from ckptplan.runtime.guard.gradients import accumulates, starting_gradient_bytes
-from ckptplan.runtime.guard.shapes import input_tensors
 from ckptplan.runtime.handle import without_plan
-from ckptplan.runtime.observe.measure import Outside, collection_off, held_tensors, unique_bytes
-from ckptplan.runtime.private import is_fake
-from ckptplan.runtime.state.parameters import ParameterState
-from ckptplan.runtime.state.process import in_own_context
-from ckptplan.runtime.state.restore import restored
-from ckptplan.runtime.step import (
-    TrainingStep,
-    check_supported,
-    fingerprint,
-    make_step,
-    planned_config,
-)
-from ckptplan.runtime.swap.own import storages_of
+from ckptplan.state.parameters import ParameterState
+from ckptplan.state.process import in_own_context
+from ckptplan.state.restore import restored
+from ckptplan.tensors.accelerator import empty_cache, is_accelerator
+from ckptplan.tensors.private import is_fake
+from ckptplan.tensors.storages import storages_of, unique_bytes
+from ckptplan.training.gradients import accumulates, starting_gradient_bytes
+from ckptplan.training.inputs import input_tensors
+from ckptplan.training.measure import Outside, collection_off, held_tensors
+from ckptplan.training.step import TrainingStep, check_supported, fingerprint, make_step, planned_config
 
 _MOST_BLOCK_BYTES = 64 << 20  # of a copy that measures a link: large enough that its latency doesn't count
 _LEAST_BLOCK_BYTES = 1 << 16

@@ -21,8 +21,8 @@ from ckptplan.profiling.bytes.operations import OpKeys
 from ckptplan.profiling.bytes.workspace import cuda_workspaces, measure_times, measure_workspaces
 from ckptplan.profiling.times.roofline import op_seconds
 from ckptplan.profiling.values.answers import Answers, seen_in, without_seen
-from ckptplan.runtime import accelerator
-from ckptplan.runtime.step import model_device
+from ckptplan.tensors import accelerator
+from ckptplan.training.step import model_device
 
 _THRESHOLDS = ((5, 0), (8, 0), (9, 0), (11, 0))
 """Compute capabilities from which on PyTorch chooses other kernels (bytes/kernels.py)."""

@@ -42,22 +42,22 @@ from ckptplan.core.option import DISCARD
 from ckptplan.core.plan import Decisions
 from ckptplan.core.segment import Segment
 from ckptplan.core.stage import Phase
+from ckptplan.distributed.own import OwnNames, OwnStorages
 from ckptplan.runtime.guard.check import Checks, Spots
 from ckptplan.runtime.guard.engine import OldGraph
 from ckptplan.runtime.guard.paths import Paths, made_nodes
 from ckptplan.runtime.guard.shapes import Limits
 from ckptplan.runtime.observe.counters import Counters
-from ckptplan.runtime.observe.measure import tensors_in
 from ckptplan.runtime.observe.meter import BACKWARD, KINDS
 from ckptplan.runtime.observer import Observer, listeners
 from ckptplan.runtime.patching import PatchedForward
-from ckptplan.runtime.private import current_graph_task
 from ckptplan.runtime.recompute.call import Call, NotRepeatableError, PlannedStage
 from ckptplan.runtime.recompute.frames import run_recomputed
 from ckptplan.runtime.recompute.segments import OpenSegment
-from ckptplan.runtime.swap.own import OwnNames, OwnStorages
 from ckptplan.runtime.swap.session import SwapSession
 from ckptplan.runtime.swap.stores import Store
+from ckptplan.tensors.private import current_graph_task
+from ckptplan.tensors.storages import tensors_in
 
 
 @dataclass(frozen=True, slots=True)

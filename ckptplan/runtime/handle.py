@@ -42,8 +42,8 @@ from ckptplan.runtime.observe import report
 from ckptplan.runtime.observe.counters import Counters
 from ckptplan.runtime.observe.meter import Meter
 from ckptplan.runtime.observe.stats import Stats
-from ckptplan.runtime.step import check_supported, fingerprint, make_step, model_device, training_config
 from ckptplan.runtime.swap.stores import Store, close_all, make_stores
+from ckptplan.training.step import check_supported, fingerprint, make_step, model_device, training_config
 
 _HANDLES: weakref.WeakValueDictionary[int, Handle] = weakref.WeakValueDictionary()
 """By a model's identity the handle of its plan, which lives as long as the model's patches do."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from ckptplan.runtime.state.compiled import check_not_compiling, keep_compiler_out
+from ckptplan.training.compiled import check_not_compiling, keep_compiler_out
 
 
 def entry_point(module: nn.Module) -> str:

@@ -23,17 +23,17 @@ from ckptplan.core.request import Report, Training, reporting
 from ckptplan.core.units import format_bytes, format_seconds
 from ckptplan.distributed import apart, ddp_under
 from ckptplan.distributed.group import on_all_ranks
-from ckptplan.runtime.accelerator import empty_cache, is_accelerator
-from ckptplan.runtime.guard.gradients import rewinding
 from ckptplan.runtime.handle import apply
-from ckptplan.runtime.observe import measure
-from ckptplan.runtime.observe.measure import StepPeaks, run_step, same_bits, step_peaks, timed, unique_bytes
 from ckptplan.runtime.observe.stats import Stats
-from ckptplan.runtime.state.parameters import ParameterState
-from ckptplan.runtime.state.process import in_own_context
-from ckptplan.runtime.state.restore import optimizer_tables, restored
-from ckptplan.runtime.step import fingerprint, make_step, model_device, training_config
-from ckptplan.runtime.swap.own import local_part
+from ckptplan.state.parameters import ParameterState
+from ckptplan.state.process import in_own_context
+from ckptplan.state.restore import optimizer_tables, restored
+from ckptplan.tensors.accelerator import empty_cache, is_accelerator
+from ckptplan.tensors.storages import local_part, same_bits, unique_bytes
+from ckptplan.training import measure
+from ckptplan.training.gradients import rewinding
+from ckptplan.training.measure import StepPeaks, run_step, step_peaks, timed
+from ckptplan.training.step import fingerprint, make_step, model_device, training_config
 
 
 @dataclass(frozen=True, slots=True)

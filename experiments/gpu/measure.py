@@ -21,8 +21,8 @@ from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.memory.history.reader import load_snapshot, read_history, replay_history
 from ckptplan.runtime.guard.check import When
-from ckptplan.runtime.state.restore import restored
-from ckptplan.runtime.step import TrainingStep
+from ckptplan.state.restore import restored
+from ckptplan.training.step import TrainingStep
 from experiments.gpu.cases import Case
 from experiments.gpu.profiling import Bench
 from experiments.gpu.results import OURS, Skipped, slug

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ckptplan
 from ckptplan.profiling.bytes.kernels import _prefers_cudnn
 from ckptplan.profiling.times.stopwatch import Stopwatch, Took
-from ckptplan.runtime.state.restore import restored
+from ckptplan.state.restore import restored
 from experiments.gpu.cases import Case
 from experiments.gpu.profiling import Bench
 from experiments.gpu.results import Skipped

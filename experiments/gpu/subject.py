@@ -22,8 +22,9 @@ from ckptplan.core.profile import Profile
 from ckptplan.core.request import Training
 from ckptplan.profiling.profiler import training_step
 from ckptplan.profiling.target import Target, find_target
-from ckptplan.runtime.observe.measure import held_tensors, optimizer_tensors, step_peaks, unique_bytes
-from ckptplan.runtime.step import TrainingStep, training_config
+from ckptplan.tensors.storages import unique_bytes
+from ckptplan.training.measure import held_tensors, optimizer_tensors, step_peaks
+from ckptplan.training.step import TrainingStep, training_config
 from experiments.gpu.cases import Case
 from experiments.rivals import Forward, Rival
 

@@ -19,7 +19,7 @@ from ckptplan.core.request import Training
 from ckptplan.memory import estimate as estimating
 from ckptplan.memory.allocator import EMPTY_CACHE, FREE, replay
 from ckptplan.memory.batches import does_the_same
-from ckptplan.runtime.step import make_step
+from ckptplan.training.step import make_step
 
 MIB = 1 << 20
 

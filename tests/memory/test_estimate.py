@@ -27,8 +27,8 @@ from ckptplan.memory import ledger
 from ckptplan.memory.estimate import TrainingBytes
 from ckptplan.profiling.bytes import unfolding
 from ckptplan.profiling.target import find_target
-from ckptplan.runtime.step import make_step
 from ckptplan.solving import smallest_peak
+from ckptplan.training.step import make_step
 
 TRAINING = ["loaded", "forward", "backward", "optimizer", "forward 2", "backward 2", "optimizer 2"]
 

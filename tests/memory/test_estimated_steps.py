@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 import ckptplan
 from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.core.request import Training
-from ckptplan.runtime.state.generators import reseed
-from ckptplan.runtime.step import make_step
+from ckptplan.state.generators import reseed
+from ckptplan.training.step import make_step
 
 transformers = pytest.importorskip("transformers")
 

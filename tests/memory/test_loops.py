@@ -13,7 +13,7 @@ from torch import nn
 from ckptplan import InvalidInputError, estimate
 from ckptplan.core.estimate import KEPT
 from ckptplan.core.request import Training
-from ckptplan.runtime.step import make_step
+from ckptplan.training.step import make_step
 
 
 class Language(nn.Module):

@@ -22,8 +22,8 @@ from ckptplan.memory.estimate import TrainingBytes
 from ckptplan.profiling.target import find_target
 from ckptplan.profiling.workload.optimizer_names import NAMED
 from ckptplan.profiling.workload.optimizers import make_optimizer
-from ckptplan.runtime.observe.measure import unique_bytes
-from ckptplan.runtime.step import make_step
+from ckptplan.tensors.storages import unique_bytes
+from ckptplan.training.step import make_step
 
 Make = Callable[[Any], Optimizer]
 

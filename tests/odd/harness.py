@@ -57,9 +57,10 @@ from ckptplan.core.profile import Profile
 from ckptplan.core.segment import Segment
 from ckptplan.runtime.guard.check import When
 from ckptplan.runtime.handle import Handle
-from ckptplan.runtime.observe.measure import held_tensors, peak_above_start, unique_bytes
 from ckptplan.runtime.patching import PatchedForward, installed
 from ckptplan.runtime.recompute.selective import NumberedOps
+from ckptplan.tensors.storages import unique_bytes
+from ckptplan.training.measure import held_tensors, peak_above_start
 
 Kind = Literal["equal", "refused", "not possible", "error", "raw error", "DIFFERENT", "said", "over"]
 Extras = list[Any]

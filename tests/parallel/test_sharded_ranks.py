@@ -22,7 +22,7 @@ from ckptplan.core.plan import Plan
 from ckptplan.distributed import parallel_of
 from ckptplan.distributed.absent import sharded
 from ckptplan.distributed.parallel import sharded_units, unreduced
-from ckptplan.runtime.guard.gradients import starting_gradients
+from ckptplan.training.gradients import starting_gradients
 
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 WAYS: dict[str, dict[str, Any]] = {

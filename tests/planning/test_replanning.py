@@ -17,7 +17,8 @@ import ckptplan
 from ckptplan.core.errors import InvalidInputError, PlanMismatchError
 from ckptplan.core.plan import Plan
 from ckptplan.core.request import recalled, remember
-from ckptplan.runtime.observe.measure import held_tensors, optimizer_tensors, peak_above_start, unique_bytes
+from ckptplan.tensors.storages import unique_bytes
+from ckptplan.training.measure import held_tensors, optimizer_tensors, peak_above_start
 
 
 def blocks() -> nn.Sequential:

@@ -26,8 +26,8 @@ from ckptplan.memory.estimate import TrainingBytes, estimate
 from ckptplan.profiling.profiler import profile, traced_bytes
 from ckptplan.profiling.target import find_target
 from ckptplan.runtime.handle import apply
-from ckptplan.runtime.step import make_step
 from ckptplan.runtime.verify import verify
+from ckptplan.training.step import make_step
 
 # What the compiler itself warns about is not ours; profiling with memory events warns on blocks from before.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")

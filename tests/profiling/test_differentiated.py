@@ -14,7 +14,8 @@ from torch.func import functional_call
 import ckptplan
 from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.core.stage import Differentiated
-from ckptplan.runtime.observe.measure import held_tensors, peak_above_start, unique_bytes
+from ckptplan.tensors.storages import unique_bytes
+from ckptplan.training.measure import held_tensors, peak_above_start
 
 WIDTH = 64
 GENERATOR = torch.Generator().manual_seed(0)

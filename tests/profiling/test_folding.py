@@ -30,7 +30,7 @@ from ckptplan.profiling.bytes.tracker import SegmentTrace
 from ckptplan.profiling.profiler import traced_bytes
 from ckptplan.profiling.target import Target, find_target
 from ckptplan.profiling.times.timing import Times
-from ckptplan.runtime.step import make_step
+from ckptplan.training.step import make_step
 
 Built = tuple[nn.Module, Any, dict[str, Any]]
 

@@ -16,8 +16,9 @@ from ckptplan import apply
 from ckptplan.core.request import Training
 from ckptplan.profiling.profiler import traced_bytes
 from ckptplan.profiling.target import find_target
-from ckptplan.runtime.observe.measure import held_tensors, peak_above_start, run_step, unique_bytes
-from ckptplan.runtime.step import make_step
+from ckptplan.tensors.storages import unique_bytes
+from ckptplan.training.measure import held_tensors, peak_above_start, run_step
+from ckptplan.training.step import make_step
 
 WIDTH = 64
 

@@ -23,9 +23,10 @@ from ckptplan.profiling.bytes.tracker import Tracker
 from ckptplan.profiling.bytes.workspace import _operands
 from ckptplan.profiling.profiler import training_step
 from ckptplan.profiling.target import Target
-from ckptplan.runtime.guard.shapes import Limits, input_tensors
-from ckptplan.runtime.observe.measure import unique_bytes
-from ckptplan.runtime.step import TrainingStep, fingerprint
+from ckptplan.runtime.guard.shapes import Limits
+from ckptplan.tensors.storages import unique_bytes
+from ckptplan.training.inputs import input_tensors
+from ckptplan.training.step import TrainingStep, fingerprint
 
 CUDA = torch.device("cuda", 0)
 ROWS, WIDTH = 8, 1024

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import ckptplan
 from ckptplan.core.request import Training
-from ckptplan.runtime.step import make_step
+from ckptplan.training.step import make_step
 
 SIDE = 32
 EVEN = torch.arange(0, SIDE, 2)

@@ -20,8 +20,8 @@ from ckptplan.profiling.bytes.kernels import _prefers_cudnn
 from ckptplan.profiling.bytes.operations import op_key
 from ckptplan.profiling.bytes.trace import find_stages, replay
 from ckptplan.profiling.target import find_target
-from ckptplan.runtime import accelerator
-from ckptplan.runtime.step import make_step
+from ckptplan.tensors import accelerator
+from ckptplan.training.step import make_step
 
 aten = torch.ops.aten
 

@@ -24,11 +24,11 @@ from ckptplan.profiling.bytes import menus, trace, workspace
 from ckptplan.profiling.bytes.menus import Choice, Op
 from ckptplan.profiling.target import Target
 from ckptplan.profiling.times import timing
-from ckptplan.runtime.observe.measure import recorded_allocations
 from ckptplan.runtime.recompute.call import PlannedStage
 from ckptplan.runtime.recompute.selective import NumberedOps, can_be_saved, is_random
-from ckptplan.runtime.swap.positions import has_position
 from ckptplan.solving.planner import smallest_peak
+from ckptplan.tensors.positions import has_position
+from ckptplan.training.measure import recorded_allocations
 
 
 class Mlp(nn.Module):

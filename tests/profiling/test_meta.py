@@ -11,7 +11,7 @@ from torch import nn
 
 import ckptplan
 from ckptplan.core.errors import InvalidInputError, UnsupportedModelError
-from ckptplan.runtime.state import restore
+from ckptplan.state import restore
 
 PLACES = [("meta", "cpu"), ("cpu", "meta"), ("meta", "meta")]
 

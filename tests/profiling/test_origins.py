@@ -17,7 +17,7 @@ from ckptplan.core.storage import Storage
 from ckptplan.profiling.bytes.unfolding import Folding
 from ckptplan.profiling.profiler import traced_bytes
 from ckptplan.profiling.target import find_target
-from ckptplan.runtime.step import make_step
+from ckptplan.training.step import make_step
 
 
 class Block(nn.Module):

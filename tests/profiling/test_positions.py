@@ -1,4 +1,4 @@
-"""A number names the same saved storage in the profile and in the step (NOTE [Positions] in swap/positions.py)."""
+"""A number names the same saved storage in the profile and in the step (NOTE [Positions] in tensors/positions.py)."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from ckptplan.profiling.bytes.fake import fake_parameters
 from ckptplan.profiling.bytes.trace import _Names
 from ckptplan.profiling.bytes.tracker import Tracker
 from ckptplan.profiling.target import Target, find_target
-from ckptplan.runtime.accelerator import with_index
 from ckptplan.runtime.guard.differences import Differences
 from ckptplan.runtime.observe.counters import Counters
 from ckptplan.runtime.swap.packing import Held, Packing
 from ckptplan.runtime.swap.record import State
 from ckptplan.runtime.swap.session import SwapSession
 from ckptplan.runtime.swap.stores import NULL_STORES
+from ckptplan.tensors.accelerator import with_index
 
 HERE = torch.device("meta")  # a device beside the CPU that needs no memory
 CUDA = torch.device("cuda", 0)

@@ -26,9 +26,10 @@ from ckptplan.core.request import Limits, Training
 from ckptplan.core.schedule import residency
 from ckptplan.core.segment import Segment
 from ckptplan.profiling import profiler
-from ckptplan.runtime.observe.measure import held_tensors, peak_above_start, run_step, unique_bytes
-from ckptplan.runtime.step import make_step
 from ckptplan.solving import smallest_peak
+from ckptplan.tensors.storages import unique_bytes
+from ckptplan.training.measure import held_tensors, peak_above_start, run_step
+from ckptplan.training.step import make_step
 
 CPU = torch.device("cpu")
 ALL = ("keep", "swap", "recompute")

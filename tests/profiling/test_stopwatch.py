@@ -23,9 +23,9 @@ from ckptplan.core.segment import Segment
 from ckptplan.profiling import profiler
 from ckptplan.profiling.times import stopwatch, timing
 from ckptplan.profiling.times.stopwatch import Stopwatch, Took
-from ckptplan.runtime import accelerator
 from ckptplan.runtime.recompute.call import PlannedStage
-from ckptplan.runtime.step import make_step
+from ckptplan.tensors import accelerator
+from ckptplan.training.step import make_step
 
 DEVICE = torch.device("cuda", 0)
 HZ = 1e9

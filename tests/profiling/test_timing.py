@@ -17,7 +17,7 @@ from ckptplan.profiling import profiler
 from ckptplan.profiling.times import overheads, timing
 from ckptplan.profiling.times.stopwatch import Span, Stopwatch, Took
 from ckptplan.runtime.recompute.segments import SegmentFrame
-from ckptplan.runtime.step import make_step
+from ckptplan.training.step import make_step
 
 CPU = torch.device("cpu")
 

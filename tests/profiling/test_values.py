@@ -25,11 +25,12 @@ from ckptplan.core.schedule import residency
 from ckptplan.profiling.profiler import training_step
 from ckptplan.profiling.target import find_target
 from ckptplan.profiling.values import answers, real_run
-from ckptplan.runtime.observe.measure import held_tensors, peak_above_start, run_step, unique_bytes
-from ckptplan.runtime.state.generators import Generators
-from ckptplan.runtime.state.restore import restored
-from ckptplan.runtime.step import TrainingStep, make_step
 from ckptplan.solving import smallest_peak
+from ckptplan.state.generators import Generators
+from ckptplan.state.restore import restored
+from ckptplan.tensors.storages import unique_bytes
+from ckptplan.training.measure import held_tensors, peak_above_start, run_step
+from ckptplan.training.step import TrainingStep, make_step
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 

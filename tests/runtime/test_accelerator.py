@@ -15,7 +15,7 @@ import torch
 
 import ckptplan
 from ckptplan.core.measured import DeviceBytes
-from ckptplan.runtime import accelerator
+from ckptplan.tensors import accelerator
 
 PACKAGE = Path(ckptplan.__file__).parent
 SEAM = PACKAGE / "runtime" / "accelerator.py"

@@ -21,7 +21,8 @@ from ckptplan.core.errors import InvalidInputError, PlanMismatchError, Unsupport
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.profiling.profiler import profile
-from ckptplan.runtime.observe.measure import held_tensors, peak_above_start, unique_bytes
+from ckptplan.tensors.storages import unique_bytes
+from ckptplan.training.measure import held_tensors, peak_above_start
 
 
 def wide() -> tuple[nn.Module, torch.Tensor]:

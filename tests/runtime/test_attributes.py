@@ -18,7 +18,7 @@ import ckptplan
 from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.core.plan import Decision, Plan
 from ckptplan.core.segment import Segment
-from ckptplan.runtime.state.cells import Snapshot
+from ckptplan.state.cells import Snapshot
 
 WIDTH = 64
 HOW = ("recompute", "segment")

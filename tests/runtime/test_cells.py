@@ -20,8 +20,8 @@ from torch import nn
 
 import ckptplan
 from ckptplan.core.plan import Plan
-from ckptplan.runtime.state.cells import Contents, Snapshot
-from ckptplan.runtime.state.restore import restored
+from ckptplan.state.cells import Contents, Snapshot
+from ckptplan.state.restore import restored
 
 WIDTH = 64
 COUNT = 0

@@ -31,13 +31,13 @@ from ckptplan.profiling.values.watched import WatchedState
 from ckptplan.runtime.guard import check, spots
 from ckptplan.runtime.guard.check import Checks
 from ckptplan.runtime.handle import apply
-from ckptplan.runtime.observe.measure import peak_above_start, recorded_allocations
 from ckptplan.runtime.recompute import call as recompute
-from ckptplan.runtime.state import surroundings
-from ckptplan.runtime.state.cells import Snapshot
-from ckptplan.runtime.step import default_loss
 from ckptplan.runtime.swap import record
 from ckptplan.runtime.swap.stores import disk
+from ckptplan.state import surroundings
+from ckptplan.state.cells import Snapshot
+from ckptplan.training.measure import peak_above_start, recorded_allocations
+from ckptplan.training.step import default_loss
 
 CPU = torch.device("cpu")
 ODD_PLANS = ("recompute", "segment", "selective")

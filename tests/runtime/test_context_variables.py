@@ -19,8 +19,8 @@ from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.core.plan import Decision, Decisions
 from ckptplan.core.segment import Segment
 from ckptplan.runtime.controller import Controller
-from ckptplan.runtime.state import variables
 from ckptplan.runtime.swap.stores import NULL_STORES
+from ckptplan.state import variables
 
 DEPTH, WIDTH = 3, 8
 SEEN: contextvars.ContextVar[Any] = contextvars.ContextVar("SEEN", default=None)

@@ -22,8 +22,8 @@ from ckptplan.profiling.profiler import profile
 from ckptplan.runtime.guard import unplanned
 from ckptplan.runtime.guard.differences import Differences
 from ckptplan.runtime.handle import apply
-from ckptplan.runtime.observe.measure import recorded_allocations
 from ckptplan.runtime.swap.record import State
+from ckptplan.training.measure import recorded_allocations
 
 WHATS = ("keep", "swap", "recompute", "recompute+swap", "segment", "selective")
 WIDTH, BATCH = 64, 32

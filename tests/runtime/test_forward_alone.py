@@ -30,11 +30,11 @@ from ckptplan.runtime.guard.fused_steps import STEPS
 from ckptplan.runtime.observe.counters import Counters
 from ckptplan.runtime.patching import PatchedForward
 from ckptplan.runtime.recompute.frames import Handed, hold
-from ckptplan.runtime.recompute.put_back import Steps, put_back
-from ckptplan.runtime.state.flags import FLAGS, flags, set_flags
-from ckptplan.runtime.state.module_tables import ModuleTables
+from ckptplan.runtime.recompute.module_tables import ModuleTables
 from ckptplan.runtime.swap.session import SwapSession
 from ckptplan.runtime.swap.stores import NULL_STORES
+from ckptplan.state.flags import FLAGS, flags, set_flags
+from ckptplan.state.put_back import Steps, put_back
 
 WIDTH, DEPTH = 8, 3
 AGAIN = Decision("recompute")

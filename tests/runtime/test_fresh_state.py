@@ -17,7 +17,7 @@ from ckptplan.core.request import Training
 from ckptplan.memory.estimate import TrainingBytes
 from ckptplan.profiling.target import find_target
 from ckptplan.runtime.guard import fresh_state
-from ckptplan.runtime.step import default_loss, make_step
+from ckptplan.training.step import default_loss, make_step
 
 
 class Sums(SGD):

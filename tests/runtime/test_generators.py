@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptplan.runtime.state import generators
-from ckptplan.runtime.state.generators import Access, Generators, numpys, pythons
+from ckptplan.state import generators
+from ckptplan.state.generators import Access, Generators, numpys, pythons
 
 PYTHONS: dict[str, Callable[[random.Random], Any]] = {
     "random": lambda g: g.random(),

@@ -14,7 +14,8 @@ from torch import nn
 import ckptplan
 from ckptplan.core.errors import PlanMismatchError
 from ckptplan.core.plan import Plan
-from ckptplan.runtime.observe.measure import held_tensors, peak_above_start, unique_bytes
+from ckptplan.tensors.storages import unique_bytes
+from ckptplan.training.measure import held_tensors, peak_above_start
 
 WIDTH, BATCH = 64, 128
 OUTPUT_BYTES = 4 * WIDTH * BATCH

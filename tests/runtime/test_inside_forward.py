@@ -17,8 +17,8 @@ import ckptplan
 from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.core.profile import Profile
 from ckptplan.profiling.values.watched import WatchedState
-from ckptplan.runtime.state.generators import Generators, SystemDraws
-from ckptplan.runtime.state.parameters import ParameterState
+from ckptplan.state.generators import Generators, SystemDraws
+from ckptplan.state.parameters import ParameterState
 
 WIDTH = 32
 

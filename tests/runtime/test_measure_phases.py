@@ -11,8 +11,8 @@ from torch import nn
 import ckptplan
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.request import Training
-from ckptplan.runtime.observe.measure import unique_bytes
-from ckptplan.runtime.step import TrainingStep, make_step
+from ckptplan.tensors.storages import unique_bytes
+from ckptplan.training.step import TrainingStep, make_step
 
 NAMES = ["loaded", "forward", "backward", "optimizer", "forward 2", "backward 2", "optimizer 2"]
 NUMBER = 8 + 4

@@ -28,10 +28,10 @@ from ckptplan.core.measured import DeviceBytes
 from ckptplan.core.units import format_bytes
 from ckptplan.memory.allocator import CachingAllocator
 from ckptplan.report.predicted import planned_bytes
-from ckptplan.runtime.accelerator import device_bytes
 from ckptplan.runtime.guard import oom
-from ckptplan.runtime.step import default_loss
 from ckptplan.runtime.swap.stores import disk
+from ckptplan.tensors.accelerator import device_bytes
+from ckptplan.training.step import default_loss
 
 CUDA_TEXT = (
     "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 39.39 GiB of which 1.06 GiB is "

@@ -14,7 +14,7 @@ import torch
 
 import ckptplan
 from ckptplan.core.errors import CkptPlanError
-from ckptplan.runtime import private
+from ckptplan.tensors import private
 
 _PACKAGE = Path(ckptplan.__file__).parent
 _OF_SOME_BUILDS = ("cuda", "cudnn", "sdp_priority", "nvtx")

@@ -34,13 +34,14 @@ from ckptplan.profiling.profiler import profile
 from ckptplan.profiling.target import MIN_SWAP_BYTES
 from ckptplan.runtime.handle import apply
 from ckptplan.runtime.observe.counters import Counters
-from ckptplan.runtime.observe.measure import held_tensors, peak_above_start, unique_bytes
-from ckptplan.runtime.step import default_loss
 from ckptplan.runtime.swap.packing import unpack
 from ckptplan.runtime.swap.record import Record, State, start_leaving
 from ckptplan.runtime.swap.session import SwapSession
 from ckptplan.runtime.swap.stores import NULL_STORES, Store, disk
 from ckptplan.runtime.verify import verify
+from ckptplan.tensors.storages import unique_bytes
+from ckptplan.training.measure import held_tensors, peak_above_start
+from ckptplan.training.step import default_loss
 
 MIXED = ("recompute", "swap", "mixed 0", "mixed 1")
 

@@ -51,11 +51,11 @@ from ckptplan.profiling.values import watched
 from ckptplan.runtime import patching
 from ckptplan.runtime.guard import fused_steps
 from ckptplan.runtime.guard.check import Checks, Digest, Spots, StageCheck, StageSpots
-from ckptplan.runtime.recompute import call, frames, segments, selective
-from ckptplan.runtime.state import cells, generators, modes, module_tables, surroundings, variables
+from ckptplan.runtime.recompute import call, frames, module_tables, segments, selective
 from ckptplan.runtime.swap import packing, users_hooks
 from ckptplan.runtime.swap.stores import arena, disk
-from ckptplan.runtime.swap.views import Geometry
+from ckptplan.state import cells, generators, modes, surroundings, variables
+from ckptplan.tensors.views import Geometry
 
 Training = str | Callable[[], Odd]
 """The name of a case of `tests/odd`, or a builder."""

@@ -30,12 +30,12 @@ from ckptplan.profiling.bytes.fake import FakeWorld, fake_parameters
 from ckptplan.runtime.controller import Controller
 from ckptplan.runtime.handle import apply
 from ckptplan.runtime.observe.counters import Counters
-from ckptplan.runtime.observe.measure import no_cycles_collected, peak_above_start
 from ckptplan.runtime.recompute import segments as segments_module
 from ckptplan.runtime.recompute.segments import SegmentFrame
 from ckptplan.runtime.recompute.selective import NumberedOps, alias, can_be_saved, is_random
-from ckptplan.runtime.step import default_loss, fingerprint, make_step, model_device
 from ckptplan.runtime.swap.stores import NULL_STORES, make_store
+from ckptplan.training.measure import no_cycles_collected, peak_above_start
+from ckptplan.training.step import default_loss, fingerprint, make_step, model_device
 
 AGAIN = Decision("recompute")
 CPU = torch.device("cpu")

@@ -34,14 +34,16 @@ from ckptplan.core.stage import InputTensor
 from ckptplan.planning import model_job
 from ckptplan.profiling.profiler import profile
 from ckptplan.profiling.workload.enlarge import enlarged_calls
-from ckptplan.runtime.guard.shapes import ByName, Limits, input_tensors, read_inputs, tensors_at
+from ckptplan.runtime.guard.shapes import ByName, Limits
 from ckptplan.runtime.handle import Handle, apply
 from ckptplan.runtime.observe.counters import Counters
-from ckptplan.runtime.observe.measure import held_tensors, peak_above_start, run_step, unique_bytes
-from ckptplan.runtime.step import default_loss, make_step
 from ckptplan.runtime.swap.record import State
 from ckptplan.runtime.swap.session import SwapSession
 from ckptplan.runtime.swap.stores import NULL_STORES
+from ckptplan.tensors.storages import unique_bytes
+from ckptplan.training.inputs import input_tensors, read_inputs, tensors_at
+from ckptplan.training.measure import held_tensors, peak_above_start, run_step
+from ckptplan.training.step import default_loss, make_step
 
 # Smaller inputs
 

@@ -27,12 +27,12 @@ from ckptplan.core.segment import Segment
 from ckptplan.runtime.guard import check, spots
 from ckptplan.runtime.guard.check import FIRST, Checks, StageSpots
 from ckptplan.runtime.handle import apply
-from ckptplan.runtime.observe.measure import peak_above_start
 from ckptplan.runtime.recompute import call as recompute
-from ckptplan.runtime.state.surroundings import Surroundings
-from ckptplan.runtime.step import default_loss
 from ckptplan.runtime.swap import record
 from ckptplan.runtime.swap.stores import disk
+from ckptplan.state.surroundings import Surroundings
+from ckptplan.training.measure import peak_above_start
+from ckptplan.training.step import default_loss
 
 WIDTH, LATE, STEPS = 32, 4, 6
 PLANS = ("recompute", "segment", "selective")

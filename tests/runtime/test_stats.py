@@ -20,11 +20,11 @@ from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.segment import Segment
 from ckptplan.profiling.profiler import profile
-from ckptplan.runtime import accelerator
 from ckptplan.runtime.observe import meter as meters
 from ckptplan.runtime.observe.meter import BACKWARD, FORWARD, KINDS, RECOMPUTE, STALL, Meter
 from ckptplan.runtime.observe.stats import Peaks, Stats, stage_stats
 from ckptplan.runtime.swap import stores
+from ckptplan.tensors import accelerator
 
 CPU = torch.device("cpu")
 

@@ -20,11 +20,11 @@ from made_plans import one_transfer
 
 from ckptplan.core.errors import InvalidInputError, SwapError
 from ckptplan.runtime.observe.counters import Counters
-from ckptplan.runtime.observe.measure import recorded_blocks
 from ckptplan.runtime.swap.record import Record, State, finish_leaving, start_leaving, start_returning
 from ckptplan.runtime.swap.session import SwapSession
 from ckptplan.runtime.swap.stores import DiskStore, Ticket, disk
 from ckptplan.runtime.swap.stores.arena import Arena, Extent
+from ckptplan.training.measure import recorded_blocks
 
 
 def open_files() -> set[str]:

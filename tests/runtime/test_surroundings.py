@@ -15,12 +15,12 @@ from torch import nn
 
 from ckptplan.core.plan import Decision, Decisions
 from ckptplan.core.segment import Segment
-from ckptplan.runtime import accelerator
 from ckptplan.runtime.controller import Controller
-from ckptplan.runtime.recompute.put_back import Steps, put_back
-from ckptplan.runtime.state import flags as flags_
-from ckptplan.runtime.state.surroundings import Surroundings
 from ckptplan.runtime.swap.stores import NULL_STORES
+from ckptplan.state import flags as flags_
+from ckptplan.state.put_back import Steps, put_back
+from ckptplan.state.surroundings import Surroundings
+from ckptplan.tensors import accelerator
 
 WIDTH, DEPTH = 8, 6
 AGAIN = Decision("recompute")

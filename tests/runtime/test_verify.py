@@ -26,20 +26,14 @@ from ckptplan.memory.estimate import TrainingBytes
 from ckptplan.profiling import profiler
 from ckptplan.profiling.profiler import profile
 from ckptplan.profiling.target import Target, find_target
-from ckptplan.runtime import accelerator
 from ckptplan.runtime import verify as verifying
 from ckptplan.runtime.handle import apply
-from ckptplan.runtime.observe.measure import (
-    StepPeaks,
-    held_tensors,
-    recorded_allocations,
-    same_bits,
-    step_peaks,
-    unique_bytes,
-)
 from ckptplan.runtime.observe.meter import Meter
-from ckptplan.runtime.step import TrainingStep, default_loss, make_step
 from ckptplan.runtime.verify import Verification, verify
+from ckptplan.tensors import accelerator
+from ckptplan.tensors.storages import same_bits, unique_bytes
+from ckptplan.training.measure import StepPeaks, held_tensors, recorded_allocations, step_peaks
+from ckptplan.training.step import TrainingStep, default_loss, make_step
 
 
 @functools.cache

@@ -49,10 +49,10 @@ from ckptplan.profiling.values.answers import (
 )
 from ckptplan.profiling.values.compiled import compiled_as_noted
 from ckptplan.profiling.values.constants import Constants
-from ckptplan.runtime.observe.measure import tensors_in
-from ckptplan.runtime.private import FakeTensor, FakeTensorMode, TorchDispatchMode, current_node, is_fake
-from ckptplan.runtime.state.modes import Stacks
-from ckptplan.runtime.state.restore import beside
+from ckptplan.state.modes import Stacks
+from ckptplan.state.restore import beside
+from ckptplan.tensors.private import FakeTensor, FakeTensorMode, TorchDispatchMode, current_node, is_fake
+from ckptplan.tensors.storages import tensors_in
 
 _MISREPORTED = {
     torch.ops.aten.mkldnn_rnn_layer.default,

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ckptplan.runtime.private import is_fake
+from ckptplan.tensors.private import is_fake
 
 aten = torch.ops.aten
 

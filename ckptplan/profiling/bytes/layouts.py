@@ -15,7 +15,7 @@ import torch
 from torch.utils._mode_utils import no_dispatch
 
 from ckptplan.profiling.bytes.operations import Operands, TensorSpec
-from ckptplan.runtime.private import FakeTensor, FakeTensorMode
+from ckptplan.tensors.private import FakeTensor, FakeTensorMode
 
 _UNTOLD_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 """Tags of operations whose results, or whose operands' layouts afterwards, don't follow from the key of the call."""

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ckptplan.runtime.observe.measure import tensors_in
-from ckptplan.runtime.private import FakeTensor, TorchDispatchMode
+from ckptplan.tensors.private import FakeTensor, TorchDispatchMode
+from ckptplan.tensors.storages import tensors_in
 
 
 @dataclass(frozen=True, slots=True)

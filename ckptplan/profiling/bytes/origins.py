@@ -14,7 +14,7 @@ from torch import nn
 
 from ckptplan.core.version import PACKAGE_FOLDER
 from ckptplan.profiling.bytes.fake import FakeWorld
-from ckptplan.runtime.step import TrainingStep
+from ckptplan.training.step import TrainingStep
 
 _STEP = TrainingStep.forward.__code__.co_filename
 _CALL = nn.Module.__call__.__code__

@@ -7,7 +7,7 @@ one forward.
 
 NOTE [Real storages]
 1. Traced and real storages are matched by their places: in the arguments, in the outputs, and in the order of saving
-   (NOTE [Positions] in runtime/swap/positions.py).
+   (NOTE [Positions] in tensors/positions.py).
 2. If the places agree, the larger size is taken. The stage that makes such a storage takes the difference in its
    forward, and once more when it is recomputed.
 3. If they don't, for instance since more is saved than was traced, it isn't known what would be moved or made again.
@@ -33,12 +33,11 @@ from ckptplan.core.storage import Storage
 from ckptplan.core.units import format_bytes
 from ckptplan.distributed import parallel_of
 from ckptplan.profiling.bytes.traced import Traced, TracedStage
-from ckptplan.runtime.accelerator import is_accelerator
-from ckptplan.runtime.observe.measure import tensors_in
-from ckptplan.runtime.swap.own import storages_of
 from ckptplan.runtime.swap.packing import unowned
-from ckptplan.runtime.swap.positions import has_position
 from ckptplan.runtime.swap.users_hooks import OwnHooks
+from ckptplan.tensors.accelerator import is_accelerator
+from ckptplan.tensors.positions import has_position
+from ckptplan.tensors.storages import storages_of, tensors_in
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

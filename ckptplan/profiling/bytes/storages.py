@@ -17,7 +17,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ckptplan.profiling.bytes.operations import by_name
-from ckptplan.runtime.observe.measure import tensors_in
+from ckptplan.tensors.storages import tensors_in
 
 
 def _before_reduction(given: dict[str, Any]) -> int:

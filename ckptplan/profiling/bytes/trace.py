@@ -67,20 +67,21 @@ from ckptplan.profiling.times.timing import Times
 from ckptplan.profiling.values.watched import WatchedParameters, WatchedState
 from ckptplan.profiling.workload.discover import Found, discover_stages
 from ckptplan.runtime.controller import Controller, is_glue
-from ckptplan.runtime.guard.shapes import stage_inputs
-from ckptplan.runtime.observe.measure import collection_off, tensors_in
 from ckptplan.runtime.observer import Observer
-from ckptplan.runtime.private import current_graph_task
 from ckptplan.runtime.recompute.call import cached_weights, shares_containers
-from ckptplan.runtime.state.cells import Snapshot, below
-from ckptplan.runtime.state.generators import Generators, SystemDraws
-from ckptplan.runtime.state.objects import tensors_in_objects
-from ckptplan.runtime.step import TrainingStep, default_loss
-from ckptplan.runtime.swap.own import storages_of
 from ckptplan.runtime.swap.packing import unowned
-from ckptplan.runtime.swap.positions import has_position
 from ckptplan.runtime.swap.stores import NULL_STORES
 from ckptplan.runtime.swap.users_hooks import OwnHooks
+from ckptplan.state.cells import Snapshot
+from ckptplan.state.generators import Generators, SystemDraws
+from ckptplan.tensors.modules import below
+from ckptplan.tensors.objects import tensors_in_objects
+from ckptplan.tensors.positions import has_position
+from ckptplan.tensors.private import current_graph_task
+from ckptplan.tensors.storages import storages_of, tensors_in
+from ckptplan.training.inputs import stage_inputs
+from ckptplan.training.measure import collection_off
+from ckptplan.training.step import TrainingStep, default_loss
 
 UNLISTED = "(of a parameter that the model doesn't list)"
 
@@ -102,7 +103,7 @@ class Replay:
         Segment -> its trace.
     saved, inputs, returned : dict
         Segment -> storages that autograd saved, that were passed in, and that it returned, in order, each with whether
-        it has a position (NOTE [Positions] in runtime/swap/positions.py).
+        it has a position (NOTE [Positions] in tensors/positions.py).
     linked : dict
         Segment -> those of its inputs that are, unmodified, an output of the stage that made them.
     in_objects : set

@@ -31,12 +31,11 @@ from ckptplan.profiling.bytes.storages import enlarged, ruled_bytes
 from ckptplan.profiling.target import ON_CPU, Target
 from ckptplan.profiling.values.answers import with_seen
 from ckptplan.profiling.values.repeatable import is_repeatable
-from ckptplan.runtime.accelerator import own_module
-from ckptplan.runtime.observe.measure import tensors_in
-from ckptplan.runtime.private import current_node, disable_current_modes, is_fake, next_sequence_number
 from ckptplan.runtime.recompute.selective import is_mark, is_numbered
-from ckptplan.runtime.swap.own import local_part
-from ckptplan.runtime.swap.positions import has_position
+from ckptplan.tensors.accelerator import own_module
+from ckptplan.tensors.positions import has_position
+from ckptplan.tensors.private import current_node, disable_current_modes, is_fake, next_sequence_number
+from ckptplan.tensors.storages import local_part, tensors_in
 
 Sid = tuple[str, int, int]
 """A storage's name in all replays: the phase that made it ("outside": before the step), segment, a running number."""
@@ -78,7 +77,7 @@ class OpTrace:
         place, and for `detach`. Such a sum makes a storage that stands for the one that it writes to.
     made : dict
         Storages that its results begin -> bytes, and whether they have a position (NOTE [Positions] in
-        runtime/swap/positions.py).
+        tensors/positions.py).
     written : tuple of Sid
         Storages it writes to that were there before.
     fresh : bool

@@ -32,8 +32,8 @@ from ckptplan.profiling.bytes.origins import Where
 from ckptplan.profiling.bytes.trace import Replay, find_stages, replay
 from ckptplan.profiling.bytes.tracker import DETACHED, Change, SegmentTrace, Sid
 from ckptplan.profiling.target import Target
-from ckptplan.runtime.state.compiled import compiled_modules
-from ckptplan.runtime.step import TrainingStep
+from ckptplan.training.compiled import compiled_modules
+from ckptplan.training.step import TrainingStep
 
 _LEAST_SHARE = 0.2
 """Least share of the stages that is left out: for fewer, the comparisons take longer than they save."""

@@ -20,8 +20,8 @@ from torch.utils import _pytree as pytree
 from ckptplan.profiling.bytes.operations import TensorSpec
 from ckptplan.profiling.bytes.storages import new_storages
 from ckptplan.profiling.times.stopwatch import Stopwatch
-from ckptplan.runtime.accelerator import allocated_by, is_accelerator
-from ckptplan.runtime.observe.measure import peaks_within, recorded_allocations
+from ckptplan.tensors.accelerator import allocated_by, is_accelerator
+from ckptplan.training.measure import peaks_within, recorded_allocations
 
 _LEAST_TIME_RUNS = 3
 _TIME_S = 2e-3  # an operation that has taken this long in all isn't timed any more

@@ -29,8 +29,8 @@ from ckptplan.profiling.bytes.operations import SeenOperations
 from ckptplan.profiling.times.links import measure_costs, measure_links
 from ckptplan.profiling.times.overheads import measure_overheads
 from ckptplan.profiling.times.roofline import flops_rate, op_cost, op_seconds
-from ckptplan.runtime import accelerator
-from ckptplan.runtime.observe.measure import timed
+from ckptplan.tensors import accelerator
+from ckptplan.training.measure import timed
 
 _LEAST_SIDE = 256
 _MOST_SIDE = 16384

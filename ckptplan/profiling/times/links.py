@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from ckptplan.core.link import Link, Tier
-from ckptplan.runtime.accelerator import synchronize
 from ckptplan.runtime.swap.stores import make_store
+from ckptplan.tensors.accelerator import synchronize
 
 _BLOCKS = 4  # copied in each direction in a round, so that a queue forms
 _ROUNDS = 4

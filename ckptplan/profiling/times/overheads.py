@@ -26,11 +26,11 @@ from ckptplan.core.option import Action
 from ckptplan.core.overheads import Overheads
 from ckptplan.core.plan import Decision, Decisions
 from ckptplan.core.segment import Segment
-from ckptplan.runtime.accelerator import is_accelerator, synchronize
 from ckptplan.runtime.controller import Controller
 from ckptplan.runtime.observe.counters import Counters
-from ckptplan.runtime.observe.measure import timed
 from ckptplan.runtime.swap.stores import Store, make_store
+from ckptplan.tensors.accelerator import is_accelerator, synchronize
+from ckptplan.training.measure import timed
 
 _STAGES = 4
 _MANY, _FEW = 9, 1  # storages that a stage saves: their difference is what each takes, the rest is a stage's

@@ -30,8 +30,8 @@ from torch.utils.flop_counter import flop_registry
 
 from ckptplan.core.device import Device
 from ckptplan.profiling.bytes.operations import TensorSpec, by_name
-from ckptplan.runtime.observe.measure import tensors_in
-from ckptplan.runtime.private import FakeTensorMode
+from ckptplan.tensors.private import FakeTensorMode
+from ckptplan.tensors.storages import tensors_in
 
 _aten = torch.ops.aten
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ckptplan.runtime.accelerator import delay, is_accelerator, synchronize, timing_event
+from ckptplan.tensors.accelerator import delay, is_accelerator, synchronize, timing_event
 
 _FIRST_DELAY_S = 2e-3  # a stage of a hundred operations launches in about a millisecond
 _MOST_DELAY_S = 0.2  # more than the host takes for a thousand launches, the capacity of the device's queue

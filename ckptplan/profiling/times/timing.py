@@ -39,21 +39,22 @@ from ckptplan.distributed import parallel_of
 from ckptplan.profiling.bytes.real_storages import RealStorages
 from ckptplan.profiling.times.stopwatch import Span, Stopwatch, Took
 from ckptplan.profiling.values.cut import fresh, joined
-from ckptplan.runtime.accelerator import is_accelerator
 from ckptplan.runtime.observe.counters import Counters
-from ckptplan.runtime.observe.measure import same_bits, tensors_in
 from ckptplan.runtime.patching import PatchedForward, installed
-from ckptplan.runtime.private import next_sequence_number
 from ckptplan.runtime.recompute.call import Call, PlannedStage, caching
 from ckptplan.runtime.recompute.frames import Enough, run_recomputed
-from ckptplan.runtime.state.cells import Contents, Snapshot, below
-from ckptplan.runtime.state.code import read_by
-from ckptplan.runtime.state.compiled import out_of_sight
-from ckptplan.runtime.state.flags import FLAGS, flags, set_flags
-from ckptplan.runtime.state.objects import attributes_of
-from ckptplan.runtime.state.restore import beside
-from ckptplan.runtime.step import TrainingStep, without_graph
 from ckptplan.runtime.swap.users_hooks import OwnHooks
+from ckptplan.state.cells import Contents, Snapshot
+from ckptplan.state.code import read_by
+from ckptplan.state.flags import FLAGS, flags, set_flags
+from ckptplan.state.restore import beside
+from ckptplan.tensors.accelerator import is_accelerator
+from ckptplan.tensors.modules import below
+from ckptplan.tensors.objects import attributes_of
+from ckptplan.tensors.private import next_sequence_number
+from ckptplan.tensors.storages import same_bits, tensors_in
+from ckptplan.training.compiled import out_of_sight
+from ckptplan.training.step import TrainingStep, without_graph
 
 Way = tuple[int, ...] | None
 """How a stage runs: None for plain, otherwise recomputed with the outputs of these operations saved."""

@@ -45,10 +45,10 @@ from torch.utils import _pytree as pytree
 
 from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.core.version import PACKAGE_FOLDER
-from ckptplan.runtime.observe.measure import tensors_in
 from ckptplan.runtime.patching import PatchedForward, installed
-from ckptplan.runtime.private import disable_current_modes, is_fake
 from ckptplan.runtime.recompute.selective import is_random
+from ckptplan.tensors.private import disable_current_modes, is_fake
+from ckptplan.tensors.storages import tensors_in
 
 Phase = Literal["forward", "backward", "inference"]
 
@@ -126,8 +126,8 @@ def _places(code: types.CodeType) -> tuple[tuple[int | None, ...], ...]:
 
 _TORCH = os.path.dirname(torch.__file__)
 _BETWEEN = (
-    *(os.path.join(PACKAGE_FOLDER, folder, "") for folder in ("profiling", "memory")),
-    *(os.path.join(PACKAGE_FOLDER, "runtime", file) for file in ("recompute/selective.py", "observe/measure.py")),
+    *(os.path.join(PACKAGE_FOLDER, folder, "") for folder in ("tensors", "training", "profiling", "memory")),
+    os.path.join(PACKAGE_FOLDER, "runtime", "recompute", "selective.py"),
     *(os.path.join(_TORCH, *path) for path in (("_subclasses",), ("_dynamo",), ("_compile.py",), ("_ops.py",))),
     pytree.__file__,
     contextlib.__file__,

@@ -43,14 +43,15 @@ from torch.utils import _pytree as pytree
 from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.profiling.values.answers import VALUES_LIMIT, Layout, StandIn
 from ckptplan.profiling.values.cut import fresh
-from ckptplan.runtime import accelerator
-from ckptplan.runtime.observe.measure import no_cycles_collected, recorded_allocations, tensors_in
 from ckptplan.runtime.patching import installed
-from ckptplan.runtime.private import disable_current_modes
-from ckptplan.runtime.state.compiled import compiled_modules, out_of_sight
-from ckptplan.runtime.state.restore import random_state
-from ckptplan.runtime.step import TrainingStep
 from ckptplan.runtime.swap.users_hooks import OwnHooks
+from ckptplan.state.restore import random_state
+from ckptplan.tensors import accelerator
+from ckptplan.tensors.private import disable_current_modes
+from ckptplan.tensors.storages import tensors_in
+from ckptplan.training.compiled import compiled_modules, out_of_sight
+from ckptplan.training.measure import no_cycles_collected, recorded_allocations
+from ckptplan.training.step import TrainingStep
 
 if TYPE_CHECKING:
     from ckptplan.profiling.bytes.fake import FakeWorld

@@ -20,9 +20,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ckptplan.profiling.bytes.operations import written_to
 from ckptplan.profiling.target import is_here
 from ckptplan.profiling.values.answers import readable
-from ckptplan.runtime.observe.measure import tensors_in
-from ckptplan.runtime.private import OpOverload, disable_current_modes, is_fake
 from ckptplan.runtime.recompute.selective import is_random
+from ckptplan.tensors.private import OpOverload, disable_current_modes, is_fake
+from ckptplan.tensors.storages import tensors_in
 
 _MOST_ELEMENTS = 1 << 18
 """Elements of the largest floating storage with values: a mask of 64 sequences of 4096."""

@@ -39,15 +39,16 @@ from ckptplan.profiling.values.answers import (
     sizes_of,
 )
 from ckptplan.profiling.values.compiled import note_compiled, undisturbed
-from ckptplan.runtime.accelerator import allocated_by, is_accelerator, ranges_do_nothing
 from ckptplan.runtime.controller import Controller
-from ckptplan.runtime.observe.measure import peaks_within, recorded_allocations, tensors_in
-from ckptplan.runtime.private import TorchDispatchMode, current_node
-from ckptplan.runtime.state.compiled import compiled_modules
-from ckptplan.runtime.step import TrainingStep, without_graph
 from ckptplan.runtime.swap.stores import NULL_STORES
 from ckptplan.runtime.swap.users_hooks import OwnHooks
-from ckptplan.runtime.swap.views import whole_storage
+from ckptplan.tensors.accelerator import allocated_by, is_accelerator, ranges_do_nothing
+from ckptplan.tensors.private import TorchDispatchMode, current_node
+from ckptplan.tensors.storages import tensors_in
+from ckptplan.tensors.views import whole_storage
+from ckptplan.training.compiled import compiled_modules
+from ckptplan.training.measure import peaks_within, recorded_allocations
+from ckptplan.training.step import TrainingStep, without_graph
 
 T = TypeVar("T")
 

@@ -7,9 +7,10 @@ from typing import Any
 
 from torch import nn
 
-from ckptplan.runtime.state.cells import Contents, Snapshot, below
-from ckptplan.runtime.state.code import read_by
-from ckptplan.runtime.state.objects import attributes_of
+from ckptplan.state.cells import Contents, Snapshot
+from ckptplan.state.code import read_by
+from ckptplan.tensors.modules import below
+from ckptplan.tensors.objects import attributes_of
 
 
 class WatchedParameters:

@@ -26,11 +26,11 @@ from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.distributed import parallel_of
 from ckptplan.runtime.guard.unplanned import is_foreign
 from ckptplan.runtime.patching import PatchedForward, installed, is_patchable
-from ckptplan.runtime.state.compiled import compiled_modules
-from ckptplan.runtime.step import TrainingStep
-from ckptplan.runtime.swap.own import storages_of
 from ckptplan.runtime.swap.packing import unowned
 from ckptplan.runtime.swap.users_hooks import OwnHooks
+from ckptplan.tensors.storages import storages_of
+from ckptplan.training.compiled import compiled_modules
+from ckptplan.training.step import TrainingStep
 
 _WORTH = 0.01  # a call outside of the blocks becomes a stage from this share of all saved bytes on
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)

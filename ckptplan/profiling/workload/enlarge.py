@@ -12,9 +12,9 @@ from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.stage import InputTensor
 from ckptplan.profiling.bytes.fake import FakeWorld, fake_parameters
 from ckptplan.profiling.target import Target
-from ckptplan.runtime.guard.shapes import tensors_at
-from ckptplan.runtime.private import TorchDispatchMode
-from ckptplan.runtime.step import TrainingStep
+from ckptplan.tensors.private import TorchDispatchMode
+from ckptplan.training.inputs import tensors_at
+from ckptplan.training.step import TrainingStep
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 _Sizes = dict[tuple[int, int], int]

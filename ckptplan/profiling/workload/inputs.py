@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from ckptplan.core.errors import InvalidInputError
-from ckptplan.runtime.observe.measure import tensors_in
-from ckptplan.runtime.step import TrainingStep
+from ckptplan.tensors.storages import tensors_in
+from ckptplan.training.step import TrainingStep
 
 _recorded: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = weakref.WeakKeyDictionary()
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.units import format_bytes
-from ckptplan.runtime.swap.own import local_part
+from ckptplan.tensors.storages import local_part
 
 PAGED_VALUES = 100_000
 """Values from which on bitsandbytes puts a paged state into managed memory."""

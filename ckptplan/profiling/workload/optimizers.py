@@ -20,9 +20,9 @@ from ckptplan.profiling.bytes.tracker import Tracker
 from ckptplan.profiling.target import Target
 from ckptplan.profiling.workload.optimizer_names import NAMED, check_name
 from ckptplan.profiling.workload.stand_ins import StandIns
-from ckptplan.runtime.observe.measure import no_cycles_collected
-from ckptplan.runtime.private import FakeTensor
-from ckptplan.runtime.swap.own import local_part, plain_tensors, storages_of
+from ckptplan.tensors.private import FakeTensor
+from ckptplan.tensors.storages import local_part, plain_tensors, storages_of
+from ckptplan.training.measure import no_cycles_collected
 
 
 def make_optimizer(optimizer: OptimizerLike, model: nn.Module) -> torch.optim.Optimizer:

@@ -5,7 +5,7 @@ An update is traced with the optimizer itself, not with one that is rebuilt: its
 refer to it, and to each other, in ways that no copy has. So the *contents* of objects are replaced and put back:
 
 1. Beginning with the optimizer, everything is visited that its attributes, containers, methods, closures and global
-   variables lead to, with the cells of NOTE [Cells] in runtime/state/cells.py. Its parameters' attributes belong to it.
+   variables lead to, with the cells of NOTE [Cells] in state/cells.py. Its parameters' attributes belong to it.
 2. A real tensor there is replaced by a fake one, always the same. Single numbers and small integers are replaced by
    real copies, since code reads them (a count of steps).
 3. Dictionaries may have parameters, or their identities, as keys. They get those of the stand-ins.
@@ -28,8 +28,7 @@ import torch
 from torch import nn
 
 from ckptplan.profiling.values.answers import readable
-from ckptplan.runtime.private import is_fake, is_traceable_wrapper_subclass
-from ckptplan.runtime.state.cells import (
+from ckptplan.state.cells import (
     ATOMS,
     CLASS,
     CLOSURE,
@@ -42,7 +41,8 @@ from ckptplan.runtime.state.cells import (
     replaced,
     write_items,
 )
-from ckptplan.runtime.state.code import NOT_READ, names_in
+from ckptplan.state.code import NOT_READ, names_in
+from ckptplan.tensors.private import is_fake, is_traceable_wrapper_subclass
 
 READ_LIMIT = 16  # elements of an integer tensor that code may read, such as a count per group; larger ones are state
 

@@ -37,10 +37,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from ckptplan.core.errors import CheckError
-from ckptplan.runtime import accelerator
-from ckptplan.runtime.accelerator import generator_states
 from ckptplan.runtime.guard.spots import INTEGERS, Sheet, Spot, dimensions, is_written_whole, read, spot_of
-from ckptplan.runtime.private import (
+from ckptplan.state.cells import Contents, Snapshot
+from ckptplan.state.flags import FLAGS, flags
+from ckptplan.state.generators import Generators
+from ckptplan.tensors import accelerator
+from ckptplan.tensors.accelerator import generator_states
+from ckptplan.tensors.modules import below
+from ckptplan.tensors.private import (
     DisableTorchFunction,
     NormBase,
     current_graph_task,
@@ -49,9 +53,6 @@ from ckptplan.runtime.private import (
     is_traceable_wrapper_subclass,
     neg_view,
 )
-from ckptplan.runtime.state.cells import Contents, Snapshot, below
-from ckptplan.runtime.state.flags import FLAGS, flags
-from ckptplan.runtime.state.generators import Generators
 
 if TYPE_CHECKING:
     from ckptplan.runtime.recompute.call import PlannedStage

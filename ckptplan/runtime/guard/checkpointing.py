@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from ckptplan.runtime.observer import Observer
-from ckptplan.runtime.step import check_not_checkpointing
+from ckptplan.training.step import check_not_checkpointing
 
 
 class Checkpointing(Observer):

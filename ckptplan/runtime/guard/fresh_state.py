@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from ckptplan.runtime.accelerator import device_bytes, empty_cache, is_accelerator, is_capturing
 from ckptplan.runtime.guard.optimizer_steps import around_steps
 from ckptplan.runtime.observer import Observer
+from ckptplan.tensors.accelerator import device_bytes, empty_cache, is_accelerator, is_capturing
 
 
 class FreshState(Observer):

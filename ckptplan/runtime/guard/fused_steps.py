@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ckptplan.runtime.swap.own import storages_of
+from ckptplan.tensors.storages import storages_of
 
 
 class FusedSteps:

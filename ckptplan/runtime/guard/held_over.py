@@ -43,9 +43,8 @@ import torch
 from ckptplan.core.plan import Plan
 from ckptplan.core.units import format_bytes
 from ckptplan.runtime.guard.differences import Differences
-from ckptplan.runtime.observe.measure import tensors_in
 from ckptplan.runtime.observer import Observer
-from ckptplan.runtime.swap.own import storages_of
+from ckptplan.tensors.storages import storages_of, tensors_in
 
 _LEAST_BYTES = 512
 """Storages of at most this size, such as a loss, don't count: it is the smallest block of PyTorch's CUDA allocator."""

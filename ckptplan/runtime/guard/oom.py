@@ -35,12 +35,13 @@ from ckptplan.core.errors import SwapError
 from ckptplan.core.measured import DeviceBytes
 from ckptplan.core.stage import Phase
 from ckptplan.core.units import format_bytes
-from ckptplan.runtime.accelerator import capacity_bytes, device_bytes, is_accelerator
 from ckptplan.runtime.applied import Applied
 from ckptplan.runtime.controller import Controller, Place
-from ckptplan.runtime.observe.measure import held_tensors, unique_bytes
 from ckptplan.runtime.recompute.call import Call
 from ckptplan.runtime.swap.record import Record, finish_leaving, start_leaving, start_returning
+from ckptplan.tensors.accelerator import capacity_bytes, device_bytes, is_accelerator
+from ckptplan.tensors.storages import unique_bytes
+from ckptplan.training.measure import held_tensors
 
 _OPTIMIZERS = torch.optim.Optimizer.profile_hook_step.__code__.co_filename
 """The file whose code is around the `step` of each optimizer."""

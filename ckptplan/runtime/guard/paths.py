@@ -30,11 +30,11 @@ import torch
 from torch import nn
 
 from ckptplan.core.units import format_bytes
+from ckptplan.distributed.own import OwnNames, OwnStorages
 from ckptplan.runtime.guard.differences import Differences
-from ckptplan.runtime.observe.measure import tensors_in
-from ckptplan.runtime.private import next_sequence_number
-from ckptplan.runtime.swap.own import OwnNames, OwnStorages
-from ckptplan.runtime.swap.views import plain
+from ckptplan.tensors.private import next_sequence_number
+from ckptplan.tensors.storages import tensors_in
+from ckptplan.tensors.views import plain
 
 if TYPE_CHECKING:
     from ckptplan.runtime.recompute.call import PlannedStage

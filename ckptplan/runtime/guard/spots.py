@@ -30,9 +30,9 @@ import torch
 from torch import nn
 from torch.autograd.function import BackwardCFunction
 
-from ckptplan.runtime import accelerator
-from ckptplan.runtime.private import neg_view, next_sequence_number
-from ckptplan.runtime.swap.views import ITEMSIZES
+from ckptplan.tensors import accelerator
+from ckptplan.tensors.private import neg_view, next_sequence_number
+from ckptplan.tensors.views import ITEMSIZES
 
 _COUNT = 16
 _ROWS = 1 << 12  # most spots of an accelerator that aren't read; for one more the host waits until all are

@@ -48,10 +48,10 @@ from ckptplan.runtime.guard.differences import Differences
 from ckptplan.runtime.guard.shapes import ByName, Limits
 from ckptplan.runtime.observer import Observer
 from ckptplan.runtime.patching import PatchedForward, is_patchable
-from ckptplan.runtime.private import current_graph_task
-from ckptplan.runtime.state.cells import below
-from ckptplan.runtime.state.compiled import compiles
-from ckptplan.runtime.step import present_autocast
+from ckptplan.tensors.modules import below
+from ckptplan.tensors.private import current_graph_task
+from ckptplan.training.compiled import compiles
+from ckptplan.training.step import present_autocast
 
 _FIRST, _EVERY = 3, 8
 _LEAST_SHARE = 0.01

@@ -15,9 +15,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ckptplan.core.units import format_bytes
 from ckptplan.runtime.applied import Applied
-from ckptplan.runtime.observe.measure import optimizer_tensors, unique_bytes
 from ckptplan.runtime.patching import COPIES
-from ckptplan.runtime.private import is_fake
+from ckptplan.tensors.private import is_fake
+from ckptplan.tensors.storages import unique_bytes
+from ckptplan.training.measure import optimizer_tensors
 
 
 @dataclasses.dataclass(slots=True)

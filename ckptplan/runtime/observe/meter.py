@@ -33,7 +33,7 @@ import torch
 
 from ckptplan.core.link import Tier
 from ckptplan.core.measured import Copied, StageTimes
-from ckptplan.runtime.accelerator import device_bytes, is_accelerator, is_capturing, timing_event
+from ckptplan.tensors.accelerator import device_bytes, is_accelerator, is_capturing, timing_event
 
 FORWARD, RECOMPUTE, BACKWARD, STALL = range(4)
 KINDS = 4

@@ -16,10 +16,10 @@ from ckptplan.core.page import Page
 from ckptplan.core.trace import Trace
 from ckptplan.distributed import ddp_under, parallel_of
 from ckptplan.runtime.applied import Applied
-from ckptplan.runtime.observe.measure import held_tensors, optimizer_tensors, tensors_in, unique_bytes
 from ckptplan.runtime.observe.stats import Stats, stage_stats
 from ckptplan.runtime.observe.traced import record_step
-from ckptplan.runtime.swap.own import storages_of
+from ckptplan.tensors.storages import storages_of, tensors_in, unique_bytes
+from ckptplan.training.measure import held_tensors, optimizer_tensors
 
 
 def stats(applied: Applied) -> Stats:

@@ -13,9 +13,9 @@ from ckptplan.core.link import Tier
 from ckptplan.core.measured import Copied, DeviceBytes, StageTimes
 from ckptplan.core.plan import Plan
 from ckptplan.core.units import format_bytes, format_seconds
-from ckptplan.runtime.accelerator import device_bytes, empty_cache, is_accelerator, reset_peaks
 from ckptplan.runtime.observe.meter import StepTimes, median_copied, median_step
 from ckptplan.runtime.swap.stores import Store
+from ckptplan.tensors.accelerator import device_bytes, empty_cache, is_accelerator, reset_peaks
 
 
 @dataclass(frozen=True, slots=True)

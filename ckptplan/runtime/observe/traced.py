@@ -11,9 +11,9 @@ from torch.profiler import record_function
 
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.trace import DrawnStep, Span, lane_of
-from ckptplan.runtime.accelerator import is_accelerator, synchronize
-from ckptplan.runtime.observe.measure import recorded_allocations
 from ckptplan.runtime.observe.meter import BACKWARD, FORWARD, KINDS, NONE, RECOMPUTE, STALL, Meter, Step, seconds
+from ckptplan.tensors.accelerator import is_accelerator, synchronize
+from ckptplan.training.measure import recorded_allocations
 
 _SPAN = "ckptplan.trace"
 _SHORT_S = 1e-6

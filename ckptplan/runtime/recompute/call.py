@@ -22,14 +22,15 @@ from ckptplan.runtime.guard.paths import Paths
 from ckptplan.runtime.guard.spots import Sinks
 from ckptplan.runtime.observe.counters import Counters
 from ckptplan.runtime.observe.meter import KINDS, RECOMPUTE
-from ckptplan.runtime.private import FakeTensor, NormBase, is_traceable_wrapper_subclass
-from ckptplan.runtime.recompute.put_back import Steps, enter, put_back
-from ckptplan.runtime.state.cells import Snapshot, Tables, alone, below
-from ckptplan.runtime.state.generators import Generators
-from ckptplan.runtime.state.module_tables import ModuleTables
-from ckptplan.runtime.state.surroundings import Surroundings
-from ckptplan.runtime.swap.own import storages_of
-from ckptplan.runtime.swap.views import Geometry, modified_error, version_of, whole_storage
+from ckptplan.runtime.recompute.module_tables import ModuleTables
+from ckptplan.state.cells import Snapshot, Tables, alone
+from ckptplan.state.generators import Generators
+from ckptplan.state.put_back import Steps, enter, put_back
+from ckptplan.state.surroundings import Surroundings
+from ckptplan.tensors.modules import below
+from ckptplan.tensors.private import FakeTensor, NormBase, is_traceable_wrapper_subclass
+from ckptplan.tensors.storages import storages_of
+from ckptplan.tensors.views import Geometry, modified_error, version_of, whole_storage
 
 _LEAVES = frozenset({torch.Tensor, nn.Parameter, bool, int, float, str, type(None), torch.dtype, torch.device})
 """Types of arguments that contain no further values."""

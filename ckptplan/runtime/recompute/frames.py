@@ -15,14 +15,14 @@ from torch.utils import _pytree as pytree
 
 from ckptplan.core.errors import PlanMismatchError, UnsupportedModelError
 from ckptplan.runtime.guard.check import Checks, Spots, StageCheck, StageSpots
-from ckptplan.runtime.private import current_graph_task, current_node, next_sequence_number
 from ckptplan.runtime.recompute.call import Call, PlannedStage
 from ckptplan.runtime.recompute.selective import Selection
-from ckptplan.runtime.state.compiled import out_of_sight
 from ckptplan.runtime.swap.packing import Held, Packing, unpack
 from ckptplan.runtime.swap.session import SwapSession
-from ckptplan.runtime.swap.users_hooks import OwnHooks, UsersHooks, innermost, keep_values
-from ckptplan.runtime.swap.views import plain, version_of
+from ckptplan.runtime.swap.users_hooks import OwnHooks, UsersHooks, keep_values
+from ckptplan.tensors.private import current_graph_task, current_node, innermost, next_sequence_number
+from ckptplan.tensors.views import plain, version_of
+from ckptplan.training.compiled import out_of_sight
 
 
 class Slot:

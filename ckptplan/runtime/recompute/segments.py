@@ -44,13 +44,13 @@ from torch.utils import _pytree as pytree
 from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.core.segment import Segment
 from ckptplan.runtime.guard.check import StageCheck, StageSpots
-from ckptplan.runtime.private import current_graph_task
 from ckptplan.runtime.recompute.call import Call, NotRepeatableError, PlannedStage
 from ckptplan.runtime.recompute.frames import Frame, Handed, Slot, at_end_of_task, hold, taken
-from ckptplan.runtime.state.objects import tensors_in_objects
 from ckptplan.runtime.swap.packing import Held, Packing
 from ckptplan.runtime.swap.session import SwapSession
-from ckptplan.runtime.swap.views import Geometry, plain, version_of, whole_storage
+from ckptplan.tensors.objects import tensors_in_objects
+from ckptplan.tensors.private import current_graph_task
+from ckptplan.tensors.views import Geometry, plain, version_of, whole_storage
 
 Made = tuple[int, int]
 """An output: the index of the stage that makes it, and its position among the leaves of the stage's result."""

@@ -29,10 +29,10 @@ from torch.utils import _pytree as pytree
 
 from ckptplan.core.errors import PlanMismatchError
 from ckptplan.runtime.guard.check import Digest, StageCheck, StageSpots
-from ckptplan.runtime.observe.measure import tensors_in
-from ckptplan.runtime.private import TorchDispatchMode
 from ckptplan.runtime.swap.packing import Held
-from ckptplan.runtime.swap.positions import has_position
+from ckptplan.tensors.positions import has_position
+from ckptplan.tensors.private import TorchDispatchMode
+from ckptplan.tensors.storages import tensors_in
 
 _CAST = torch.ops.aten._to_copy.default
 _ASKING = {torch.ops.prim.device.default, torch.ops.prim.layout.default, *FunctionalTensor.metadata_fns}

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from ckptplan.runtime.accelerator import is_accelerator
-from ckptplan.runtime.private import next_sequence_number
-from ckptplan.runtime.state.compiled import out_of_sight
 from ckptplan.runtime.swap.record import Record, home_of
 from ckptplan.runtime.swap.users_hooks import Compare, Kept, OwnHooks, UsersHooks
-from ckptplan.runtime.swap.views import Geometry, modified_error
+from ckptplan.tensors.accelerator import is_accelerator
+from ckptplan.tensors.private import next_sequence_number
+from ckptplan.tensors.views import Geometry, modified_error
+from ckptplan.training.compiled import out_of_sight
 
 
 class Held:

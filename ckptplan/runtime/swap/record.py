@@ -59,11 +59,11 @@ from typing import Any
 import torch
 
 from ckptplan.core.errors import CkptPlanError
-from ckptplan.runtime.accelerator import current_stream, is_accelerator, on_stream
 from ckptplan.runtime.observe.counters import Counters
-from ckptplan.runtime.private import is_fake
 from ckptplan.runtime.swap.stores import Store, Ticket
-from ckptplan.runtime.swap.views import Geometry, covers, modified_error, version_of, whole_storage
+from ckptplan.tensors.accelerator import current_stream, is_accelerator, on_stream
+from ckptplan.tensors.private import is_fake
+from ckptplan.tensors.views import Geometry, covers, modified_error, version_of, whole_storage
 
 _UNKNOWN = object()
 _NO_USERS: list[Any] = []

@@ -15,14 +15,14 @@ from ckptplan.core.errors import SwapFullError
 from ckptplan.core.link import Tier
 from ckptplan.core.plan import Transfer
 from ckptplan.core.units import format_bytes
-from ckptplan.runtime.accelerator import current_stream
 from ckptplan.runtime.guard.check import Checks, Spots
 from ckptplan.runtime.observe.counters import Counters
-from ckptplan.runtime.observe.measure import tensors_in
 from ckptplan.runtime.swap.packing import Held, Packing
-from ckptplan.runtime.swap.positions import positioned
 from ckptplan.runtime.swap.record import Record, finish_leaving, start_leaving, start_returning
 from ckptplan.runtime.swap.stores import Store
+from ckptplan.tensors.accelerator import current_stream
+from ckptplan.tensors.positions import positioned
+from ckptplan.tensors.storages import tensors_in
 
 _Key = tuple[int, int | None]
 """Identifies a storage in one version, as long as the storage is alive: its address and the version."""

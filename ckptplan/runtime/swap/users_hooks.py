@@ -28,16 +28,12 @@ import torch
 from torch import nn
 
 from ckptplan.core.errors import UnsupportedModelError
-from ckptplan.runtime.accelerator import generator_states
 from ckptplan.runtime.guard.fused_steps import STEPS
-from ckptplan.runtime.state.generators import Generators
+from ckptplan.state.generators import Generators
+from ckptplan.tensors.accelerator import generator_states
+from ckptplan.tensors.private import Pack, Unpack, innermost
 
-Pack = Callable[[torch.Tensor], Any]
-Unpack = Callable[[Any], torch.Tensor]
 Compare = Callable[[torch.Tensor], None]
-
-innermost: Callable[[bool], tuple[Pack, Unpack] | None] = torch._C._autograd._top_saved_tensors_default_hooks
-"""Return the saved-tensor hooks that autograd would call now, None without any; its argument is always False."""
 
 
 class OwnHooks(torch.autograd.graph.saved_tensors_hooks):

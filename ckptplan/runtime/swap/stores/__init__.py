@@ -14,10 +14,10 @@ import torch
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.link import STAGING_BYTES, Tier
 from ckptplan.core.plan import Plan
-from ckptplan.runtime.accelerator import is_accelerator
 from ckptplan.runtime.swap.stores.base import NULL_STORES, Store, Ticket
 from ckptplan.runtime.swap.stores.disk import DISK_BLOCK_BYTES, DiskStore
 from ckptplan.runtime.swap.stores.pinned import PinnedStore, keep_pinned_memory
+from ckptplan.tensors.accelerator import is_accelerator
 
 __all__ = ["NULL_STORES", "Store", "Ticket", "keep_pinned_memory", "make_store", "make_stores"]
 

@@ -18,9 +18,9 @@ import torch
 from ckptplan.core.errors import SwapError
 from ckptplan.core.link import Tier
 from ckptplan.core.units import format_bytes
-from ckptplan.runtime.accelerator import synchronize
 from ckptplan.runtime.observe.meter import OnCopy, Way
 from ckptplan.runtime.swap.stores.arena import Arena, Extent
+from ckptplan.tensors.accelerator import synchronize
 
 _CHECKED_BYTES = 16 << 20
 """Most bytes copied to the host at a time for their checksum."""

@@ -20,12 +20,12 @@ import torch
 from ckptplan.core.errors import InvalidInputError, SwapFullError
 from ckptplan.core.link import STAGING_BYTES
 from ckptplan.core.units import format_bytes
-from ckptplan.runtime.accelerator import is_accelerator, own_module, recorded_event
 from ckptplan.runtime.observe.meter import Way
 from ckptplan.runtime.swap.stores.arena import Arena, Extent
 from ckptplan.runtime.swap.stores.base import ArenaStore, Ticket, bytes_of
 from ckptplan.runtime.swap.stores.pinned import CUDA_ALIGN, host_memory
 from ckptplan.runtime.swap.stores.workers import Job, Worker
+from ckptplan.tensors.accelerator import is_accelerator, own_module, recorded_event
 
 DISK_BLOCK_BYTES = 4096
 CHUNK_BYTES = STAGING_BYTES // 4

@@ -15,10 +15,10 @@ import torch
 
 from ckptplan.core.errors import InvalidInputError, SwapFullError
 from ckptplan.core.units import format_bytes
-from ckptplan.runtime.accelerator import is_accelerator, lock_pages, own_module, timing_event, unlock_pages
 from ckptplan.runtime.observe.meter import Way
 from ckptplan.runtime.swap.stores.arena import Arena
 from ckptplan.runtime.swap.stores.base import ArenaStore, Ticket, bytes_of
+from ckptplan.tensors.accelerator import is_accelerator, lock_pages, own_module, timing_event, unlock_pages
 
 CUDA_ALIGN = 512
 """Alignment of blocks: the device's allocator rounds to it too, so a plan's host bytes are exactly the bytes taken."""

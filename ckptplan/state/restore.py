@@ -14,13 +14,14 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ckptplan.distributed import without_communication
-from ckptplan.runtime.accelerator import keep_generators
-from ckptplan.runtime.private import disable_current_modes, is_fake, is_traceable_wrapper_subclass
-from ckptplan.runtime.state.cells import Snapshot, below
-from ckptplan.runtime.state.code import hooks_of, kept_read
-from ckptplan.runtime.state.generators import Generators, reseed
-from ckptplan.runtime.state.process import Hooks, Leaves, Switches
-from ckptplan.runtime.swap.own import local_part
+from ckptplan.state.cells import Snapshot
+from ckptplan.state.code import hooks_of, kept_read
+from ckptplan.state.generators import Generators, reseed
+from ckptplan.state.process import Hooks, Leaves, Switches
+from ckptplan.tensors.accelerator import keep_generators
+from ckptplan.tensors.modules import below
+from ckptplan.tensors.private import disable_current_modes, is_fake, is_traceable_wrapper_subclass
+from ckptplan.tensors.storages import local_part
 
 
 def random_state(generators: Collection[Any] = ()) -> Callable[[], None]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ckptplan.runtime import accelerator
+from ckptplan.tensors import accelerator
 
 Getter = Callable[[], Any]
 Setter = Callable[[Any], Any]

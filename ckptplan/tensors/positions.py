@@ -25,7 +25,7 @@ from collections.abc import Callable
 
 import torch
 
-from ckptplan.runtime.swap.views import ITEMSIZES, plain_storage
+from ckptplan.tensors.views import ITEMSIZES, plain_storage
 
 _POSITIONED = {dtype: itemsize for dtype, itemsize in ITEMSIZES.items() if dtype != torch.uint64}
 

@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import nn
 
-from ckptplan.runtime.state.cells import ATOMS, SEARCH_LIMIT, Snapshot, below, has_attributes
+from ckptplan.state.cells import ATOMS, SEARCH_LIMIT, Snapshot, has_attributes
+from ckptplan.tensors.modules import below
 
 NOT_READ = frozenset({"torch", "numpy", "ckptplan", *sys.stdlib_module_names})
 """Packages whose code stores no state of a model."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckptplan.runtime.swap.views import version_of
+from ckptplan.tensors.views import version_of
 
 _CONTAINERS = (list, tuple, set, frozenset, collections.deque)
 _CODE = (nn.Module, type, types.FunctionType, types.MethodType, types.ModuleType, torch.Generator)

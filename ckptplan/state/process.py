@@ -17,10 +17,10 @@ from torch.nn.modules import module as _of_all
 from torch.nn.utils import parametrize
 from torch.optim import optimizer as _of_optimizers
 
-from ckptplan.runtime.state.cells import Tables, plain_attributes
-from ckptplan.runtime.state.flags import flags, set_flags
-from ckptplan.runtime.state.modes import Stacks
-from ckptplan.runtime.swap.users_hooks import innermost
+from ckptplan.state.cells import Tables, plain_attributes
+from ckptplan.state.flags import flags, set_flags
+from ckptplan.state.modes import Stacks
+from ckptplan.tensors.private import innermost
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -19,22 +19,14 @@ import torch
 from torch import nn
 from torch._C._profiler import RecordScope, _EventType
 from torch.autograd.profiler import profile
-from torch.utils import _pytree as pytree
 
 from ckptplan.distributed import parallel_of
-from ckptplan.runtime import accelerator
-from ckptplan.runtime.private import TorchDispatchMode
-from ckptplan.runtime.step import TrainingStep
-from ckptplan.runtime.swap.own import storages_of
+from ckptplan.tensors import accelerator
+from ckptplan.tensors.private import TorchDispatchMode
+from ckptplan.tensors.storages import storages_of, tensors_in
+from ckptplan.training.step import TrainingStep
 
 T = TypeVar("T")
-
-
-def unique_bytes(tensors: Iterable[torch.Tensor], device: torch.device | None = None) -> int:
-    """Return the bytes of the distinct storages of `tensors`, without those in host memory if `device` is CUDA."""
-    beside = device is not None and accelerator.is_accelerator(device)
-    here = (t for t in tensors if not (beside and t.device.type == "cpu"))
-    return sum({s._cdata: s.nbytes() for t in here for s in storages_of(t)}.values())
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
@@ -45,31 +37,6 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer | None) -> list[torch.Ten
     attributes = [value for name, value in vars(optimizer).items() if name not in ("state", "param_groups")]
     held = [dict(enumerate(optimizer.state.values())), *optimizer.param_groups, *attributes]
     return [t for t in tensors_in(held) if id(t) not in own]
-
-
-def tensors_in(arguments: Any) -> list[torch.Tensor]:
-    """Return the tensors anywhere in nested tuples, lists and dictionaries."""
-    found: list[torch.Tensor] = []
-    _collect(arguments, found)
-    return found
-
-
-def _collect(arguments: Any, found: list[torch.Tensor]) -> None:
-    """Append the tensors in `arguments` to `found`, with the help of pytree where they hold other containers."""
-    kind = type(arguments)
-    if kind is tuple or kind is list:
-        for each in arguments:
-            _collect(each, found)
-    elif kind is dict:
-        for each in arguments.values():
-            _collect(each, found)
-    elif isinstance(arguments, torch.Tensor):
-        found.append(arguments)
-    elif kind not in _LEAVES:
-        found.extend(t for t in pytree.tree_leaves(arguments) if isinstance(t, torch.Tensor))
-
-
-_LEAVES = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device))
 
 
 def held_tensors(model: nn.Module) -> list[torch.Tensor]:
@@ -345,13 +312,3 @@ def read_from_outside(step: TrainingStep) -> list[torch.Tensor]:
             run_step(step)
     beside = (t for t in mode.tensors if t.grad_fn is None and made.isdisjoint(s._cdata for s in storages_of(t)))
     return [*step.tensors(), *beside]
-
-
-def same_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
-    """Whether two tensors are bitwise equal, including NaNs and the signs of zeros."""
-    if a is None or b is None:
-        return a is b
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    dense = (t if t.layout is torch.strided else t.to_dense() for t in (a, b))
-    return torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in dense))

@@ -50,9 +50,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from ckptplan.runtime.private import is_traceable_wrapper_subclass
-from ckptplan.runtime.recompute.put_back import Steps, put_back
-from ckptplan.runtime.state.generators import KINDS as GENERATORS
+from ckptplan.state.generators import KINDS as GENERATORS
+from ckptplan.state.put_back import Steps, put_back
+from ckptplan.tensors.modules import below
+from ckptplan.tensors.private import is_traceable_wrapper_subclass
 
 SEARCH_LIMIT = 4096  # objects that one search examines; a trainer may refer to millions
 ARRAY_LIMIT = 1 << 20  # bytes; larger arrays aren't copied, since copies are made at every call
@@ -234,18 +235,6 @@ def alone(value: Any) -> Any:
     """Return `value`; a tensor with an autograd graph is detached first."""
     graph = isinstance(value, torch.Tensor) and value.grad_fn is not None
     return value.detach().requires_grad_() if graph else value
-
-
-def below(module: nn.Module) -> list[nn.Module]:
-    """Return `module` and all its submodules, each once, as `module.modules()` does, in a fraction of the time."""
-    found = [module]
-    known = {id(module)}
-    for m in found:
-        for child in m._modules.values():
-            if child is not None and id(child) not in known:
-                known.add(id(child))
-                found.append(child)
-    return found
 
 
 def _copied(iterator: Any) -> Any:

@@ -11,7 +11,7 @@ from torch import overrides
 from torch.utils import _device, _python_dispatch
 from torch.utils._device import DeviceContext
 
-from ckptplan.runtime.private import dispatch_modes, function_modes
+from ckptplan.tensors.private import dispatch_modes, function_modes
 
 # Getter of a stack of modes, the innermost last, and its push and pop. A mode's own `__enter__` may do more than to
 # push it, such as resetting its counters.

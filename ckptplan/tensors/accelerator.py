@@ -18,7 +18,7 @@ import psutil
 import torch
 
 from ckptplan.core.measured import DeviceBytes
-from ckptplan.runtime.private import DisableTorchFunction, disable_current_modes
+from ckptplan.tensors.private import DisableTorchFunction, disable_current_modes
 
 module: Any = torch.get_device_module("cuda")
 """PyTorch's module for the accelerator. An emulated device replaces the whole module."""

@@ -52,8 +52,7 @@ def keep_compiler_out() -> None:
 def _skip_own_code() -> None:
     from torch._dynamo import trace_rules
 
-    for package in ("ckptplan.runtime", "ckptplan.profiling", "ckptplan.memory"):
-        trace_rules.add(package)
+    trace_rules.add("ckptplan")
 
 
 def out_of_sight(hook: Callable[[torch.Tensor], T]) -> Callable[[torch.Tensor], T]:

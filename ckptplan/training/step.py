@@ -24,10 +24,10 @@ from ckptplan.core.request import Training
 from ckptplan.distributed import parallel_of
 from ckptplan.distributed.engines import check_engine
 from ckptplan.distributed.parallel import Parallel, class_of
-from ckptplan.runtime import accelerator
-from ckptplan.runtime.guard.gradients import accumulates
-from ckptplan.runtime.guard.shapes import input_tensors
-from ckptplan.runtime.state.compiled import check_compiled, compiled_modules
+from ckptplan.tensors import accelerator
+from ckptplan.training.compiled import check_compiled, compiled_modules
+from ckptplan.training.gradients import accumulates
+from ckptplan.training.inputs import input_tensors
 
 
 def default_loss(output: Any) -> torch.Tensor:

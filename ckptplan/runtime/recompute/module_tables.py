@@ -14,8 +14,8 @@ from torch.utils.hooks import RemovableHandle
 
 from ckptplan.core.errors import PlanMismatchError, UnsupportedModelError
 from ckptplan.runtime.guard.fused_steps import STEPS
-from ckptplan.runtime.recompute.put_back import Steps
-from ckptplan.runtime.state.code import kept_lists
+from ckptplan.state.code import kept_lists
+from ckptplan.state.put_back import Steps
 
 HOOKS = (
     "_forward_hooks",

@@ -17,27 +17,8 @@ import torch
 from torch import nn
 
 from ckptplan.distributed.parallel import gathering, sharded_units
-from ckptplan.runtime.private import is_traceable_wrapper_subclass
-from ckptplan.runtime.state.cells import below
-
-
-def plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors with memory that a tensor of a wrapping class (quantized, DTensor) consists of; or itself."""
-    if not is_traceable_wrapper_subclass(tensor):
-        return [tensor]
-    names, _ = tensor.__tensor_flatten__()
-    inside = (getattr(tensor, name) for name in names)
-    return [plain for t in inside if isinstance(t, torch.Tensor) for plain in plain_tensors(t)]
-
-
-def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
-    """Return the storages that hold a tensor's values: for a wrapper such as DTensor, those of the tensors it wraps."""
-    return [plain.untyped_storage() for plain in plain_tensors(tensor)]
-
-
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a distributed tensor (DTensor), or `tensor` itself."""
-    return getattr(tensor, "_local_tensor", tensor)
+from ckptplan.tensors.modules import below
+from ckptplan.tensors.storages import storages_of
 
 
 class OwnNames:

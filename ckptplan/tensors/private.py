@@ -7,6 +7,7 @@ that has lost one is refused when this module is imported.
 from __future__ import annotations
 
 import pkgutil
+from collections.abc import Callable
 from typing import Any, TypeGuard
 
 import torch
@@ -132,3 +133,10 @@ __all__ = [
 def is_fake(value: Any) -> TypeGuard[FakeTensor]:
     """Whether a value is a fake tensor."""
     return isinstance(value, FakeTensor)
+
+
+Pack = Callable[[torch.Tensor], Any]
+Unpack = Callable[[Any], torch.Tensor]
+
+innermost: Callable[[bool], tuple[Pack, Unpack] | None] = torch._C._autograd._top_saved_tensors_default_hooks
+"""Return the saved-tensor hooks that autograd would call now, None without any; its argument is always False."""

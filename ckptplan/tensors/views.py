@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ckptplan.runtime.private import FakeTensor, neg_view
+from ckptplan.tensors.private import FakeTensor, neg_view
 
 _PLAIN: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 _STRIDED = torch.strided

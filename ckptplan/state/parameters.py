@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from ckptplan.runtime.swap.own import local_part
+from ckptplan.tensors.storages import local_part
 
 
 class ParameterState:

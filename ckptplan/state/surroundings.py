@@ -8,12 +8,12 @@ from typing import TypeVar
 
 import torch
 
-from ckptplan.runtime.accelerator import current_stream, has_generator, own_module, run_on
-from ckptplan.runtime.private import function_modes
-from ckptplan.runtime.recompute.put_back import Steps, enter
-from ckptplan.runtime.state.flags import flags, set_flags
-from ckptplan.runtime.state.modes import Modes
-from ckptplan.runtime.state.variables import Variables
+from ckptplan.state.flags import flags, set_flags
+from ckptplan.state.modes import Modes
+from ckptplan.state.put_back import Steps, enter
+from ckptplan.state.variables import Variables
+from ckptplan.tensors.accelerator import current_stream, has_generator, own_module, run_on
+from ckptplan.tensors.private import function_modes
 
 T = TypeVar("T")
 

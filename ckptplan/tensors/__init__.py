@@ -1,0 +1,1 @@
+"""Tensors and their storages, views and positions, and the seam to the device and to private names of PyTorch."""
