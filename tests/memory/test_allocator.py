@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from counting import calls_in
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptplan import CkptPlanError, InvalidInputError
@@ -58,18 +58,23 @@ def make(conf: str = "", capacity: int | None = None) -> CachingAllocator:
 # --- sizes ---
 
 
-def test_sizes_round_up_to_512() -> None:
-    a = make()
-    a.allocate(0, 1)  # 512
-    assert figures(a) == (512, 1, 2 * M)
-    a.allocate(1, 512)  # 512 more
-    assert figures(a) == (1024, 513, 2 * M)
-    a.allocate(2, 513)  # 1024 more
-    assert figures(a) == (2048, 1026, 2 * M)
-    a.free(1)
-    assert figures(a) == (1536, 514, 2 * M)
-    # 2 MiB - 2048 are left behind block 2.
-    assert layout(a) == [[(0, 512), ("free", 512), (2, 1024), ("free", 2 * M - 2048)]]
+SOME = "roundup_power2_divisions:[256:1,512:2,1024:4,>:8]"
+
+
+@pytest.mark.parametrize(
+    ("divisions", "nbytes", "rounded"),
+    [
+        ("roundup_power2_divisions:4", 1200, 1536),  # up to 512 * 4 = 2048 bytes: to 512 as ever
+        ("roundup_power2_divisions:4", 2049, 2560),  # 2048 / 4 = 512 apart: 2048, 2560, ...
+        ("roundup_power2_divisions:4", 5 * M + 1, 6 * M),  # 4 MiB / 4 = 1 MiB apart
+        (SOME, 300 * M + 1, 300 * M + 512),  # from 256 MiB: 1, so no divisions
+        (SOME, 600 * M + 1, 768 * M),  # from 512 MiB: 2, 256 MiB apart
+        (SOME, 100 * G, 104 * G),  # above 1 GiB: 8; 64 GiB / 8 = 8 GiB apart
+        ("roundup_power2_divisions:[16384:2,32768:8]", 100 * G, 104 * G),  # the last one takes all larger sizes
+    ],
+)
+def test_sizes_are_rounded_by_divisions(divisions: str, nbytes: int, rounded: int) -> None:
+    assert size_of(nbytes, divisions) == rounded
 
 
 def test_nothing_is_taken_for_0_bytes() -> None:
@@ -83,47 +88,6 @@ def test_nothing_is_taken_for_0_bytes() -> None:
         a.free(7)
 
 
-@pytest.mark.parametrize(
-    ("nbytes", "rounded"),
-    [
-        (500, 512),
-        (1200, 1536),  # up to 512 * 4 = 2048 bytes: to 512 as ever
-        (2048, 2048),
-        (2049, 2560),  # 2048 / 4 = 512 apart: 2048, 2560, ...
-        (4097, 5120),  # 4096 / 4 = 1024 apart
-        (5 * M, 5 * M),  # 4 MiB / 4 = 1 MiB apart
-        (5 * M + 1, 6 * M),
-        (7 * M + 1, 8 * M),
-        (8 * M, 8 * M),
-        (3 * G + 1, 3 * G + 512 * M),  # 2 GiB / 4
-    ],
-)
-def test_one_number_of_divisions_for_all_sizes(nbytes: int, rounded: int) -> None:
-    assert size_of(nbytes, "roundup_power2_divisions:4") == rounded
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "rounded"),
-    [
-        (5 * M + 1, 5 * M + 512),  # below 256 MiB as from 256 on: 1, so no divisions
-        (300 * M + 1, 300 * M + 512),  # from 256 MiB: 1
-        (600 * M + 1, 768 * M),  # from 512 MiB: 2, 256 MiB apart
-        (1100 * M, 1280 * M),  # from 1 GiB: 4, 256 MiB apart
-        (2100 * M, 2304 * M),  # above: 8; 2048 / 8 = 256 MiB apart
-        (100 * G, 104 * G),  # 64 GiB / 8 = 8 GiB apart
-    ],
-)
-def test_divisions_by_size(nbytes: int, rounded: int) -> None:
-    assert size_of(nbytes, "roundup_power2_divisions:[256:1,512:2,1024:4,>:8]") == rounded
-
-
-def test_the_last_interval_takes_all_larger_sizes() -> None:
-    conf = "roundup_power2_divisions:[16384:2,32768:8]"
-    assert size_of(17 * G, conf) == 24 * G  # from 16 GiB: 2, 8 GiB apart
-    assert size_of(33 * G, conf) == 36 * G  # from 32 GiB: 8, 4 GiB apart
-    assert size_of(100 * G, conf) == 104 * G  # 64 GiB / 8
-
-
 def test_power_of_two_rounding_can_change_the_pool() -> None:
     # 1 MiB - 512 rounds to 1 MiB at 2 divisions (512 KiB apart) and stays small; unrounded it leaves 1 MiB + 512 over.
     a = make("roundup_power2_divisions:2")
@@ -134,116 +98,22 @@ def test_power_of_two_rounding_can_change_the_pool() -> None:
 # --- pools and segments ---
 
 
-def test_pools_are_apart() -> None:
-    a = make()
-    a.allocate(0, M)  # 1 MiB exactly is small: half of a 2 MiB segment
-    assert layout(a) == [[(0, M), ("free", M)]]
-    a.allocate(1, M + 1)  # rounds to 1 MiB + 512: large, a segment of 20 MiB
-    assert layout(a) == [[(0, M), ("free", M)], [(1, M + 512), ("free", 19 * M - 512)]]
-    a.allocate(2, M)  # takes the small half, not the 19 MiB
-    assert layout(a)[0] == [(0, M), (2, M)]
-    a.allocate(3, 512)  # the small pool is full: a new segment, though 19 MiB are free in the large pool
-    assert figures(a) == (3 * M + 512 + 512, 3 * M + 1 + 512, 24 * M)
-
-
 @pytest.mark.parametrize(
     ("conf", "nbytes", "segment"),
     [
-        ("", 1, 2 * M),
-        ("", M, 2 * M),
-        ("", M + 1, 20 * M),
-        ("", 10 * M - 512, 20 * M),
-        ("", 10 * M - 511, 10 * M),  # rounds to 10 MiB first
-        ("", 10 * M, 10 * M),
-        ("", 10 * M + 1, 12 * M),
-        ("", 33 * M, 34 * M),
         ("large_segment_size_mb:40", M + 1, 40 * M),
         ("large_segment_size_mb:40", 10 * M, 10 * M),
         ("large_segment_size_mb:11", 9 * M, 11 * M),
+        ("expandable_segments:True,large_segment_size_mb:12", 13 * M, 24 * M),
     ],
 )
-def test_segment_sizes(conf: str, nbytes: int, segment: int) -> None:
+def test_the_size_of_large_segments(conf: str, nbytes: int, segment: int) -> None:
     a = make(conf)
     a.allocate(0, nbytes)
     assert a.reserved_bytes == segment
 
 
-def test_best_fit_then_lowest_address() -> None:
-    a = make()
-    for number, size in enumerate((30, 24, 24, 40)):
-        a.allocate(number, size * M)  # a segment each: 118 MiB
-    for number in range(4):
-        a.free(number)
-    a.allocate(10, 23 * M)  # 24 is the smallest that fits; of the two the one at the lower address. Rest 1 MiB: kept.
-    assert layout(a) == [[("free", 30 * M)], [(10, 24 * M)], [("free", 24 * M)], [("free", 40 * M)]]
-    a.allocate(11, 25 * M)  # 30; the rest of 5 MiB is split off
-    assert layout(a)[0] == [(11, 25 * M), ("free", 5 * M)]
-    a.allocate(12, 4 * M)  # the rest of 5 MiB (smallest), again whole: 1 MiB over
-    assert layout(a)[0] == [(11, 25 * M), (12, 5 * M)]
-    assert figures(a) == (54 * M, 52 * M, 118 * M)
-
-
-def test_split_rules() -> None:
-    a = make()
-    a.allocate(0, 19 * M)  # 20 MiB segment; rest 1 MiB isn't above 1 MiB: not split
-    a.allocate(1, 19 * M - 512)  # rest 1 MiB + 512: split
-    assert layout(a) == [[(0, 20 * M)], [(1, 19 * M - 512), ("free", M + 512)]]
-    assert figures(a) == (39 * M - 512, 38 * M - 512, 40 * M)
-    b = make()
-    b.allocate(0, M - 512)
-    b.allocate(1, M)
-    assert layout(b) == [[(0, M - 512), (1, M), ("free", 512)]]
-    b.free(0)
-    b.allocate(2, M - 1024)  # small pool: a rest of 512 is split off
-    assert layout(b) == [[(2, M - 1024), ("free", 512), (1, M), ("free", 512)]]
-
-
-def test_free_merges_with_free_neighbours() -> None:
-    a = make()
-    for number in range(4):
-        a.allocate(number, 5 * M)  # the four fill one segment of 20 MiB
-    assert layout(a) == [[(0, 5 * M), (1, 5 * M), (2, 5 * M), (3, 5 * M)]]
-    assert a.inactive_split_bytes == 0
-    a.free(1)
-    assert a.inactive_split_bytes == 5 * M
-    a.free(3)
-    assert layout(a) == [[(0, 5 * M), ("free", 5 * M), (2, 5 * M), ("free", 5 * M)]]
-    assert a.inactive_split_bytes == 10 * M
-    a.free(2)  # with both sides
-    assert layout(a) == [[(0, 5 * M), ("free", 15 * M)]]
-    assert a.inactive_split_bytes == 15 * M
-    a.allocate(4, 6 * M)  # from the 15: 9 left
-    assert a.inactive_split_bytes == 9 * M
-    a.free(4)
-    a.free(0)
-    assert layout(a) == [[("free", 20 * M)]]
-    assert a.inactive_split_bytes == 0  # whole, so it could be released
-    assert a.peak_inactive_split_bytes == 15 * M
-    assert figures(a) == (0, 0, 20 * M)
-
-
-def test_segments_never_merge() -> None:
-    a = make()
-    a.allocate(0, 10 * M)
-    a.allocate(1, 10 * M)
-    a.free(0)
-    a.free(1)
-    a.allocate(2, 20 * M)  # 10 + 10 free, but in two segments
-    assert a.reserved_bytes == 40 * M
-
-
 # --- streams ---
-
-
-def test_blocks_stay_with_their_stream() -> None:
-    a = make()
-    a.allocate(0, 8 * M, stream=1)
-    a.free(0)
-    a.allocate(1, 8 * M, stream=2)  # the free 20 MiB belong to stream 1
-    assert a.reserved_bytes == 40 * M
-    a.allocate(2, 8 * M, stream=1)
-    assert a.reserved_bytes == 40 * M
-    assert [segment.stream for segment in a.snapshot()] == [1, 2]
 
 
 def test_a_block_used_on_other_streams_waits_for_their_events() -> None:
@@ -279,15 +149,6 @@ def test_a_waiting_block_does_not_merge() -> None:
     assert layout(a) == [[(2, 20 * M)]]
 
 
-def test_an_event_covers_what_was_freed_before_it_alone() -> None:
-    a = make()
-    a.allocate(0, 12 * M)
-    a.record_stream(0, 1)
-    a.synchronize(1)  # nothing waits yet
-    a.free(0)
-    assert layout(a) == [[("waiting", 12 * M)]]
-
-
 # --- max_split_size ---
 
 
@@ -304,33 +165,15 @@ def test_max_split_size() -> None:
     assert figures(a) == (92 * M, 72 * M + 512, 92 * M)
 
 
-def test_a_segment_as_large_as_max_split_size_is_oversize_once_it_is_whole() -> None:
-    a = make("max_split_size_mb:20")
-    a.allocate(0, 5 * M)  # a segment of 20, split
-    a.allocate(1, 5 * M)  # from the 15 left
-    assert a.reserved_bytes == 20 * M
+@pytest.mark.parametrize("bound", ["max_non_split_rounding_mb:30", "large_segment_size_mb:30"])
+def test_the_bound_on_rounding(bound: str) -> None:
+    a = make(f"max_split_size_mb:30,{bound}")
+    a.allocate(0, 70 * M)
     a.free(0)
-    a.free(1)
-    a.allocate(2, 5 * M)  # 20 >= 20: not taken
-    assert layout(a) == [[("free", 20 * M)], [(2, 5 * M), ("free", 15 * M)]]
-
-
-def test_max_non_split_rounding() -> None:
-    a = make("max_split_size_mb:20,max_non_split_rounding_mb:30")
-    a.allocate(0, 50 * M)
-    a.free(0)
-    a.allocate(1, 20 * M)  # 50 >= 20 + 30
-    assert a.reserved_bytes == 70 * M
-    a.allocate(2, 20 * M + 512)
-    assert figures(a) == (70 * M, 40 * M + 512, 70 * M)
-
-
-def test_the_bound_on_rounding_follows_the_large_segment() -> None:
-    a = make("max_split_size_mb:40,large_segment_size_mb:40")
-    a.allocate(0, 90 * M)
-    a.free(0)
-    a.allocate(1, 52 * M)  # 90 < 52 + 40
-    assert a.reserved_bytes == 90 * M
+    a.allocate(1, 40 * M)  # 70 >= 40 + 30
+    assert a.reserved_bytes == 110 * M
+    a.allocate(2, 40 * M + 512)
+    assert figures(a) == (110 * M, 80 * M + 512, 110 * M)
 
 
 def test_oversize_blocks_are_released_first() -> None:
@@ -417,22 +260,18 @@ def test_out_of_memory_says_what_and_how_to_help() -> None:
         make().allocate(0, 1 << 60)
 
 
-def test_the_remedy_names_fragments_that_would_hold_it() -> None:
-    a = make(capacity=60 * M)
+@pytest.mark.parametrize(
+    ("conf", "remedy"),
+    [("", "the fragments together would hold it: set exp"), ("expandable_segments:True", "smaller than a page")],
+)
+def test_the_remedy_is_one_that_would_help(conf: str, remedy: str) -> None:
+    a = make(conf, capacity=60 * M)
     for number in range(12):
         a.allocate(number, 5 * M)
     for number in range(0, 12, 2):
         a.free(number)  # 30 MiB free in pieces of 5
-    with pytest.raises(SimulatedOutOfMemoryError, match="the fragments together would hold it: set exp") as caught:
+    with pytest.raises(SimulatedOutOfMemoryError, match=f"30.00 MiB free in 6 fragments.*{remedy}"):
         a.allocate(20, 6 * M)
-    assert "30.00 MiB free in 6 fragments, the largest 5.00 MiB" in str(caught.value)
-    expandable = make("expandable_segments:True", capacity=60 * M)
-    for number in range(12):
-        expandable.allocate(number, 5 * M)
-    for number in range(0, 12, 2):
-        expandable.free(number)
-    with pytest.raises(SimulatedOutOfMemoryError, match="smaller than a page"):
-        expandable.allocate(20, 6 * M)
 
 
 def test_memory_fraction_limits_reserved_bytes() -> None:
@@ -453,44 +292,22 @@ def test_the_fraction_is_checked_with_the_segment_size_though_pages_are_smaller(
         a.allocate(2, 512)
 
 
-def test_the_fraction_counts_the_segment_and_not_the_request() -> None:
-    for conf in ("", ",expandable_segments:True"):
-        a = make("per_process_memory_fraction:0.5" + conf, capacity=64 * M)
-        a.allocate(0, 15 * M)  # a segment of 16, or a page of 20
-        with pytest.raises(SimulatedOutOfMemoryError):
-            a.allocate(1, 6 * M)  # 16 + 6 <= 32, 20 + 6 <= 32; but a segment of 20 counts
-
-
 # --- garbage collection ---
 
 
-def test_garbage_collection_releases_the_older_half() -> None:
-    # Allowed 100 MiB, collected above 60.
-    a = make("garbage_collection_threshold:0.6,per_process_memory_fraction:0.5", capacity=200 * M)
+@pytest.mark.parametrize(("threshold", "kept"), [(0.6, [[("free", 24 * M)]]), (0.3, [])])
+def test_garbage_collection_releases_the_older_half_until_enough(threshold: float, kept: list[Any]) -> None:
+    a = make(f"garbage_collection_threshold:{threshold},per_process_memory_fraction:0.5", capacity=200 * M)
     for number, size in enumerate((20, 24, 28)):
         a.allocate(number, size * M)  # searches 1, 2, 3 of the large pool; 72 reserved
     a.free(0)
     a.free(1)  # both became free at 3 searches
     a.allocate(3, 24 * M)  # search 4: takes the 24
     a.free(3)  # free since search 4
-    # Search 5. No block of 30. 72 > 60: ages 5 - 3 = 2 (20 MiB), 5 - 4 = 1 (24 MiB); mean 1.5. The 20 goes and is
-    # enough for 72 - 60 = 12. Then 52 + 30 = 82 <= 100.
+    # Search 5. No block of 30. 72 is above 60 or 30 % of 100 MiB: ages 5 - 3 = 2 (20 MiB), 5 - 4 = 1 (24 MiB); mean
+    # 1.5. The 20 goes and is enough for 72 - 60 = 12. For 72 - 30 = 42, the mean age is then that of the 24, too.
     a.allocate(4, 30 * M)
-    assert layout(a) == [[("free", 24 * M)], [(2, 28 * M)], [(4, 30 * M)]]
-    assert a.reserved_bytes == 82 * M
-
-
-def test_garbage_collection_goes_on_until_enough() -> None:
-    a = make("garbage_collection_threshold:0.3,per_process_memory_fraction:0.5", capacity=200 * M)
-    for number, size in enumerate((20, 24, 28)):
-        a.allocate(number, size * M)
-    a.free(0)
-    a.free(1)
-    a.allocate(3, 24 * M)
-    a.free(3)
-    # As above, but the target is 72 - 30 = 42: after the 20, the mean age is that of the 24, which goes too.
-    a.allocate(4, 30 * M)
-    assert layout(a) == [[(2, 28 * M)], [(4, 30 * M)]]
+    assert layout(a) == [*kept, [(2, 28 * M)], [(4, 30 * M)]]
 
 
 def test_no_garbage_collection_without_a_fraction_or_below_the_threshold() -> None:
@@ -526,19 +343,6 @@ def test_expandable_segments_grow_by_pages() -> None:
     assert layout(a)[1][3:] == [(4, 100 * M), ("free", 512)]
     assert a.inactive_split_bytes == 0  # they don't count
     assert [segment.expandable for segment in a.snapshot()] == [True, True]
-
-
-def test_expandable_segments_are_one_per_pool_and_stream() -> None:
-    a = make("expandable_segments:True")
-    for number, stream in enumerate((0, 0, 1)):
-        a.allocate(number, 30 * M, stream)  # 40; 10 + 20; 40
-    assert [(s.stream, s.size_bytes) for s in a.snapshot()] == [(0, 60 * M), (1, 40 * M)]
-
-
-def test_large_segment_size_is_the_page() -> None:
-    a = make("expandable_segments:True,large_segment_size_mb:12")
-    a.allocate(0, 13 * M)
-    assert a.reserved_bytes == 24 * M
 
 
 def test_expandable_best_fit_counts_the_room_behind() -> None:
@@ -596,14 +400,6 @@ def test_pages_move_to_where_they_are_needed() -> None:
     assert a.reserved_bytes == 60 * M
 
 
-def test_expandable_segments_avoid_the_fragments_that_segments_leave() -> None:
-    # Growing sizes, each freed before the next: segments of every size stay behind.
-    events = [event for n in range(20) for event in ((n, (20 + 2 * n) * M), (n, -1))]
-    plain, expandable = replay(events), replay(events, AllocatorSettings(expandable_segments=True))
-    assert plain.peak_reserved_bytes == sum(20 + 2 * n for n in range(20)) * M
-    assert expandable.peak_reserved_bytes == 60 * M  # 58 in pages of 20
-
-
 def test_max_split_size_holds_with_expandable_segments() -> None:
     a = make("expandable_segments:True,max_split_size_mb:20")
     a.allocate(0, 40 * M)
@@ -614,19 +410,6 @@ def test_max_split_size_holds_with_expandable_segments() -> None:
 
 
 # --- empty_cache, wrong calls ---
-
-
-def test_empty_cache_releases_unused_segments_of_all_streams() -> None:
-    a = make()
-    a.allocate(0, 5 * M)
-    a.allocate(1, 30 * M, stream=1)
-    a.allocate(2, 512)
-    a.record_stream(1, 0)
-    a.free(1)
-    a.free(2)
-    a.empty_cache()  # waits for the event too
-    assert layout(a) == [[(0, 5 * M), ("free", 15 * M)]]
-    assert figures(a) == (5 * M, 5 * M, 20 * M)
 
 
 def test_wrong_calls() -> None:
@@ -765,27 +548,19 @@ def test_settings_from_string() -> None:
 @pytest.mark.parametrize(
     ("text", "again"),
     [
-        ("", ""),
         ("max_split_size_mb:128,expandable_segments:True", "expandable_segments:True,max_split_size_mb:128"),
         ("garbage_collection_threshold:0.8,per_process_memory_fraction:0.9", None),
         ("large_segment_size_mb:40,max_non_split_rounding_mb:50,max_split_size_mb:60", None),
-        ("roundup_power2_divisions:8", None),
         ("expandable_segments:False,roundup_power2_divisions:1", ""),
-        (
-            "roundup_power2_divisions:[64:8,256:4,>:1]",
-            "roundup_power2_divisions:[1:8,2:8,4:8,8:8,16:8,32:8,64:8,128:1,256:4,"
-            "512:1,1024:1,2048:1,4096:1,8192:1,16384:1,32768:1]",
-        ),
+        ("roundup_power2_divisions:[1:8,2:8,4:4,>:1]", "roundup_power2_divisions:[1:8,2:8,4:4,8:1,16:1,32:1,64:1,"
+            "128:1,256:1,512:1,1024:1,2048:1,4096:1,8192:1,16384:1,32768:1]"),
     ],
-)
+)  # fmt: skip
 def test_settings_as_text(text: str, again: str | None) -> None:
     settings = AllocatorSettings.from_string(text)
     assert settings.to_string() == (text if again is None else again)
     read = AllocatorSettings.from_string(settings.to_string())
     assert [max(n, 1) for n in read.divisions] == [max(n, 1) for n in settings.divisions]
-    assert dataclasses.replace(read, roundup_power2_divisions=0) == dataclasses.replace(
-        settings, roundup_power2_divisions=0
-    )
 
 
 # What torch 2.13's own parser makes of them (AcceleratorAllocatorConfig::roundup_power2_divisions of 1 MiB ... 32 GiB).
@@ -793,10 +568,8 @@ def test_settings_as_text(text: str, again: str | None) -> None:
     ("text", "wanted"),
     [
         ("8", (8,) * 16),
-        ("1", (1,) * 16),
         ("[256:1,512:2,1024:4,>:8]", (1,) * 9 + (2, 4) + (8,) * 5),
         ("[64:8,256:4,>:1]", (8,) * 7 + (0, 4) + (1,) * 7),
-        ("[512:4,256:2]", (4,) * 8 + (2, 4) + (0,) * 6),
         ("[262144:2,>:4]", (2,) * 16),
         ("[>:2,256:4]", (4,) * 9 + (2,) * 7),
     ],
@@ -807,42 +580,27 @@ def test_divisions_as_torch_reads_them(text: str, wanted: tuple[int, ...]) -> No
 
 def test_divisions_as_a_mapping() -> None:
     assert AllocatorSettings(roundup_power2_divisions={64 * M: 8, 256 * M: 4}).divisions == (8,) * 7 + (0, 4) + (0,) * 7
-    assert AllocatorSettings(roundup_power2_divisions=8).divisions == (8,) * 16
-    settings = AllocatorSettings(roundup_power2_divisions={M: 2})
-    assert dataclasses.replace(settings, expandable_segments=True).divisions == settings.divisions
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("max_split_size_mb:19", "max_split_size_bytes=19922944 must be an integer of at least large_segment_bytes"),
-        ("large_segment_size_mb:40,max_split_size_mb:30", "at least large_segment_bytes"),
-        ("max_non_split_rounding_mb:10", "at least large_segment_bytes"),
         ("large_segment_size_mb:10", "above 10485760"),
         ("roundup_power2_divisions:3", "power of two"),
         ("roundup_power2_divisions:0", "refused by PyTorch"),
         ("roundup_power2_divisions:[100:2]", "size 100 must be a power of two"),
-        ("roundup_power2_divisions:[256:3]", "power of two"),
-        ("roundup_power2_divisions:[256:2", "in brackets"),
-        ("roundup_power2_divisions:256:2]", "in brackets"),
-        ("roundup_power2_divisions:[256]", "size:divisions"),
         ("roundup_power2_divisions:[256:2]x", "in brackets"),
+        ("roundup_power2_divisions:[256]", "size:divisions"),
         ("garbage_collection_threshold:1.0", "above 0 and below 1"),
-        ("garbage_collection_threshold:0", "above 0 and below 1"),
         ("garbage_collection_threshold:nan", "above 0 and below 1"),
         ("garbage_collection_threshold:half", "must be a number"),
         ("per_process_memory_fraction:1.5", "a number from 0 to 1"),
         ("expandable_segments:true", "must be True or False"),
-        ("expandable_segments", "name:value"),
         ("expandable_segments=True", "name:value"),
-        ("max_split_size_mb:", "name:value"),
-        ("max_split_size_mb:128MB", "whole number"),
-        ("max_split_size_mb:-1", "whole number"),
         ("max_split_size_mb:128 expandable_segments:True", "whole number"),
-        (",expandable_segments:True", "name:value"),
         ("nonsense:3", "unknown allocator setting 'nonsense'.*max_split_size_mb"),
         ("backend:cudaMallocAsync", "isn't modelled"),
-        ("throw_on_cudamalloc_oom:True", "isn't modelled"),
     ],
 )
 def test_settings_errors(text: str, message: str) -> None:
@@ -855,9 +613,7 @@ def test_settings_errors(text: str, message: str) -> None:
     [
         {"expandable_segments": 1},
         {"max_split_size_bytes": 30.5 * M},
-        {"large_segment_bytes": 20 * M + 1},
         {"roundup_power2_divisions": {M + 1: 2}},
-        {"roundup_power2_divisions": {512 * K: 2}},
         {"roundup_power2_divisions": (1, 2)},
         {"roundup_power2_divisions": -2},
         {"garbage_collection_threshold": True},
@@ -867,8 +623,6 @@ def test_settings_errors(text: str, message: str) -> None:
 def test_settings_refuse_other_values(values: dict[str, Any]) -> None:
     with pytest.raises(InvalidInputError):
         AllocatorSettings(**values)
-    with pytest.raises(InvalidInputError, match="must be text"):
-        AllocatorSettings.from_string(3)  # type: ignore[arg-type]
 
 
 # --- replay ---
@@ -885,20 +639,12 @@ def test_replay_gives_figures_after_each_event() -> None:
     assert found.peak_reserved_bytes == 18 * M
 
 
-def test_a_trace_on_two_streams() -> None:
+def test_replays_of_nothing_of_two_streams_and_of_too_much() -> None:
+    assert replay([]).reserved_bytes.shape == (0,)
+    assert replay([(0, 0), (0, -1)]).peak_reserved_bytes == 0
     events = [(0, 20 * M), (0, -1), (1, 20 * M), (1, -1), (2, 20 * M)]
     assert replay(events).peak_reserved_bytes == 20 * M
     assert replay(events, streams={1: 3}).peak_reserved_bytes == 40 * M
-
-
-def test_replay_of_nothing() -> None:
-    found = replay([])
-    assert found.reserved_bytes.shape == (0,)
-    assert found.peak_reserved_bytes == 0
-    assert replay([(0, 0), (0, -1)]).peak_reserved_bytes == 0
-
-
-def test_replay_errors() -> None:
     with pytest.raises(SimulatedOutOfMemoryError, match=r"100\.00 MiB requested"):
         replay([(0, M), (1, 100 * M)], capacity_bytes=50 * M)
     with pytest.raises(InvalidInputError, match="-3 bytes"):
@@ -921,7 +667,7 @@ def test_what_an_event_takes_does_not_grow_with_their_number() -> None:
                 events.append((live.pop(int(rng.integers(len(live)))), -1))
         return calls_in(lambda: replay(events))
 
-    assert calls(16_000) < 10 * calls(2_000)
+    assert calls(4_000) < 10 * calls(500)
 
 
 # --- properties ---
@@ -998,11 +744,13 @@ def check(a: CachingAllocator) -> None:
         assert a.reserved_bytes <= a.capacity_bytes
 
 
+@settings(max_examples=40)
 @given(STEPS, st.sampled_from(CONFS), st.sampled_from([60 * M, 200 * M, 10 * G]))
 def test_state_is_sound_after_every_call(steps: list[tuple[str, int, int]], conf: str, capacity: int) -> None:
     a = make(conf, capacity)
     live: list[int] = []
     failed = False
+    most_inactive = 0
     for number, (call, value, stream) in enumerate(steps):
         if call == "allocate":
             fits = fitting(a, value, stream)
@@ -1030,6 +778,8 @@ def test_state_is_sound_after_every_call(steps: list[tuple[str, int, int]], conf
         else:
             run([(call, value, stream)], a, live, number)
         check(a)
+        most_inactive = max(most_inactive, a.inactive_split_bytes)
+    assert a.peak_inactive_split_bytes >= most_inactive
     for block in live:
         a.free(block)
     a.empty_cache()
@@ -1068,6 +818,7 @@ def fitting(a: CachingAllocator, nbytes: int, stream: int) -> list[tuple[int, in
     return found if allowed else []
 
 
+@settings(max_examples=20)
 @given(STEPS, STEPS, st.sampled_from(["", "expandable_segments:True", "max_split_size_mb:20"]))
 def test_a_restored_state_goes_on_as_the_first_would_have(
     before: list[tuple[str, int, int]], after: list[tuple[str, int, int]], conf: str
@@ -1147,6 +898,7 @@ class PlainAllocator:
             return
 
 
+@settings(max_examples=40)
 @given(st.lists(st.tuples(st.booleans(), SIZES, st.integers(0, 100)), max_size=80))
 def test_a_plain_list_search_does_the_same(steps: list[tuple[bool, int, int]]) -> None:
     a, plain, live = make(), PlainAllocator(), []
@@ -1163,13 +915,3 @@ def test_a_plain_list_search_does_the_same(steps: list[tuple[bool, int, int]]) -
             [("free" if owner is None else owner, size) for size, owner in blocks] for _, blocks in plain.segments
         ]
         assert layout(a) == wanted
-
-
-@given(st.lists(SIZES, min_size=1, max_size=40))
-def test_expandable_segments_waste_less_than_two_pages_while_nothing_is_freed(sizes: list[int]) -> None:
-    # Requests then follow each other without gaps: one page at most is begun per pool. (With frees no such bound holds:
-    # a request may need pages while pieces lie free below.)
-    found = replay(list(enumerate(sizes)), AllocatorSettings(expandable_segments=True))
-    assert found.reserved_bytes[-1] - found.allocated_bytes[-1] < 22 * M
-    plain = replay(list(enumerate(sizes)))
-    assert found.allocated_bytes[-1] <= plain.allocated_bytes[-1]  # never a rest that isn't split off

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
-import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.checkpoint
-from equal_layers import DEPTH, FORWARDS, Layers
+from equal_layers import DEPTH, Layers, later_ones_share, one_is_held
 from measured_phases import measure_phases
 from small_models import Transformer, build, plan_of
 from torch import nn
@@ -32,37 +31,13 @@ from ckptplan.training.step import make_step
 
 TRAINING = ["loaded", "forward", "backward", "optimizer", "forward 2", "backward 2", "optimizer 2"]
 
-MODELS = [
-    "conv_norm", "tied", "unet", "nested", "shared", "recurrent", "views", "low_rank", "custom_function",
-    "complex_valued",
-]  # fmt: skip
-"""One for each way of saving tensors; `tied` is a Transformer, and the optimizers' tests are of an MLP."""
-
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
-    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-    "momentum by lists": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
-    "momentum fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
-    "rmsprop": torch.optim.RMSprop,
-    "adagrad": torch.optim.Adagrad,
-    "amsgrad": lambda p: torch.optim.Adam(p, amsgrad=True),
-    "adamw by lists": lambda p: torch.optim.AdamW(p, foreach=True),
-    "adamw fused": lambda p: torch.optim.AdamW(p, fused=True),
-    "adafactor": torch.optim.Adafactor,
-    "nadam by lists": lambda p: torch.optim.NAdam(p, foreach=True),
-}
-"""One for each implementation of an update; AdamW by a loop is in the test of the models, and Adam is AMSGrad's."""
+MODELS = ["conv_norm", "tied", "nested", "recurrent", "views", "custom_function", "complex_valued"]
+"""One for each way of saving tensors; `tied` is a Transformer."""
 
 
 def transformer(depth: int, *, tied: bool = False) -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)
     return Transformer(depth, tied=tied).train(), torch.randint(0, 50, (4, 32))
-
-
-@functools.cache
-def of_the_mlp(optimizer: str, device: str | None = None) -> ckptplan.Estimate:
-    """What several tests compare with."""
-    return estimate(*build("mlp"), optimizer=optimizer, device=device)
 
 
 def assert_measured(found: ckptplan.Estimate, model: nn.Module, inputs: Any, optimizer: Any, **how: Any) -> None:
@@ -86,44 +61,19 @@ def test_every_phase_is_what_the_allocator_counts(name: str) -> None:
     assert_measured(found, model, inputs, torch.optim.AdamW(model.parameters(), foreach=False))
 
 
-@pytest.mark.parametrize("how", OPTIMIZERS)
-def test_every_optimizer_s_state_and_temporaries(how: str) -> None:
-    torch.manual_seed(0)
-    model, inputs = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)), torch.randn(32, 64)
-    found = estimate(model, inputs, optimizer=OPTIMIZERS[how])
-    assert_measured(found, model, inputs, OPTIMIZERS[how](model.parameters()))
-
-
-PLANNED: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
-    "conv_norm": lambda: build("conv_norm"),
-    "transformer": lambda: transformer(2),
-    "unet": lambda: build("unet"),
-}
-
-
-@functools.cache
-def profiled(name: str) -> ckptplan.Profile:
-    return ckptplan.profile(*PLANNED[name](), menus=False)
-
-
-@pytest.mark.parametrize("action", ["swap", "recompute"])
-@pytest.mark.parametrize("name", PLANNED)
+@pytest.mark.parametrize(
+    ("name", "action"),
+    [("transformer", "keep"), ("conv_norm", "recompute"), ("transformer", "recompute"), ("unet", "swap")],
+)
 def test_plans(name: str, action: Any) -> None:
-    model, inputs = PLANNED[name]()
-    measured = profiled(name)
+    model, inputs = transformer(2) if name == "transformer" else build(name)
+    measured = ckptplan.profile(model, inputs, menus=False)
     plan = plan_of(measured, [action] * len(measured.stages))
     found = estimate(model, inputs, plan=plan, optimizer="momentum")
     with ckptplan.apply(model, plan):
         assert_measured(found, model, inputs, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
-
-
-@pytest.mark.parametrize("name", PLANNED)
-def test_a_plan_that_keeps_everything_needs_what_is_estimated(name: str) -> None:
-    model, inputs = PLANNED[name]()
-    found = estimate(model, inputs)
-    assert_measured(found, model, inputs, None)
-    plan = plan_of(profiled(name), ["keep"] * len(profiled(name).stages))
-    assert plan.peak_bytes == estimate(model, inputs, plan=plan).peak_bytes == found.peak_bytes
+    if action == "keep":
+        assert plan.peak_bytes == estimate(model, inputs, plan=plan).peak_bytes == estimate(model, inputs).peak_bytes
 
 
 class Numbers(nn.Module):
@@ -179,23 +129,6 @@ def test_accumulation_adds_to_gradients_that_are_there() -> None:
     assert twice.phase("backward, accumulating").end_bytes == once.phase("backward").end_bytes
 
 
-def test_an_optimizer_with_state_has_it_from_the_start() -> None:
-    model, inputs = build("mlp")
-    optimizer = torch.optim.Adam(model.parameters())
-    fresh = estimate(model, inputs, optimizer=optimizer)
-    make_step(model, Training(inputs)).forward()[1].backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    resumed = estimate(model, inputs, optimizer=optimizer)
-    assert resumed.phase("loaded").end_bytes == fresh.phase("forward 2").start_bytes - inputs_bytes(inputs)
-    assert resumed.peak_bytes == fresh.peak_bytes
-    assert resumed.phase("forward").peak_bytes == fresh.phase("forward 2").peak_bytes
-
-
-def inputs_bytes(inputs: Any) -> int:
-    return sum(t.untyped_storage().nbytes() for t in torch.utils._pytree.tree_leaves(inputs))
-
-
 def test_categories_add_up_in_every_phase() -> None:
     model, inputs = build("unet")
     for device in (None, "a100-40gb"):
@@ -218,40 +151,22 @@ def test_categories_add_up_in_every_phase() -> None:
 
 
 def test_what_is_alive_says_where_it_is_from() -> None:
-    model = nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 64))
-    found = estimate(model, torch.randn(4096, 64), optimizer="sgd")
-    largest = found.alive[0]
-    assert largest.nbytes == 4096 * 512 * 4
-    assert largest.category == "saved activations"
-    assert largest.shape == (4096, 512)
-    assert largest.dtype == "float32"
-    assert largest.module in ("0", "1")
-    assert any(t.name == "0.weight" and t.category == "weights" for t in found.alive)
-
-
-def test_the_line_of_the_model_s_code() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layer = nn.Linear(8, 8)
+            self.layer = nn.Sequential(nn.Linear(64, 512), nn.Tanh())
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.layer(x).exp().sin().sum()
 
-    found = estimate(Model(), torch.randn(1000, 8))
+    found = estimate(Model(), torch.randn(4096, 64), optimizer="sgd")
+    largest = found.alive[0]
+    assert (largest.category, largest.shape, largest.dtype) == ("saved activations", (4096, 512), "float32")
+    assert largest.nbytes == 4096 * 512 * 4
+    assert any(t.module == "layer.1" and t.category == "saved activations" for t in found.alive)
+    assert any(t.name == "layer.0.weight" and t.category == "weights" for t in found.alive)
     line = Model.forward.__code__.co_firstlineno + 1
     assert any(t.op == "aten.exp" and t.line.endswith(f"test_estimate.py:{line}") for t in found.alive)
-
-
-@pytest.mark.parametrize("view", [False, True])
-def test_ddp_buckets(view: bool) -> None:
-    model, inputs = build("mlp")
-    plain = of_the_mlp("sgd")
-    found = estimate(model, inputs, optimizer="sgd", ddp=DDP(gradient_as_bucket_view=view))
-    gradients = sum(p.numel() * p.element_size() for p in model.parameters())
-    assert found.phase("loaded").end_bytes == plain.phase("loaded").end_bytes + gradients
-    after = plain.phase("backward").end_bytes + (0 if view else gradients)
-    assert found.phase("backward").end_bytes == after
 
 
 def test_ddp_fills_its_buckets_in_reverse() -> None:
@@ -260,14 +175,6 @@ def test_ddp_fills_its_buckets_in_reverse() -> None:
         p.requires_grad_()
     # From the last: 100 and 300,000 numbers reach the first bucket's 2**20 bytes; the rest fits the next.
     assert DDP().buckets(sizes) == [4 * 300_100, 4 * 201_000]
-
-
-def test_a_checkpoint_loaded_onto_the_device_counts_twice() -> None:
-    model, inputs = build("conv_norm")
-    plain = estimate(model, inputs)
-    found = estimate(model, inputs, checkpoint_on_device=True)
-    held = plain.phase("loaded").end_bytes
-    assert all(a.peak_bytes == b.peak_bytes + held for a, b in zip(found.phases[:-1], plain.phases[:-1], strict=True))
 
 
 def test_a_device_that_is_not_here_and_a_model_without_memory() -> None:
@@ -362,8 +269,8 @@ def test_repeated_layers_are_written_out_exactly(monkeypatch: pytest.MonkeyPatch
         made = [Residual(1e-5 if k % 2 else 1e-6) for k in range(n)]  # two kinds in turn
         return nn.Sequential(nn.Linear(16, 32), *made, nn.Linear(32, 8))
 
-    model, x = layers(12), torch.randn(4, 10, 16)
-    assert unfolding.find_runs(model) == [unfolding.Run("", 1, 12, 2, kept=4)]
+    model, x = layers(10), torch.randn(4, 10, 16)
+    assert unfolding.find_runs(model) == [unfolding.Run("", 1, 10, 2, kept=4)]
     folded = estimate(model, x, optimizer="adamw", fsdp=fsdp)
     monkeypatch.setattr(unfolding, "find_runs", lambda model: [])
     full = estimate(model, x, optimizer="adamw", fsdp=fsdp)
@@ -373,102 +280,54 @@ def test_repeated_layers_are_written_out_exactly(monkeypatch: pytest.MonkeyPatch
     assert plain[0] == plain[1]
 
 
-def test_the_number_of_operations_of_backward_does_not_grow_with_depth(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckptplan.profiling.bytes.tracker import Tracker
-
-    count = 0
-    original = Tracker.operation
-
-    def counting(self: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal count
-        count += self._in_backward
-        return original(self, *args, **kwargs)
-
-    monkeypatch.setattr(Tracker, "operation", counting)
-    counts = []
-    for depth in (6, 12):
-        count = 0
-        model = nn.Sequential(*(Residual() for _ in range(depth)))
-        estimate(model, torch.randn(2, 8, 32))
-        counts.append(count)
-    assert counts[0] == counts[1]
+def through_a_list(model: Any, x: torch.Tensor) -> torch.Tensor:
+    for layer in model.same:
+        x = layer(x)
+    return x
 
 
-def test_layers_that_differ_are_not_folded() -> None:
-    class Growing(nn.Module):
-        """Keeps every layer's output alive, and reads the list that grows with the layers."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            seen = [x]
-            for layer in self.layers:
-                seen.append(layer(torch.cat(seen).mean(0, keepdim=True) + x).tanh())
-            return torch.stack(seen).sum()
-
-    model, x = Growing(), torch.randn(50, 16)
-    assert unfolding.find_runs(model)
-    found = estimate(model, x, optimizer="sgd")
-    assert_measured(found, model, x, torch.optim.SGD(model.parameters(), lr=0.1))
+def listed() -> nn.Module:
+    model = Layers(through_a_list)
+    model.same = list(model.layers)
+    return model
 
 
-def assert_as_without_folding(model: nn.Module, x: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+def far_weights_shared() -> nn.Module:
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(8)))
+    model[7].weight = model[2].weight
+    return model
+
+
+class Late(nn.Module):
+    """A layer that knows its place."""
+
+    def __init__(self, layer_idx: int) -> None:
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        return x.sin() if self.layer_idx >= 5 else x
+
+
+UNLIKE: dict[str, Callable[[], nn.Module]] = {
+    **{forward.__name__: functools.partial(Layers, forward) for forward in (one_is_held, later_ones_share)},
+    "list": listed,
+    "shared weights": far_weights_shared,
+    "places": lambda: nn.Sequential(*map(Late, range(DEPTH))),
+}
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_layers_that_differ_are_not_folded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = UNLIKE[name](), torch.randn(50, 16)
     assert unfolding.find_runs(model)
     folded = estimate(model, x, optimizer="sgd")
     monkeypatch.setattr(unfolding, "find_runs", lambda model: [])
     full = estimate(model, x, optimizer="sgd")
     assert folded.phases == full.phases
     assert folded.saved_bytes == full.saved_bytes
-
-
-@pytest.mark.parametrize("forward", FORWARDS)
-def test_a_forward_may_treat_a_layer_specially(
-    forward: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert_as_without_folding(Layers(forward), torch.randn(50, 16), monkeypatch)
-
-
-def test_layers_that_a_plain_list_holds_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    def through_the_list(model: Any, x: torch.Tensor) -> torch.Tensor:
-        for layer in model.same:
-            x = layer(x)
-        return x
-
-    model = Layers(through_the_list)
-    model.same = list(model.layers)
-    assert_as_without_folding(model, torch.randn(50, 16), monkeypatch)
-    assert all(p.grad is None for p in model.parameters())
-
-
-def test_weights_shared_between_far_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(8)))
-    model[7].weight = model[2].weight
-    assert_as_without_folding(model, torch.randn(50, 16), monkeypatch)
-
-
-def test_layers_that_know_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Late(nn.Module):
-        def __init__(self, layer_idx: int) -> None:
-            super().__init__()
-            self.layer_idx = layer_idx
-            self.linear = nn.Linear(16, 16)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.linear(x)
-            return x.sin() if self.layer_idx >= 5 else x
-
-    assert_as_without_folding(nn.Sequential(*map(Late, range(DEPTH))), torch.randn(50, 16), monkeypatch)
-
-
-def test_a_random_path_is_taken_as_the_generator_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    def some_layers(model: Any, x: torch.Tensor) -> torch.Tensor:
-        for layer in model.layers:
-            x = layer(x).sin() if torch.rand(()).item() < 0.5 else layer(x)
-        return x
-
-    assert_as_without_folding(Layers(some_layers), torch.randn(50, 16), monkeypatch)
 
 
 class Scaled(torch.autograd.Function):
@@ -513,16 +372,8 @@ def test_parameters_without_a_gradient_get_no_state() -> None:
     assert_measured(found, model, x, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
 
 
-@pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
-def test_autograd_may_be_off_outside(without: Any) -> None:
-    model, x = build("mlp")
-    expected = of_the_mlp("adamw")
-    with without():
-        assert estimate(model, x, optimizer="adamw").phases == expected.phases
-
-
-def test_two_threads_at_once() -> None:
-    expected = {device: of_the_mlp("adamw", device).phases for device in (None, "t4")}
+def test_two_threads_at_once_and_autograd_off_outside() -> None:
+    expected = {device: estimate(*build("mlp"), optimizer="adamw", device=device).phases for device in (None, "t4")}
     found = {}
 
     def work(device: Any) -> None:
@@ -534,6 +385,9 @@ def test_two_threads_at_once() -> None:
     for thread in threads:
         thread.join()
     assert found == expected
+    model, x = build("mlp")
+    with torch.inference_mode():
+        assert estimate(model, x, optimizer="adamw").phases == expected[None]
 
 
 def test_parameters_that_the_model_does_not_list_keep_their_gradients() -> None:
@@ -604,24 +458,16 @@ def test_the_reserved_peak_is_what_solve_compares_with_the_budget() -> None:
     assert "reserved" in str(plan)
 
 
-def test_budgets_of_a_device_that_is_not_here_are_in_reserved_bytes() -> None:
+def test_the_smallest_budget_of_a_device_that_is_not_here_is_in_reserved_bytes() -> None:
     model, x = on_meta()
     how: dict[str, Any] = {"inputs": x, "optimizer": "adamw", "device": "h100", "time_limit_s": 0.2, "menus": False}
-    # Both workspaces of cuBLAS, 32 MiB each on this device, are part of what is reserved and not of the chain.
-    kept = estimate(model, x, optimizer="adamw", device="h100").reserved_bytes
-    plan = ckptplan.solve(model, 0.92 * kept / 2**30, **how)
-    assert plan.reserved_bytes is not None
-    assert plan.reserved_bytes <= 0.92 * kept
     with pytest.raises(ckptplan.InfeasibleBudgetError) as caught:
-        ckptplan.solve(model, 0.1 * kept / 2**30, **how)
+        ckptplan.solve(model, 0.1, **how)
     assert caught.value.min_peak_bytes > caught.value.budget_bytes
+    # Both workspaces of cuBLAS, 32 MiB each on this device, are part of what is reserved and not of the chain.
     works = ckptplan.solve(model, caught.value.min_peak_bytes / 2**30, **how)
     assert works.reserved_bytes is not None
     assert works.reserved_bytes <= caught.value.min_peak_bytes
-    plans = ckptplan.frontier(model, points=4, **{**how, "time_limit_s": 2})
-    assert len(plans) > 1
-    assert all(p.reserved_bytes is not None and p.reserved_bytes <= p.budget_bytes for p in plans)
-    assert all(a.step_s > b.step_s for a, b in itertools.pairwise(plans))
 
 
 def test_a_plan_for_another_device_is_checked_on_arrival(tmp_path: Any) -> None:
@@ -660,9 +506,7 @@ def test_a_plan_for_another_device_is_checked_on_arrival(tmp_path: Any) -> None:
         ({"device": "no-such.json"}, "no-such.json"),
         ({"device": "cuda"}, "model is on"),
         ({"amp": "float8"}, "float16"),
-        ({"amp": torch.float64}, "float16"),
         ({"optimizer": "adamx"}, "adamw"),
-        ({"optimizer": 3}, "int"),
         ({"optimizer": nn.Linear}, "nn.Linear|Linear"),
         ({"accumulation_steps": 0}, "accumulation_steps=0"),
         ({"allocator": "expandable_segments:True"}, "CPU"),
@@ -674,13 +518,8 @@ def test_bad_input(arguments: dict[str, Any], says: str) -> None:
     model, inputs = build("mlp")
     with pytest.raises(InvalidInputError, match=says):
         estimate(model, inputs, **arguments)
-
-
-def test_a_model_on_meta_needs_a_device() -> None:
-    with torch.device("meta"):
-        model = nn.Linear(4, 4)
     with pytest.raises(InvalidInputError, match="meta"):
-        estimate(model, torch.zeros(2, 4))
+        estimate(nn.Linear(4, 4, device="meta"), torch.zeros(2, 4))
 
 
 def test_json_and_table(tmp_path: Any) -> None:
@@ -705,9 +544,7 @@ def test_nothing_is_left_behind() -> None:
         return sum(type(o) is FakeTensor for o in gc.get_objects())
 
     model, inputs = transformer(1)
-    estimate(model, inputs, optimizer="sgd")
     before = left()
-    for _ in range(2):
-        estimate(model, inputs, optimizer="adamw")
-        ckptplan.profile(model, inputs)
+    estimate(model, inputs, optimizer="adamw")
+    ckptplan.profile(model, inputs, menus=False)
     assert left() <= before
