@@ -20,7 +20,7 @@ from torch.optim import optimizer as _of_optimizers
 from ckptplan.state.cells import Tables, plain_attributes
 from ckptplan.state.flags import flags, set_flags
 from ckptplan.state.modes import Stacks
-from ckptplan.tensors.private import innermost
+from ckptplan.tensors.private import saved_tensors_hooks
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -122,7 +122,7 @@ def _nesting() -> int:
 def _pop_saved_hooks() -> list[tuple[Any, Any]]:
     """Remove all hooks on saved tensors and return them, the innermost first."""
     found = []
-    while (pair := innermost(True)) is not None:
+    while (pair := saved_tensors_hooks(True)) is not None:
         found.append(pair)
         _autograd._pop_saved_tensors_default_hooks()
     return found
@@ -130,7 +130,7 @@ def _pop_saved_hooks() -> list[tuple[Any, Any]]:
 
 def _saved_hooks() -> list[tuple[Any, Any]]:
     """Return the hooks on saved tensors, the innermost last."""
-    if innermost(True) is None:
+    if saved_tensors_hooks(True) is None:
         return []
     found = _pop_saved_hooks()[::-1]
     for pair in found:

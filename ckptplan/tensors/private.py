@@ -7,7 +7,6 @@ that has lost one is refused when this module is imported.
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable
 from typing import Any, TypeGuard
 
 import torch
@@ -36,7 +35,6 @@ OF_ONE_FILE = (
     "_C._autograd._saved_tensors_hooks_enable",
     "_C._autograd._saved_tensors_hooks_get_disabled_error_message",
     "_C._autograd._saved_tensors_hooks_is_enabled",
-    "_C._autograd._top_saved_tensors_default_hooks",
     "_C._dispatch_has_kernel_for_dispatch_key",
     "_C._dynamo.eval_frame.get_eval_frame_callback",
     "_C._dynamo.eval_frame.set_eval_frame",
@@ -96,6 +94,7 @@ try:
     from torch._C import _len_torch_dispatch_stack as dispatch_modes
     from torch._C import _len_torch_function_stack as function_modes
     from torch._C._autograd import _get_sequence_nr as next_sequence_number  # type: ignore[attr-defined]
+    from torch._C._autograd import _top_saved_tensors_default_hooks as saved_tensors_hooks  # type: ignore[attr-defined]
     from torch._ops import OpOverload, OpOverloadPacket
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.nn.modules.batchnorm import _NormBase as NormBase
@@ -127,16 +126,10 @@ __all__ = [
     "is_traceable_wrapper_subclass",
     "neg_view",
     "next_sequence_number",
+    "saved_tensors_hooks",
 ]
 
 
 def is_fake(value: Any) -> TypeGuard[FakeTensor]:
     """Whether a value is a fake tensor."""
     return isinstance(value, FakeTensor)
-
-
-Pack = Callable[[torch.Tensor], Any]
-Unpack = Callable[[Any], torch.Tensor]
-
-innermost: Callable[[bool], tuple[Pack, Unpack] | None] = torch._C._autograd._top_saved_tensors_default_hooks
-"""Return the saved-tensor hooks that autograd would call now, None without any; its argument is always False."""

@@ -20,7 +20,7 @@ from ckptplan.runtime.recompute.selective import Selection
 from ckptplan.runtime.swap.packing import Held, Packing, unpack
 from ckptplan.runtime.swap.session import SwapSession
 from ckptplan.runtime.swap.users_hooks import OwnHooks, UsersHooks, keep_values
-from ckptplan.tensors.private import current_graph_task, current_node, innermost, next_sequence_number
+from ckptplan.tensors.private import current_graph_task, current_node, next_sequence_number, saved_tensors_hooks
 from ckptplan.tensors.views import plain, version_of
 from ckptplan.training.compiled import out_of_sight
 
@@ -324,7 +324,7 @@ def hold(tensor: torch.Tensor, packing: Packing | None) -> Held | Handed:
     held = tensor.detach()
     if packing is not None:
         return packing.pack(held)
-    hooks = innermost(False)
+    hooks = saved_tensors_hooks(False)
     if hooks is None or not keep_values(hooks):
         return Held(held)
     packed = hooks[0](held)

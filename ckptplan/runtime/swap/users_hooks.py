@@ -31,8 +31,10 @@ from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.runtime.guard.fused_steps import STEPS
 from ckptplan.state.generators import Generators
 from ckptplan.tensors.accelerator import generator_states
-from ckptplan.tensors.private import Pack, Unpack, innermost
+from ckptplan.tensors.private import saved_tensors_hooks
 
+Pack = Callable[[torch.Tensor], Any]
+Unpack = Callable[[Any], torch.Tensor]
 Compare = Callable[[torch.Tensor], None]
 
 
@@ -50,7 +52,7 @@ class OwnHooks(torch.autograd.graph.saved_tensors_hooks):
         self._mark["_checkpoint_internal"] = True
 
     def __enter__(self) -> None:
-        hooks = innermost(False)
+        hooks = saved_tensors_hooks(False)
         while hooks is not None and getattr(hooks[0], "_checkpoint_internal", False):
             hooks = hooks[0]._user_hooks  # type: ignore[attr-defined]
         self._mark["_user_hooks"] = hooks
@@ -95,7 +97,7 @@ class UsersHooks:
     @staticmethod
     def around() -> UsersHooks | None:
         """Return the hooks that autograd would call now if they may change values; otherwise None."""
-        hooks = innermost(False)
+        hooks = saved_tensors_hooks(False)
         return None if hooks is None or keep_values(hooks) else UsersHooks(*hooks)
 
     def through(
