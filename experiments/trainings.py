@@ -57,7 +57,7 @@ from torch import nn
 
 from ckptplan.core.errors import CkptPlanError, InfeasibleBudgetError
 from ckptplan.integrations.lightning import ActivationPlanner
-from ckptplan.integrations.transformers import _Run
+from ckptplan.integrations.transformers import _TrainerLoop
 from ckptplan.planning.enlarging import Enlarger
 from ckptplan.planning.first_forward import FirstForward
 from ckptplan.tensors.storages import same_bits, tensors_in
@@ -244,7 +244,7 @@ def planning_unrecorded() -> Iterator[None]:
     original = FirstForward.__init__
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(FirstForward, "__init__", first))
-        for kind, name in ((Enlarger, "enlarged"), (_Run, "_plan"), (ActivationPlanner, "_plan")):
+        for kind, name in ((Enlarger, "enlarged"), (_TrainerLoop, "_plan"), (ActivationPlanner, "_plan")):
             stack.enter_context(mock.patch.object(kind, name, unrecorded(getattr(kind, name))))
         yield
 

@@ -24,7 +24,7 @@ from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.profiling.profiler import profile
 from ckptplan.runtime.handle import Handle
-from ckptplan.runtime.swap.record import State
+from ckptplan.runtime.swap.record import Whereabouts
 
 Built = tuple[nn.Module, Any]
 
@@ -346,7 +346,7 @@ def assert_same(found: Any, wanted: Any) -> None:
         assert found == wanted
 
 
-def states_of_swapped(handle: Handle) -> set[State]:
+def states_of_swapped(handle: Handle) -> set[Whereabouts]:
     """The states of what the present pass has sent away and that is still alive."""
     session = handle._applied.controller._session
     assert session is not None

@@ -293,7 +293,7 @@ WAITS = (
     Wait("the stream that computes now is asked at every copy", PinnedStore, "__init__", _stale),
     Wait("memory is free only behind its copy out", PinnedStore, "finish_out", _nothing),
     Wait("compute waits for a copy in", PinnedStore, "finish_in", _nothing),
-    Wait("a target is freed only behind its copy in", record._Batch, "end", _nothing),
+    Wait("a target is freed only behind its copy in", record._ReturnBatch, "end", _nothing),
     Wait(
         "copies wait for the stream that saved the storage, and it for them",
         record, "on_stream", lambda stream: contextlib.nullcontext(),

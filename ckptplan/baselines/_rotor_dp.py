@@ -58,7 +58,7 @@ UNITS_TRIED = 500
 
 
 @dataclass(frozen=True)
-class Chain:
+class RotorChain:
     """A profile as the dynamic program sees it; bytes, one entry per stage unless said otherwise.
 
     Attributes
@@ -95,7 +95,7 @@ class Chain:
     textbook: bool
 
 
-def chain_of(profile: Profile) -> Chain:
+def chain_of(profile: Profile) -> RotorChain:
     """Map a profile to a chain, as the module's text says."""
     stages, storages = profile.stages, profile.storages
     n = len(stages)
@@ -163,7 +163,7 @@ def chain_of(profile: Profile) -> Chain:
         storage.program_until <= linked_next.get(s, max(storage.born, 0)) for s, storage in enumerate(storages)
     )
     again = [stage.recompute or stage.keep for stage in stages]
-    return Chain(
+    return RotorChain(
         forward_base=tuple(b + int(r) for b, r in zip(profile.base_forward_bytes, np.cumsum(forward), strict=False)),
         backward_base=tuple(b + int(r) for b, r in zip(profile.base_backward_bytes, np.cumsum(backward), strict=False)),
         boundary=tuple(boundary),

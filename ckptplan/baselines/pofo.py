@@ -58,7 +58,7 @@ Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class _Labels:
+class _BoundaryLabels:
     """Labels at one boundary, one entry each.
 
     Attributes
@@ -87,12 +87,14 @@ class _Labels:
     kind: Ints
     within: Ints
 
-    def take(self, rows: Ints) -> _Labels:
-        return _Labels(*(getattr(self, field.name)[rows] for field in fields(self)))
+    def take(self, rows: Ints) -> _BoundaryLabels:
+        return _BoundaryLabels(*(getattr(self, field.name)[rows] for field in fields(self)))
 
     @staticmethod
-    def join(parts: list[_Labels]) -> _Labels:
-        return _Labels(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(_Labels)))
+    def join(parts: list[_BoundaryLabels]) -> _BoundaryLabels:
+        return _BoundaryLabels(
+            *(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(_BoundaryLabels))
+        )
 
 
 def plan(profile: Profile, budget_bytes: int) -> Plan:
@@ -155,28 +157,28 @@ class _LabelProgram:
         self.moved = [max(0, min(m, kept - x)) for m, kept, x in zip(movable, chain.kept, behind, strict=True)]
         self.runs_s = [stage.forward_s for stage in profile.stages]
         self.back_s = [stage.backward_s for stage in profile.stages]
-        self.levels: dict[int, _Labels] = {}
+        self.levels: dict[int, _BoundaryLabels] = {}
 
     def selections(self) -> Iterator[Selection]:
         """The selections of the cheapest labels at the end, the cheapest first."""
         zero, none = np.zeros(1), np.zeros(1, np.int64)
-        waiting: list[list[_Labels]] = [[] for _ in range(self.n + 1)]
-        waiting[0].append(_Labels(zero, zero, zero, zero, np.zeros(1, bool), none - 1, none, none, none))
+        waiting: list[list[_BoundaryLabels]] = [[] for _ in range(self.n + 1)]
+        waiting[0].append(_BoundaryLabels(zero, zero, zero, zero, np.zeros(1, bool), none - 1, none, none, none))
         for s in range(self.n):
             if not waiting[s]:
                 continue
-            labels = self.levels[s] = self._prune(_Labels.join(waiting[s]))
+            labels = self.levels[s] = self._prune(_BoundaryLabels.join(waiting[s]))
             waiting[s] = []
             for to, grown in self._grow(s, labels):
                 if len(grown.cost):
                     waiting[to].append(grown)
         if not waiting[self.n]:
             return
-        ends = _Labels.join(waiting[self.n])
+        ends = _BoundaryLabels.join(waiting[self.n])
         for row in np.argsort(ends.cost, kind="stable")[:REPLAYS]:
             yield self._selection(ends, int(row))
 
-    def _prune(self, labels: _Labels) -> _Labels:
+    def _prune(self, labels: _BoundaryLabels) -> _BoundaryLabels:
         step = max(self.room / KEPT_BUCKETS, 1)
         backlog = max(self.room / BACKLOG_BUCKETS, 1)
         key = np.stack(
@@ -186,7 +188,7 @@ class _LabelProgram:
         first = np.r_[True, (np.diff(key[:, order], axis=1) != 0).any(axis=0)]
         return labels.take(order[first])
 
-    def _grow(self, s: int, labels: _Labels) -> Iterator[tuple[int, _Labels]]:
+    def _grow(self, s: int, labels: _BoundaryLabels) -> Iterator[tuple[int, _BoundaryLabels]]:
         stage, chain = self.profile.stages[s], self.chain
         yield s + 1, self._single(s, labels, _KEEP)
         if self.moved[s] and stage.find("swap") is not None:
@@ -202,7 +204,7 @@ class _LabelProgram:
             rows = np.flatnonzero(labels.movable) if kind == _SEGMENT_SWAP else np.arange(len(labels.cost))
             yield from self._segments(s, ends, chosen, rows, kind)
 
-    def _single(self, s: int, labels: _Labels, kind: int) -> _Labels:
+    def _single(self, s: int, labels: _BoundaryLabels, kind: int) -> _BoundaryLabels:
         """Stage `s` kept or swapped."""
         chain = self.chain
         moved = float(self.moved[s]) if kind == _SWAP else 0.0
@@ -224,7 +226,9 @@ class _LabelProgram:
         )
         return made.take(np.flatnonzero(forward & backward))
 
-    def _segments(self, s: int, ends: range, labels: _Labels, rows: Ints, kind: int) -> Iterator[tuple[int, _Labels]]:
+    def _segments(
+        self, s: int, ends: range, labels: _BoundaryLabels, rows: Ints, kind: int
+    ) -> Iterator[tuple[int, _BoundaryLabels]]:
         chain, table = self.chain, self.table
         moved = float(chain.boundary[s]) if kind == _SEGMENT_SWAP else 0.0
         kept = labels.kept - moved
@@ -271,11 +275,11 @@ class _LabelProgram:
     def _made(
         s: int, parent: Ints, kind: int, kept: Floats, out: Floats, back: Floats, cost: Floats,
         movable: NDArray[np.bool_], within: Ints,
-    ) -> _Labels:  # fmt: skip
+    ) -> _BoundaryLabels:  # fmt: skip
         size = len(parent)
-        return _Labels(kept, out, back, cost, movable, np.full(size, s), parent, np.full(size, kind), within)
+        return _BoundaryLabels(kept, out, back, cost, movable, np.full(size, s), parent, np.full(size, kind), within)
 
-    def _selection(self, ends: _Labels, row: int) -> Selection:
+    def _selection(self, ends: _BoundaryLabels, row: int) -> Selection:
         names = ["keep"] * self.n
         segments: list[Segment] = []
         labels, at = ends, self.n

@@ -68,7 +68,7 @@ Actions = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class _State:
+class _Costed:
     """Options with the cost of their best schedule; over the budget, of that at the smallest one that fits them."""
 
     actions: Actions
@@ -111,7 +111,7 @@ def plan(profile: Profile, budget_bytes: int) -> Plan:
     InfeasibleBudgetError
         If neither fits; `min_peak_bytes` is the smallest peak among all that was replayed.
     """
-    best: tuple[_State, Selection] | None = None
+    best: tuple[_Costed, Selection] | None = None
     smallest: StepNeed | None = None
     for again, chained in (("recompute", False), ("recompute+swap", False), ("recompute", True)):
         if again == "recompute+swap" and not any(stage.find(again) for stage in profile.stages):
@@ -147,7 +147,7 @@ class _Conversions:
         self.again = again
         self.chained = chained
         self.candidates = min(CANDIDATES, max(FEWEST, SHORTLIST_WORK // len(profile.stages)))
-        self.seen: dict[Actions, _State] = {}
+        self.seen: dict[Actions, _Costed] = {}
         self.smallest: StepNeed = smallest_peak(profile, self.selection(("keep",) * len(profile.stages)))
 
     def selection(self, actions: Actions) -> Selection:
@@ -159,7 +159,7 @@ class _Conversions:
         """The option of that name for every stage that has it, keep for the others."""
         return tuple(option.name for option in everywhere(self.profile, name).options)
 
-    def evaluated(self, actions: Actions) -> _State:
+    def evaluated(self, actions: Actions) -> _Costed:
         """Schedule and time `actions`; swaps that never need to be away come back as keep."""
         if actions not in self.seen:
             selection = self.selection(actions)
@@ -171,11 +171,11 @@ class _Conversions:
             found = scheduled(self.profile, selection, max(self.budget_bytes, tightest.bytes))
             assert found is not None, "a schedule exists at the tightest peak"
             settled = actions if excess else tuple(option.name for option in found.options)
-            state = _State(settled, excess, found.makespan_s, *waits_s(self.profile, found))
+            state = _Costed(settled, excess, found.makespan_s, *waits_s(self.profile, found))
             self.seen[actions] = self.seen[state.actions] = state
         return self.seen[actions]
 
-    def fastest(self) -> _State | None:
+    def fastest(self) -> _Costed | None:
         """Pick the fastest of all that was replayed and fits."""
         return _fastest(self.seen.values())
 
@@ -183,7 +183,7 @@ class _Conversions:
         """Whether some schedule of `actions` fits, without timing it."""
         return smallest_peak(self.profile, self.selection(actions)).bytes <= self.budget_bytes
 
-    def swap_first(self) -> _State:
+    def swap_first(self) -> _Costed:
         """Everything swapped, then the tree of what to keep."""
         start = self.evaluated(self.start("swap"))
         if not start.fits:
@@ -197,7 +197,7 @@ class _Conversions:
         ends = [state for leaf in leaves for state in self._keep_swap_outs(self.evaluated(leaf))]
         return min(ends, key=lambda state: state.makespan_s)
 
-    def _keep_swap_outs(self, leaf: _State) -> Iterable[_State]:
+    def _keep_swap_outs(self, leaf: _Costed) -> Iterable[_Costed]:
         """Yield the leaf, and the leaf with unhidden swap-outs kept while memory lasts."""
         yield leaf
         actions = leaf.actions
@@ -209,7 +209,7 @@ class _Conversions:
         if actions != leaf.actions:
             yield self.evaluated(actions)
 
-    def keep_first(self) -> _State:
+    def keep_first(self) -> _Costed:
         """Everything kept, then swapped map by map until it fits or swapping no longer helps."""
         state = self.evaluated(self.start("keep"))
         while not state.fits:
@@ -227,7 +227,7 @@ class _Conversions:
             state = better
         return state
 
-    def convert(self, state: _State, *, make_room: bool) -> None:
+    def convert(self, state: _Costed, *, make_room: bool) -> None:
         """Recompute until it fits, then as long as a conversion gains; `fastest` knows the best on the way.
 
         With `make_room`, a conversion that doesn't fit is tried again with every kept map swapped.
@@ -260,7 +260,7 @@ class _Conversions:
                 return
             state = best
 
-    def _evaluated_with_room(self, actions: Actions) -> _State:
+    def _evaluated_with_room(self, actions: Actions) -> _Costed:
         """Replay `actions`; where they don't fit, with the maps that are kept swapped again."""
         state = self.evaluated(actions)
         if state.fits:
@@ -272,7 +272,7 @@ class _Conversions:
         """The option of stage `i` after a conversion to recompute."""
         return self.again if self.profile.stages[i].find(self.again) is not None else "recompute"
 
-    def _convertible(self, state: _State) -> list[tuple[int, str]]:
+    def _convertible(self, state: _Costed) -> list[tuple[int, str]]:
         """Stages not recomputed that can be, and their option then."""
         return [
             (i, self._converted(i))
@@ -280,14 +280,14 @@ class _Conversions:
             if not now.startswith("recompute") and stage.recompute is not None
         ]
 
-    def _most_relief(self, state: _State, trials: Iterable[Actions]) -> _State | None:
+    def _most_relief(self, state: _Costed, trials: Iterable[Actions]) -> _Costed | None:
         """Pick the trial that takes most excess bytes off per second it adds; None if none takes any off.
 
         Free relief goes first, the largest; then the best rate.
         """
         helpful = [trial for trial in map(self.evaluated, trials) if trial.excess_bytes < state.excess_bytes]
 
-        def rate(trial: _State) -> tuple[bool, float, int]:
+        def rate(trial: _Costed) -> tuple[bool, float, int]:
             relief = state.excess_bytes - trial.excess_bytes
             added_s = max(0.0, trial.makespan_s - state.makespan_s)
             return added_s == 0, relief / added_s if added_s else 0.0, relief
@@ -295,11 +295,11 @@ class _Conversions:
         return max(helpful, key=rate, default=None)
 
 
-def _fastest(states: Iterable[_State]) -> _State | None:
+def _fastest(states: Iterable[_Costed]) -> _Costed | None:
     return min((state for state in states if state.fits), key=lambda state: state.makespan_s, default=None)
 
 
-def _of(state: _State, action: str) -> list[int]:
+def _of(state: _Costed, action: str) -> list[int]:
     return [i for i, now in enumerate(state.actions) if now == action]
 
 

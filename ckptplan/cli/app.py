@@ -16,7 +16,7 @@ from ckptplan.core.request import GONE
 from ckptplan.core.version import __version__
 
 
-class _Group(TyperGroup):
+class _Commands(TyperGroup):
     """Turns the package's own errors, and PyTorch's absence, into one line and exit code 2.
 
     An error in the user's code is shown without this package's part of the traceback, with exit code 1. Ctrl-C is one
@@ -48,7 +48,7 @@ class _Group(TyperGroup):
 
 
 app = typer.Typer(
-    cls=_Group,
+    cls=_Commands,
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",

@@ -201,7 +201,7 @@ class TrainingRun:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class DemoRow:
     """One training beside its prediction.
 
     Attributes
@@ -237,14 +237,14 @@ class Row:
             faults.append(f"{self.other_paths} runs of stages saved something else than profiled")
         return faults
 
-    def times(self, other: Row) -> tuple[float, float, float]:
+    def times(self, other: DemoRow) -> tuple[float, float, float]:
         """How many times as long as those of `other` its steps took: quartiles over steps on the same batch."""
         ratios = [a / b for a, b in zip(self.measured_step_s, other.measured_step_s, strict=True)]
         first, median, third = statistics.quantiles(ratios, n=4, method="inclusive")
         return first, median, third
 
 
-def train_in_turn(model: nn.Module, plans: dict[str, Plan], data: Sequence[Batch]) -> list[Row]:
+def train_in_turn(model: nn.Module, plans: dict[str, Plan], data: Sequence[Batch]) -> list[DemoRow]:
     """Train copies of `model`, the first plainly and the others with their plans, and measure.
 
     Each batch is a step of every training, one right after the other and beginning with another one each time, so that
@@ -266,7 +266,7 @@ def train_in_turn(model: nn.Module, plans: dict[str, Plan], data: Sequence[Batch
         peaks = {name: training.peak_bytes(data[0]) for name, training in trainings.items()}
         other_paths = {name: handle.stats().other_paths for name, handle in handles.items()}
     return [
-        Row(
+        DemoRow(
             name,
             None if name == plain else plan.budget_bytes,
             plan.peak_bytes,
@@ -404,7 +404,7 @@ def run(
     return sound
 
 
-def _rows(model: nn.Module, data: list[Batch], time_limit_s: float, progress: Progress) -> tuple[list[Row], Plan]:
+def _rows(model: nn.Module, data: list[Batch], time_limit_s: float, progress: Progress) -> tuple[list[DemoRow], Plan]:
     def phase(text: str) -> None:
         for task in progress.task_ids:
             progress.remove_task(task)
@@ -450,7 +450,7 @@ def _rows(model: nn.Module, data: list[Batch], time_limit_s: float, progress: Pr
     return train_in_turn(model, plans, data), ours
 
 
-def _table(rows: list[Row], title: str) -> Table:
+def _table(rows: list[DemoRow], title: str) -> Table:
     # Neither lines nor padding, so that it fits 80 columns.
     table = Table("", title=title, box=box.SIMPLE_HEAD, padding=0)
     for column in ("budget", "peak\npredicted", "\nmeasured", "step, and over plain\npredicted", "\nmeasured"):
@@ -470,12 +470,12 @@ def _table(rows: list[Row], title: str) -> Table:
     return table
 
 
-def verdict(rows: list[Row]) -> tuple[list[str], bool]:
+def verdict(rows: list[DemoRow]) -> tuple[list[str], bool]:
     """What the measurements say, in lines for a console, and whether all promises are kept.
 
     Parameters
     ----------
-    rows : list of Row
+    rows : list of DemoRow
         Plain training first, the solver's plan last.
     """
     plain, *rivals, ours = rows

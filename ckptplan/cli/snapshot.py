@@ -16,7 +16,7 @@ from ckptplan.cli.tables import right
 from ckptplan.core.units import format_bytes
 
 if TYPE_CHECKING:  # this imports torch
-    from ckptplan.memory.history.summary import Alternative, DeviceSummary, Holder, State
+    from ckptplan.memory.history.summary import CodeLine, DeviceSummary, SettingsTried, State
 
 UNCHECKED = "modelled, not checked against a device"
 MOST_HOLDERS = 8  # lines by each of two orders; the JSON has all
@@ -99,7 +99,7 @@ def _holders(state: State) -> Table:
     return table
 
 
-def _held(holders: Sequence[Holder]) -> tuple[str, ...]:
+def _held(holders: Sequence[CodeLine]) -> tuple[str, ...]:
     return (
         format_bytes(sum(holder.fragment_bytes for holder in holders)),
         format_bytes(sum(holder.unused_bytes for holder in holders)),
@@ -108,7 +108,7 @@ def _held(holders: Sequence[Holder]) -> tuple[str, ...]:
     )
 
 
-def _short(holder: Holder) -> str:
+def _short(holder: CodeLine) -> str:
     """Return the place with at most the last two folders of the file's path."""
     found = re.fullmatch(r"(.*):(\d+ .*)", holder.where)
     if found is None:
@@ -125,7 +125,7 @@ def _alternatives(summary: DeviceSummary) -> Table:
         table.add_column("failed requests", no_wrap=True)
     table.add_column("", no_wrap=True)
     recorded = summary.alternatives[0].reserved_peak_bytes
-    best: dict[str, Alternative] = {}
+    best: dict[str, SettingsTried] = {}
     for found in sorted(summary.alternatives, key=_peak):
         best.setdefault(found.change.partition(":")[0], found)
     for found in summary.alternatives:
@@ -140,7 +140,7 @@ def _alternatives(summary: DeviceSummary) -> Table:
     return table
 
 
-def _peak(found: Alternative) -> float:
+def _peak(found: SettingsTried) -> float:
     return math.inf if found.reserved_peak_bytes is None else found.reserved_peak_bytes
 
 
@@ -160,7 +160,7 @@ def _advice(summary: DeviceSummary) -> str:
     )
 
 
-def _how(found: Alternative, device: int) -> str:
+def _how(found: SettingsTried, device: int) -> str:
     """Return the call that a garbage collection threshold needs, if it is one."""
     if not found.change.startswith("garbage_collection_threshold") or found.limit_bytes is None:
         return ""

@@ -132,7 +132,7 @@ class Files:
         from ckptplan.integrations import configs
 
         asked: dict[str, Any] = {name: getattr(training, name) for name in ("optimizer", "amp", "accumulate", "fsdp")}
-        job = configs.Job(self.config or "", batch, self.seq, lora=self.lora, dtype=self.dtype, **asked)
+        job = configs.ConfiguredTraining(self.config or "", batch, self.seq, lora=self.lora, dtype=self.dtype, **asked)
         for path, read in (
             (self.training_arguments, configs.read_training_arguments),
             (self.axolotl, configs.read_axolotl),

@@ -121,7 +121,7 @@ def survey(
             target = find_target(model, same[0])
             batches = Batches(make_inputs, TrainingBytes(model, target, training))
             batches.check()
-            group = _Group(batches, same, batch, limit, time_limit_s, on_progress)
+            group = _AlikeDevices(batches, same, batch, limit, time_limit_s, on_progress)
             for device in same:
                 found[device.name] = group.fit(device, budget_bytes or device.usable_bytes)
     return [found[device.name] for device in devices]
@@ -133,7 +133,7 @@ def _shape(chain: Profile) -> list[list[str]]:
 
 
 @dataclass
-class _Group:
+class _AlikeDevices:
     """Devices on which a step needs the same bytes, and chains for any batch on them."""
 
     batches: Batches

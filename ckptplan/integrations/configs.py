@@ -38,7 +38,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
-class Job:
+class ConfiguredTraining:
     """What is trained, as far as files and options say.
 
     Attributes
@@ -82,12 +82,12 @@ class Job:
         if self.dtype is not None and self.dtype not in DTYPES:
             raise InvalidInputError(f"dtype {self.dtype!r} isn't a type of weights; choose from {', '.join(DTYPES)}")
 
-    def over(self, other: Job) -> Job:
+    def over(self, other: ConfiguredTraining) -> ConfiguredTraining:
         """Return a job with what this one says, and for the rest what `other` does."""
         mine = {k: v for k, v in vars(self).items() if v not in (None, "", (), False)}
         return replace(other, **(mine | {"notes": (*other.notes, *self.notes)}))
 
-    def as_trained(self) -> Job:
+    def as_trained(self) -> ConfiguredTraining:
         """Return the job with the settings that nothing names as transformers' Trainer and accelerate take them.
 
         Under FSDP2 and mixed precision accelerate gathers and reduces in its type (`FullyShardedDataParallelPlugin`).
@@ -105,7 +105,7 @@ class Job:
         return Training(optimizer=self.optimizer, amp=self.amp, accumulate=self.accumulate, fsdp=self.fsdp)
 
 
-def read_training_arguments(path: Path) -> Job:
+def read_training_arguments(path: Path) -> ConfiguredTraining:
     """Return what a JSON file of `transformers.TrainingArguments` says of the bytes of a step.
 
     Raises
@@ -122,7 +122,7 @@ def read_training_arguments(path: Path) -> Job:
     return _job(data, known)
 
 
-def read_axolotl(path: Path) -> Job:
+def read_axolotl(path: Path) -> ConfiguredTraining:
     """Return what an axolotl YAML file says of the bytes of a step; `base_model` must be a folder or a config here.
 
     Weights are in the type of its mixed precision. Without an adapter, FSDP or an attention that needs 16 bits it
@@ -191,7 +191,7 @@ def _mapping(path: Path, read: Callable[[str], Any]) -> dict[str, Any]:
     return found
 
 
-def _job(data: Mapping[str, Any], known: Mapping[str, str]) -> Job:
+def _job(data: Mapping[str, Any], known: Mapping[str, str]) -> ConfiguredTraining:
     notes: list[str] = []
     fields: dict[str, Any] = {}
     for name, of_job in known.items():
@@ -213,7 +213,7 @@ def _job(data: Mapping[str, Any], known: Mapping[str, str]) -> Job:
         notes.append("checkpointing is left to the plan, so the files' own is off")
     if data.get("fsdp") or ("base_model" in data and data.get("fsdp_config")):
         notes.append("the number of ranks isn't in the file: give it, --fsdp 8")
-    return Job(**fields, trainer=True, notes=tuple(notes))
+    return ConfiguredTraining(**fields, trainer=True, notes=tuple(notes))
 
 
 def _whole(data: Mapping[str, Any], name: str, notes: list[str]) -> int | None:
@@ -229,7 +229,7 @@ def _whole(data: Mapping[str, Any], name: str, notes: list[str]) -> int | None:
     return int(value)
 
 
-def make_model(job: Job) -> nn.Module:
+def make_model(job: ConfiguredTraining) -> nn.Module:
     """Return the model of a job's config on `meta`, with its adapter.
 
     Under FSDP2 and mixed precision trained weights are in float32, as accelerate's `fsdp2_prepare_model` casts them,

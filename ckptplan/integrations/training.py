@@ -18,8 +18,7 @@ from ckptplan.api import solve
 from ckptplan.core.budget import Budget
 from ckptplan.core.errors import CkptPlanError, InvalidInputError, PlanMismatchError, RankError
 from ckptplan.core.plan import Plan
-from ckptplan.core.request import ApplyKeywords, PlanKeywords, require_known
-from ckptplan.core.request import Limits as PlanLimits
+from ckptplan.core.request import ApplyKeywords, Limits, PlanKeywords, require_known
 from ckptplan.core.units import format_bytes
 from ckptplan.distributed import is_distributed, parallel_of
 from ckptplan.distributed.group import Vote, alone
@@ -28,7 +27,7 @@ from ckptplan.planning.log import in_words, is_first_rank, planning, say
 from ckptplan.planning.model_job import NoLargestStepError, default_budget
 from ckptplan.planning.plan_file import keep, optimizer_text, plan_in, settings_of
 from ckptplan.runtime.guard.check import When
-from ckptplan.runtime.guard.shapes import Limits
+from ckptplan.runtime.guard.shapes import InputLimits
 from ckptplan.runtime.handle import Handle
 from ckptplan.tensors.objects import MOST_OBJECTS, attributes_of
 from ckptplan.training.inputs import input_tensors, tensors_at
@@ -72,7 +71,7 @@ class Planning:
     ) -> None:
         require_known(owner, options, PlanKeywords)
         Budget.of(budget_gb, budget)  # for their errors: a loop reaches its first batch late
-        PlanLimits.of(options)
+        Limits.of(options)
         self.budget_gb, self.budget, self.swap_dir, self.check, self.options = (
             budget_gb, budget, swap_dir, check, options,
         )  # fmt: skip
@@ -161,7 +160,7 @@ class Planning:
         begin = time.perf_counter()
         if plan is None:
             wanted = Budget.of(self.budget_gb, self.budget)
-            limit_s = PlanLimits.of(self.options).time_limit_s
+            limit_s = Limits.of(self.options).time_limit_s
             with planning(wanted, limit_s, self.options.get("on_progress")) as shown:
                 options: PlanKeywords = {**self.options, "on_progress": shown}
                 plan = solve(
@@ -239,7 +238,7 @@ class PlannedBatch:
         self._vote = Vote(model)
         opened = _opened(batch)
         self.tensors = input_tensors((opened,), {})
-        self._limits = Limits(self.tensors)
+        self._limits = InputLimits(self.tensors)
         self._full = _full_masks(opened)
 
     def holds_for(self, batch: Any) -> bool:

@@ -73,14 +73,14 @@ class ActivationPlanCallback(PlanningCallback, TrainerCallback):
         settings of the Trainer that plans can't go with; the message names the setting.
     """
 
-    _run: _Run | None = None
+    _run: _TrainerLoop | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Prepare for the first batch; also where a loop begins again after it ran out of memory."""
         self.end()
         trainer = _trainer_above()
         _check_settings(trainer)
-        self._run = _Run(trainer, self._planning, self.end)
+        self._run = _TrainerLoop(trainer, self._planning, self.end)
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Warn if the first step is over and nothing was planned."""
@@ -118,7 +118,7 @@ class _Batch:
         return loss
 
 
-class _Run:
+class _TrainerLoop:
     """One run of a Trainer's loop."""
 
     def __init__(self, trainer: Trainer, planning: Planning, end: Callable[[], None]) -> None:

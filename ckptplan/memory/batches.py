@@ -17,7 +17,7 @@ from ckptplan.core.request import Training
 from ckptplan.profiling.profiler import training_step
 from ckptplan.profiling.target import Target
 from ckptplan.profiling.values.constants import is_mask
-from ckptplan.runtime.guard.shapes import ByName, Limits
+from ckptplan.runtime.guard.shapes import ByName, InputLimits
 from ckptplan.training.measure import held_tensors
 from ckptplan.training.step import TrainingStep, fingerprint
 
@@ -115,7 +115,7 @@ def require_planned(plan: Plan, steps: Sequence[TrainingStep], target: Target) -
             continue
         by_name = ByName(step.model.forward)
         named = by_name(step.args, step.kwargs)
-        beyond = Limits(by_name.planned(plan.fingerprint.inputs)).first_beyond(*named)
+        beyond = InputLimits(by_name.planned(plan.fingerprint.inputs)).first_beyond(*named)
         if beyond is not None:
             given, limit = beyond
             what = f"batch {number} of inputs" if len(steps) > 1 else "inputs"

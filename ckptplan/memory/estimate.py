@@ -364,7 +364,7 @@ def _block(nbytes: int, category: str, name: str, tensor: torch.Tensor) -> Block
 
 
 @dataclass
-class _Batch:
+class _RecordedBatch:
     """A batch, and the recordings of a step on it: without gradients from before, with them, and without autograd.
 
     Of models that keep whole gradients, `fresh` reduces them and `adding` adds to them.
@@ -416,12 +416,12 @@ class _Run:
         inference = Account.of(self._inference(batches), settings)
         return self._result(account, (*account.phases(), *inference.phases()[1:]), batches, notes)
 
-    def recorded(self, rewind: Callable[[], None], *, inference: bool = False) -> list[_Batch]:
+    def recorded(self, rewind: Callable[[], None], *, inference: bool = False) -> list[_RecordedBatch]:
         """Return the recordings of each batch; batches that can't differ share them."""
         if self.plan is not None:
             require_planned(self.plan, self.steps, self.target)
-        batches: list[_Batch] = []
-        distinct: list[_Batch] = []
+        batches: list[_RecordedBatch] = []
+        distinct: list[_RecordedBatch] = []
         for number, step in enumerate(self.steps, 1):
             alike = next((batch for batch in distinct if does_the_same(step, batch.step, reads=batch.reads)), None)
             if alike is not None:
@@ -443,7 +443,7 @@ class _Run:
 
     def _record(
         self, number: int, step: TrainingStep, target: Target, rewind: Callable[[], None], *, inference: bool
-    ) -> _Batch:
+    ) -> _RecordedBatch:
         inputs, others = outside_tensors(step, target)
         rewind()
         folding = Folding(step, None, target)
@@ -480,21 +480,23 @@ class _Run:
             adding = record(accumulating=True) if lasting else fresh
         if inference:
             self.report(counted("recording", passes, passes, f"passes{of_batch}"))
-        return _Batch(number, step, inputs, others, fresh, adding, record(inference=True) if inference else None)
+        return _RecordedBatch(
+            number, step, inputs, others, fresh, adding, record(inference=True) if inference else None
+        )
 
     # --- the ledger ---
 
-    def _in_steps(self, batches: Sequence[_Batch]) -> list[Sequence[_Batch]]:
+    def _in_steps(self, batches: Sequence[_RecordedBatch]) -> list[Sequence[_RecordedBatch]]:
         """Return the micro-batches of each step: the batches in turn, or the only one in two steps."""
         size = self.accumulation_steps
         if len(batches) == 1:
-            steps: list[Sequence[_Batch]] = [[batches[0]] * min(size, 2)] * 2
+            steps: list[Sequence[_RecordedBatch]] = [[batches[0]] * min(size, 2)] * 2
         else:
             steps = [batches[at : at + size] for at in range(0, len(batches), size)]
         # Of micro-batches that leave whole gradients the last reduces them.
         return [[*step, *step] if self.keeps_whole_gradients and len(step) == 1 else step for step in steps]
 
-    def training(self, batches: Sequence[_Batch]) -> Ledger:
+    def training(self, batches: Sequence[_RecordedBatch]) -> Ledger:
         """Return the ledger of training; in the first step the optimizer makes its state."""
         steps = self._in_steps(batches)
         ledger = Ledger()
@@ -579,7 +581,7 @@ class _Run:
     def _model(self) -> nn.Module:
         return self.steps[0].model
 
-    def _load(self, ledger: Ledger, batches: Sequence[_Batch], *, training: bool = True) -> None:
+    def _load(self, ledger: Ledger, batches: Sequence[_RecordedBatch], *, training: bool = True) -> None:
         """Allocate the tensors that are on the device before the first step."""
         ledger.phase("loaded")
         model = self._model
@@ -627,12 +629,12 @@ class _Run:
     def _on_host(self, tensor: torch.Tensor) -> bool:
         return self.target.spec is None and tensor.device.type not in (self.target.device.type, "meta")
 
-    def input_blocks(self, batch: _Batch) -> list[Block]:
+    def input_blocks(self, batch: _RecordedBatch) -> list[Block]:
         """Return the blocks of a batch on the device."""
         tensors = {t.untyped_storage()._cdata: t for t in batch.inputs if not self._on_host(t)}
         return [_block(t.untyped_storage().nbytes(), "inputs", "input", t) for t in tensors.values()]
 
-    def _inference(self, batches: Sequence[_Batch]) -> Ledger:
+    def _inference(self, batches: Sequence[_RecordedBatch]) -> Ledger:
         """Return the ledger of one forward of each batch, without autograd."""
         ledger = Ledger()
         self._load(ledger, batches, training=False)
@@ -669,7 +671,7 @@ class _Run:
         return tight, [note]
 
     def _result(
-        self, account: Account, phases: tuple[Phase, ...], batches: Sequence[_Batch], notes: list[str]
+        self, account: Account, phases: tuple[Phase, ...], batches: Sequence[_RecordedBatch], notes: list[str]
     ) -> Estimate:
         at = int(np.argmax(account.allocated))
         reserved_bytes = int(account.reserved.max())
@@ -705,7 +707,7 @@ class _Run:
             notes=tuple(notes),
         )
 
-    def _runs_once_before_state(self, batches: Sequence[_Batch]) -> bool:
+    def _runs_once_before_state(self, batches: Sequence[_RecordedBatch]) -> bool:
         """Whether the first step's batches, of several, aren't run again when the optimizer has its state."""
         if len(batches) == 1 or self.updates is None or not _made_state_bytes(self.updates, self.target):
             return False
@@ -725,14 +727,14 @@ class _Loop:
     def __init__(self, run: _Run, ledger: Ledger) -> None:
         self._run, self._ledger = run, ledger
         self._kept: list[tuple[str, int]] = []
-        self._loaded: _Batch | None = None
+        self._loaded: _RecordedBatch | None = None
         self._with_handles: set[str] = set()
 
     def hold(self, name: str, indices: Iterable[int]) -> None:
         """Hold blocks until the next batch, output or loss, of which `name` is one, takes their place."""
         self._kept += [(name, index) for index in indices]
 
-    def forward(self, player: Player, batch: _Batch, *, empties: bool = False) -> None:
+    def forward(self, player: Player, batch: _RecordedBatch, *, empties: bool = False) -> None:
         """Write a forward with its loss, on a batch that is loaded if it isn't yet; `empties`: the cache before it."""
         keeps = self._run.keeps
         again = batch is self._loaded and "batch" not in keeps
@@ -749,7 +751,7 @@ class _Loop:
         player.run("forward", "loss", before=lambda section: self._release("output") if section == "loss" else None)
         self._release("loss")
 
-    def backward(self, player: Player, batch: _Batch, name: str) -> None:
+    def backward(self, player: Player, batch: _RecordedBatch, name: str) -> None:
         """Write a backward, after which the output and loss are dropped that aren't kept."""
         self._ledger.phase(name, batch.number)
         self._products("backward", player.recording)  # the thread that runs backward has a cuBLAS handle of its own
@@ -807,7 +809,7 @@ def _free(ledger: Ledger, indices: Iterable[int]) -> list[int]:
     return []
 
 
-def _require_gradients(batch: _Batch, had: frozenset[str]) -> None:
+def _require_gradients(batch: _RecordedBatch, had: frozenset[str]) -> None:
     """Raise `UnsupportedModelError` if a batch that adds to gradients makes some that aren't there."""
     new = sorted(batch.fresh.gradients - had)
     if new:

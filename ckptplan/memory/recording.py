@@ -335,7 +335,7 @@ def record_updates(
         If the update can't run on fake tensors.
     """
     names: dict[torch.Tensor, str] = {p: name for name, p in model.named_parameters()}
-    updates = _Updates(Tracker(target.without_answers, model), model)
+    updates = _UpdateLog(Tracker(target.without_answers, model), model)
 
     def has_gradient(p: torch.Tensor, given: Collection[str] | None = None) -> bool:
         return p.requires_grad and (given is None or names.get(p, UNLISTED) in given)
@@ -354,7 +354,7 @@ def record_updates(
         return updates.recording(target, type(optimizer).__name__)
 
 
-class _Updates:
+class _UpdateLog:
     """The log of an optimizer's updates, each part a segment, and what lasts of their storages."""
 
     def __init__(self, tracker: Tracker, model: nn.Module) -> None:

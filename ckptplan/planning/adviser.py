@@ -14,7 +14,7 @@ from ckptplan.report.page.render import Report
 from ckptplan.report.predicted import drawn, planned_bytes, stage_times
 
 
-class Adviser:
+class SolverAdviser:
     """Makes predictions for an applied plan (`runtime.adviser.Adviser`).
 
     Attributes

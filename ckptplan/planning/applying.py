@@ -33,7 +33,7 @@ from ckptplan.core.units import format_bytes
 from ckptplan.distributed import apart, ddp_under, parallel_of, unwrapped
 from ckptplan.distributed.group import GroupCall, group_call
 from ckptplan.memory.estimate import TrainingBytes
-from ckptplan.planning.adviser import Adviser
+from ckptplan.planning.adviser import SolverAdviser
 from ckptplan.planning.enlarging import Enlarger, inside_forward
 from ckptplan.planning.first_forward import FirstForward
 from ckptplan.planning.job import Job
@@ -248,7 +248,7 @@ def _applied(
     adviser = None
     if profile is not None:
         plan.require_profile(profile)
-        adviser = Adviser(Job(profile, limits))
+        adviser = SolverAdviser(Job(profile, limits))
     enlarger = None
     if on_larger == "replan":
         training = replace(training, ddp=ddp_under(model, plan))

@@ -29,15 +29,14 @@ from ckptplan.core.request import Limits, Training, ignore_progress, reporting
 from ckptplan.core.stage import InputTensor
 from ckptplan.distributed import parallel_of
 from ckptplan.distributed.group import Vote, group_call
-from ckptplan.planning.adviser import Adviser
+from ckptplan.planning.adviser import SolverAdviser
 from ckptplan.planning.job import Job
 from ckptplan.planning.log import planning
 from ckptplan.planning.model_job import Together, encloses, job_of_step
 from ckptplan.profiling.profiler import as_ours, training_step
 from ckptplan.profiling.target import Target, find_target
 from ckptplan.profiling.workload.enlarge import enlarged_calls, require_in_range
-from ckptplan.runtime.guard.shapes import ByName, Larger
-from ckptplan.runtime.guard.shapes import Limits as InputLimits
+from ckptplan.runtime.guard.shapes import ByName, InputLimits, Larger
 from ckptplan.state.process import in_own_context
 from ckptplan.state.restore import restored
 from ckptplan.training.inputs import input_tensors
@@ -136,7 +135,7 @@ class Enlarger:
         model: nn.Module,
         plan: Plan,
         limits: Limits,
-        adviser: Adviser | None,
+        adviser: SolverAdviser | None,
         training: Training,
         swap_dir: str | Path | None,
     ) -> None:

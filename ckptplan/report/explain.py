@@ -102,7 +102,7 @@ class Alternative:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class OptionStep:
     """The option of one of several neighbours with the same one, and the best with less and with more memory.
 
     Attributes
@@ -142,7 +142,7 @@ class Explanation:
         Steps that limit the plan; empty if everything is kept.
     worth : Worth or None
         None if no prices were found within the time limit.
-    choices : tuple of Choice
+    choices : tuple of OptionStep
     launch_s : float or None
         Time in which the host launches the step, if that is longer than what compute and copies take.
     to_disk : bool
@@ -157,7 +157,7 @@ class Explanation:
     in_busy: float
     bindings: tuple[Binding, ...]
     worth: Worth | None
-    choices: tuple[Choice, ...]
+    choices: tuple[OptionStep, ...]
     launch_s: float | None = None
     to_disk: bool = False
 
@@ -303,13 +303,13 @@ def _passing(profile: Profile, plan: Plan) -> dict[tuple[Phase, str], list[Passi
     return out
 
 
-def _choices(profile: Profile, plan: Plan, menu: Sequence[Sequence[int]], deadline: float) -> tuple[Choice, ...]:
+def _choices(profile: Profile, plan: Plan, menu: Sequence[Sequence[int]], deadline: float) -> tuple[OptionStep, ...]:
     options = [stage.option(choice.option) for stage, choice in zip(profile.stages, plan.choices, strict=True)]
     grouped = {i for segment in plan.segments for i in range(segment.first, segment.last + 1)}
     alone = [i for i, stage in enumerate(profile.stages) if not stage.is_glue and i not in grouped]
     runs = [list(run) for _, run in groupby(alone, key=lambda i: (profile.stages[i].kind, plan.choices[i].option))]
     longest = sorted(runs, key=len, reverse=True)[:MOST_STAGES]
-    out: dict[int, Choice] = {}
+    out: dict[int, OptionStep] = {}
     for run in longest:
         if out and time.monotonic() > deadline:
             break
@@ -323,7 +323,7 @@ def _choices(profile: Profile, plan: Plan, menu: Sequence[Sequence[int]], deadli
 
 def _stage_choice(
     profile: Profile, plan: Plan, options: list[Option], menu: Sequence[Sequence[int]], run: list[int]
-) -> Choice:
+) -> OptionStep:
     """Return the choice of the middle stage of `run`, neighbours with the same option."""
     i = run[len(run) // 2]
     kept = _on_device(profile, options[i])
@@ -339,14 +339,14 @@ def _stage_choice(
     def next_best(found: list[Alternative]) -> Alternative | None:
         return min(found, key=lambda a: (a.extra_s, a.missing_bytes), default=None)
 
-    return Choice(profile.stages[i].name, tuple(run), options[i].name, next_best(leaner), next_best(richer))
+    return OptionStep(profile.stages[i].name, tuple(run), options[i].name, next_best(leaner), next_best(richer))
 
 
-def _segment_choice(profile: Profile, plan: Plan, options: list[Option], segment: Segment) -> Choice:
+def _segment_choice(profile: Profile, plan: Plan, options: list[Option], segment: Segment) -> OptionStep:
     rest = tuple(s for s in plan.segments if s is not segment)
     apart = _alternative(profile, plan, "each by itself", options, rest)
     first, last = profile.stages[segment.first].name, profile.stages[segment.last].name
-    return Choice(f"{first} .. {last}", tuple(range(segment.first, segment.last + 1)), "together", None, apart)
+    return OptionStep(f"{first} .. {last}", tuple(range(segment.first, segment.last + 1)), "together", None, apart)
 
 
 def _on_device(profile: Profile, option: Option) -> int:

@@ -46,7 +46,7 @@ from ckptplan.distributed.own import OwnNames, OwnStorages
 from ckptplan.runtime.guard.check import Checks, Spots
 from ckptplan.runtime.guard.engine import OldGraph
 from ckptplan.runtime.guard.paths import Paths, made_nodes
-from ckptplan.runtime.guard.shapes import Limits
+from ckptplan.runtime.guard.shapes import InputLimits
 from ckptplan.runtime.observe.counters import Counters
 from ckptplan.runtime.observe.meter import BACKWARD, KINDS
 from ckptplan.runtime.observer import Observer, listeners
@@ -176,7 +176,7 @@ class Controller:
         self._own_names = OwnNames(model) if asks_what_is_own else None
         self._stores = stores
         self._device = device
-        self._limits = [Limits(planned) for planned in decisions.inputs or [None] * len(self._stages)]
+        self._limits = [InputLimits(planned) for planned in decisions.inputs or [None] * len(self._stages)]
         self._saved = decisions.saved_bytes
         counters = counters or Counters()
         kept_bytes = decisions.kept_bytes

@@ -54,7 +54,7 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class LabelPlan:
     """A plan."""
 
     codes: tuple[int, ...]
@@ -227,7 +227,7 @@ class LabelDp:
         below_s: float = np.inf,
         count: int,
         between: Callable[[], None] = lambda: None,
-    ) -> list[Found]:
+    ) -> list[LabelPlan]:
         """The fastest plans found, by their fluid time; none after `deadline`.
 
         Parameters
@@ -463,7 +463,7 @@ class LabelDp:
             spread = spread[np.argsort(score[spread], kind="stable")[:: -(-2 * len(spread) // width)]]
         return _keep(labels, rows[np.union1d(chosen, spread)])
 
-    def _read(self, history: Sequence[Sequence[_Labels]], row: int) -> Found:
+    def _read(self, history: Sequence[Sequence[_Labels]], row: int) -> LabelPlan:
         """The plan of a label at the end."""
         n = len(history)
         codes = [0] * n
@@ -481,7 +481,7 @@ class LabelDp:
             if ends[k]:
                 first, inner = stack.pop()
                 stack[-1][1].append(Segment(first, k, tuple(inner)))
-        return Found(tuple(codes), tuple(stack[0][1]))
+        return LabelPlan(tuple(codes), tuple(stack[0][1]))
 
 
 def _whole_items(ends: Floats, room: Ints) -> Floats:

@@ -22,7 +22,7 @@ from ckptplan.core.request import NO_LIMITS, Limits
 from ckptplan.core.stage import Phase
 from ckptplan.solving.bound import cp_sat, mixed_integer
 from ckptplan.solving.bound.linear_program import Master
-from ckptplan.solving.bound.relaxation import Chain, Intervals
+from ckptplan.solving.bound.relaxation import BoundData, Intervals
 from ckptplan.solving.bound.trees import Costs, LinearTrees, MissingColumns
 from ckptplan.solving.cost import Evaluator, Segments, menus
 from ckptplan.solving.enumerate import PlanSpace, smallest_of_all
@@ -244,7 +244,7 @@ def nothing_fits(space: PlanSpace, budget_bytes: int, host_bytes: int | None, de
     profile = space.profile
     if profile.update_peak_bytes > budget_bytes:
         return True
-    chain = Chain(profile, space.menu, budget_bytes, host_bytes, segments=space.segments)
+    chain = BoundData(profile, space.menu, budget_bytes, host_bytes, segments=space.segments)
     link, n = profile.link, chain.n
     longest_s = (n + 2) * sum(
         max(s.forward_s, s.rerun_s)

@@ -25,7 +25,7 @@ from ckptplan.core.units import format_bytes
 from ckptplan.solving.bound import process
 from ckptplan.solving.bound.linear_program import Master
 from ckptplan.solving.bound.pricing import lower_bound
-from ckptplan.solving.bound.relaxation import Chain, Floats
+from ckptplan.solving.bound.relaxation import BoundData, Floats
 from ckptplan.solving.cost import KEEP, Codes, Evaluator, Schedule, Segments
 from ckptplan.solving.descent import Descent, complexity
 from ckptplan.solving.enumerate import PlanSpace, fastest_of_all
@@ -118,7 +118,7 @@ def _after(share: float, deadline: float) -> float:
     return deadline - (1 - share) * max(0.0, deadline - time.monotonic())
 
 
-class _Part(NamedTuple):
+class _SearchPart(NamedTuple):
     """A part of the search.
 
     Attributes
@@ -204,49 +204,53 @@ class _PlanSearch:
         finally:
             self.end_mixed()
 
-    def order(self) -> Iterator[_Part]:
+    def order(self) -> Iterator[_SearchPart]:
         """The parts, each chosen when the one before it has ended; the exact search where there are few plans."""
         p = self.parameters
         if self.incumbent.closed:
             return
         if self.fewer_than(p.few_plans, p.tried):
-            yield _Part("exact search", self.enumerate, p.large_share)
+            yield _SearchPart("exact search", self.enumerate, p.large_share)
             if self.exhausted:
                 return
             # Storages too many, or the time too short, to try all parts of what may move.
             self.begin_mixed("scip")
-            yield _Part("bound", self.bound, p.large_share)
-            yield _Part("mixed-integer program", self.await_mixed)
+            yield _SearchPart("bound", self.bound, p.large_share)
+            yield _SearchPart("mixed-integer program", self.await_mixed)
             return
-        yield _Part("patterns", self.patterns)
+        yield _SearchPart("patterns", self.patterns)
         yield self.segments_part()
         if self.incumbent.best is None:
             self.width, self.depth = p.width_factor * p.least_width, p.nesting
-            yield _Part("label DP", self.labels)
+            yield _SearchPart("label DP", self.labels)
         if self.incumbent.best is None:
-            yield _Part("smallest peak", self.refuse)
+            yield _SearchPart("smallest peak", self.refuse)
         yield from self.improvements()
         if self.fewer_than(p.many_plans, p.cells):
-            yield _Part("exact search", self.enumerate)
+            yield _SearchPart("exact search", self.enumerate)
 
-    def improvements(self) -> Iterator[_Part]:
+    def improvements(self) -> Iterator[_SearchPart]:
         """Label DP, local search and bounds by turns, each time with more labels, beside the mixed-integer program."""
         p, n = self.parameters, len(self.space.menu)
         long = n > p.long_chain
         # The first linear program takes most of the time on long chains: there the bound's prices steer.
-        yield _Part("bound", self.bound, p.large_share) if long else _Part("prices", self.prices, p.large_share)
+        yield (
+            _SearchPart("bound", self.bound, p.large_share)
+            if long
+            else _SearchPart("prices", self.prices, p.large_share)
+        )
         if self.space.profile is not self.profile:
             yield self.segments_part()
         # With segments each step takes several times as long: on long chains the first round goes without.
         self.width, self.depth = p.least_width, 0 if long else p.nesting
         begin = time.monotonic()
-        yield _Part("label DP", self.labels, p.small_share)
+        yield _SearchPart("label DP", self.labels, p.small_share)
         taken_s = time.monotonic() - begin
-        yield _Part("local search", self.polish, p.large_share if long else p.small_share)
+        yield _SearchPart("local search", self.polish, p.large_share if long else p.small_share)
         if not long:
-            yield _Part("bound", self.bound, p.large_share)
+            yield _SearchPart("bound", self.bound, p.large_share)
             self.begin_mixed("scip", self.segments_of_bound if n > p.cp_sat_stages else None)
-            yield _Part("transfers", self.transfers, p.small_share)
+            yield _SearchPart("transfers", self.transfers, p.small_share)
         self.complete = True  # the first round has a share of the time alone
         while self.complete and self.left_s() > taken_s:
             if self.depth < p.nesting:
@@ -257,19 +261,19 @@ class _PlanSearch:
                 break
             self.take_mixed()
             begin = time.monotonic()
-            yield _Part("label DP", self.labels)
+            yield _SearchPart("label DP", self.labels)
             taken_s = time.monotonic() - begin
-            yield _Part("local search", self.polish, p.small_share)
-            yield _Part("transfers", self.transfers, p.small_share)
+            yield _SearchPart("local search", self.polish, p.small_share)
+            yield _SearchPart("transfers", self.transfers, p.small_share)
         if not self.exhausted and n <= p.cp_sat_stages:
             self.begin_mixed("cp_sat")
-        yield _Part("local search", self.search, 1 - p.last_share if self.beside else 1.0)
-        yield _Part("mixed-integer program", self.await_mixed)
+        yield _SearchPart("local search", self.search, 1 - p.last_share if self.beside else 1.0)
+        yield _SearchPart("mixed-integer program", self.await_mixed)
 
-    def segments_part(self) -> _Part:
+    def segments_part(self) -> _SearchPart:
         """The segment program, which may be the proof where nothing moves."""
         p = self.parameters
-        return _Part("segment DP", self.segments, p.small_share if self.space.moves else p.large_share)
+        return _SearchPart("segment DP", self.segments, p.small_share if self.space.moves else p.large_share)
 
     def fewer_than(self, plans: int, forests: int) -> bool:
         """Whether there are no more plans than this, nor more ways to choose segments."""
@@ -348,7 +352,9 @@ class _PlanSearch:
 
     def prices(self, until: float) -> None:
         """Steer the label DP by the linear program without segments."""
-        chain = Chain(self.profile, self.space.menu, self.budget_bytes, self.moved_bytes, segments=self.limits.segments)
+        chain = BoundData(
+            self.profile, self.space.menu, self.budget_bytes, self.moved_bytes, segments=self.limits.segments
+        )
         duals = Master(chain).solve(until - time.monotonic())
         if duals is not None:
             per_byte = chain.second / chain.unit

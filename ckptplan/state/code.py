@@ -122,7 +122,7 @@ def kept_read(functions: Iterable[Any], *, graphs: bool = False) -> Callable[[],
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class GlobalName:
     """A global variable: its namespace, the name of its module, and its own name."""
 
     namespace: dict[str, Any] = field(hash=False, compare=False)
@@ -147,7 +147,7 @@ class Read:
 
     containers: list[Any] = field(default_factory=list)
     caches: list[Any] = field(default_factory=list)
-    numbers: dict[Place, Any] = field(default_factory=dict)
+    numbers: dict[GlobalName, Any] = field(default_factory=dict)
 
     def changed(self) -> list[str]:
         """Return the names of the global variables in `numbers` that have other values now."""
@@ -158,7 +158,7 @@ class Read:
         for place in self._others():
             place.namespace[place.name] = self.numbers[place]
 
-    def _others(self) -> list[Place]:
+    def _others(self) -> list[GlobalName]:
         found = [(place, place.value, before) for place, before in self.numbers.items()]
         differing = (each for each in found if each[1] is not each[2])
         return [place for place, now, before in differing if type(now) is not type(before) or now != before]
@@ -192,7 +192,7 @@ def read_by(functions: Iterable[Any]) -> Read:
     return read
 
 
-_Found = tuple[Any, type | None, Place | None]
+_Found = tuple[Any, type | None, GlobalName | None]
 """A value, the class of the module whose method led to it, and the global variable that it is, if any."""
 
 
@@ -223,10 +223,10 @@ def _read_by(function: types.FunctionType, owner: type | None) -> Iterator[_Foun
         yield from ((vars(kind)[name], owner, None) for name in names & vars(kind).keys())
     for name in names & function.__globals__.keys():
         value = function.__globals__[name]
-        yield value, None, Place(function.__globals__, str(function.__module__), name)
+        yield value, None, GlobalName(function.__globals__, str(function.__module__), name)
         if type(value) is types.ModuleType and value.__name__.partition(".")[0] not in NOT_READ:
             for inner in names & vars(value).keys():
-                yield vars(value)[inner], None, Place(vars(value), value.__name__, inner)
+                yield vars(value)[inner], None, GlobalName(vars(value), value.__name__, inner)
 
 
 def names_in(code: types.CodeType) -> Iterator[str]:

@@ -150,8 +150,8 @@ class Hooks:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         modules = list(modules)
-        self._own = [_Part(vars(m), functools.partial(_own_names, m)) for m in modules]
-        self._of_all = [_Part(vars(code), functools.partial(_global_names, code)) for code in _WITH_GLOBALS]
+        self._own = [_Entries(vars(m), functools.partial(_own_names, m)) for m in modules]
+        self._of_all = [_Entries(vars(code), functools.partial(_global_names, code)) for code in _WITH_GLOBALS]
         self._forwards = [(kind, vars(kind).get("forward")) for kind in {c for m in modules for c in type(m).__mro__}]
 
     def put_tables(self) -> None:
@@ -184,7 +184,7 @@ def _global_names(code: Any) -> list[str]:
     return [name for name in vars(code) if name.startswith("_global_")]
 
 
-class _Part:
+class _Entries:
     """The entries `names()` of a dictionary, and the contents of those entries that are dictionaries or sets."""
 
     def __init__(self, place: dict[str, Any], names: Callable[[], list[str]]) -> None:

@@ -14,7 +14,7 @@ from command_line import Run, assert_clean_error
 from rich.console import Console
 
 import ckptplan
-from ckptplan.cli.demo import Row, Size, verdict
+from ckptplan.cli.demo import DemoRow, Size, verdict
 from ckptplan.cli.demo import run as demonstrate
 from ckptplan.core.estimate import Estimate
 from ckptplan.core.profile import Profile
@@ -48,9 +48,9 @@ def test_demo_trains_with_identical_losses_within_its_budget(capsys: pytest.Capt
     assert torch.get_num_threads() == threads
 
 
-def made_row(name: str, *step_s: float, peak_bytes: int = 90, **fields: Any) -> Row:
+def made_row(name: str, *step_s: float, peak_bytes: int = 90, **fields: Any) -> DemoRow:
     budget_bytes = None if name == "plain" else 100
-    return Row(name, budget_bytes, peak_bytes, peak_bytes, statistics.median(step_s), step_s, **fields)
+    return DemoRow(name, budget_bytes, peak_bytes, peak_bytes, statistics.median(step_s), step_s, **fields)
 
 
 PLAIN = made_row("plain", 1.0, 2.0, 1.5, peak_bytes=180)

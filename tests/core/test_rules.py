@@ -23,7 +23,7 @@ from ckptplan.core.segment import Segment
 from ckptplan.core.stage import Stage
 from ckptplan.core.storage import Storage
 from ckptplan.referee import simulate, validate
-from ckptplan.solving.bound.relaxation import Chain
+from ckptplan.solving.bound.relaxation import BoundData
 from ckptplan.solving.cost import Evaluator, menus
 from ckptplan.solving.enumerate import PlanSpace
 from ckptplan.solving.label_dp import LabelDp
@@ -339,7 +339,7 @@ def test_the_rules_in_numpy_are_those_in_python(
 @pytest.mark.parametrize("change", [*RESIDENCY[1:], *LINKS[:2]])  # the first one, bounds leave out
 def test_bounds_follow_the_rules(change: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     def numbers(profile: Profile) -> list[object]:
-        chain = Chain(profile, menus(profile, ("keep", "swap", "recompute")), 100, None, segments=True)
+        chain = BoundData(profile, menus(profile, ("keep", "swap", "recompute")), 100, None, segments=True)
         return [chain.base_forward.tolist(), chain.movable, chain.drops, chain.segment_moves, chain.out, chain.back]
 
     chains = [random_chain(seed, 6) for seed in CHAINS]

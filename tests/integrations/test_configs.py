@@ -52,7 +52,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_model_is_made_of_its_config(folder: Path) -> None:
-    model = configs.make_model(configs.Job(str(folder / "model")))
+    model = configs.make_model(configs.ConfiguredTraining(str(folder / "model")))
     assert type(model).__name__ == "LlamaForCausalLM"
     assert all(p.is_meta and p.dtype == torch.bfloat16 for p in model.parameters())
     assert model.training
@@ -60,7 +60,7 @@ def test_a_model_is_made_of_its_config(folder: Path) -> None:
     inputs = make(3)
     assert length == 16
     assert {name: tuple(t.shape) for name, t in inputs.items()} == {"input_ids": (3, 16), "labels": (3, 16)}
-    adapted = configs.make_model(configs.Job(str(folder / "model"), lora="r=4,targets=q_proj,v_proj"))
+    adapted = configs.make_model(configs.ConfiguredTraining(str(folder / "model"), lora="r=4,targets=q_proj,v_proj"))
     trained = [name for name, p in adapted.named_parameters() if p.requires_grad]
     assert len(trained) == 2 * 2 * 2
     assert all("lora" in name for name in trained)
@@ -79,7 +79,7 @@ def test_a_model_is_made_of_its_config(folder: Path) -> None:
 )
 def test_what_can_not_be_made(job: dict[str, Any], message: str, folder: Path) -> None:
     with pytest.raises(InvalidInputError, match=message):
-        configs.make_model(configs.Job(**{"config": str(folder / "model"), **job}))
+        configs.make_model(configs.ConfiguredTraining(**{"config": str(folder / "model"), **job}))
 
 
 KINDS: dict[str, tuple[Any, dict[str, tuple[int, ...]]]] = {
@@ -104,7 +104,7 @@ def test_inputs_follow_from_the_head(kind: str, run: Run, tmp_path: Path) -> Non
     config, shapes = KINDS[kind]
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config.to_dict()))
-    make, _ = configs.make_inputs(configs.make_model(configs.Job(str(path))), None)
+    make, _ = configs.make_inputs(configs.make_model(configs.ConfiguredTraining(str(path))), None)
     assert {name: tuple(t.shape) for name, t in make(3).items()} == shapes
     found = run("fit", "--config", str(path), *SMALL, "--optimizer", "adamw")
     assert found.exit_code == 0, found.output
@@ -116,7 +116,7 @@ def test_code_of_a_config_is_not_imported(folder: Path) -> None:
     path = folder / "model" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": "evil"}))
     with pytest.raises(InvalidInputError, match=r"no model of type 'evil' \(the code that its auto_map names isn't"):
-        configs.make_model(configs.Job(str(path)))
+        configs.make_model(configs.ConfiguredTraining(str(path)))
 
 
 def test_axolotl(folder: Path) -> None:
@@ -128,7 +128,7 @@ def test_axolotl(folder: Path) -> None:
     notes = "\n".join(job.notes)
     assert "not understood, and not counted: sample_packing" in notes
     assert "checkpointing is left to the plan" in notes
-    assert configs.Job(length=32).over(job).length == 32
+    assert configs.ConfiguredTraining(length=32).over(job).length == 32
     (folder / "bad.yaml").write_text("!!python/object/apply:os.system ['true']")
     with pytest.raises(InvalidInputError, match="can't be parsed"):
         configs.read_axolotl(folder / "bad.yaml")
@@ -198,11 +198,11 @@ def test_training_arguments(tmp_path: Path) -> None:
 def test_the_type_of_the_weights(folder: Path) -> None:
     path = str(folder / "model")
     types = {
-        name: {p.dtype for p in configs.make_model(configs.Job(path, dtype=name)).parameters()}
+        name: {p.dtype for p in configs.make_model(configs.ConfiguredTraining(path, dtype=name)).parameters()}
         for name in (None, "float32", "float16")
     }
     assert types == {None: {torch.bfloat16}, "float32": {torch.float32}, "float16": {torch.float16}}
-    raised = configs.make_model(configs.Job(path, float32=("norm", "embed_tokens", "lm_head")))
+    raised = configs.make_model(configs.ConfiguredTraining(path, float32=("norm", "embed_tokens", "lm_head")))
     full = {name.split(".")[-2] for name, p in raised.named_parameters() if p.dtype == torch.float32}
     assert full == {"norm", "input_layernorm", "post_attention_layernorm", "embed_tokens", "lm_head"}
 
@@ -227,7 +227,7 @@ def of_4_bits(values: int) -> int:
     ("lora", "others"), [("r=4,targets=all-linear,bits=4", 4), ("r=4,targets=all-linear,bits=4,upcast=no", 2)]
 )
 def test_the_layout_of_4_bits(lora: str, others: int, folder: Path) -> None:
-    model = configs.make_model(configs.Job(str(folder / "model"), lora=lora))
+    model = configs.make_model(configs.ConfiguredTraining(str(folder / "model"), lora=lora))
     layers = 2 * (4 * of_4_bits(32 * 32) + 3 * of_4_bits(32 * 64))
     assert held(model) == layers + others * (EMBEDDINGS + NORMS) + 4 * 2 * ADAPTERS
     assert sum(p.numel() for p in model.parameters() if p.requires_grad) == 2 * ADAPTERS
@@ -235,7 +235,9 @@ def test_the_layout_of_4_bits(lora: str, others: int, folder: Path) -> None:
 
 
 def test_the_layout_of_8_bits(folder: Path) -> None:
-    model = configs.make_model(configs.Job(str(folder / "model"), lora="r=4,targets=q_proj,bits=8,upcast=no"))
+    model = configs.make_model(
+        configs.ConfiguredTraining(str(folder / "model"), lora="r=4,targets=q_proj,bits=8,upcast=no")
+    )
     scales = 4 * 2 * (4 * 32 + 2 * 64 + 32)
     assert held(model) == 2 * (ATTENTION + MLP) + scales + 2 * (EMBEDDINGS + NORMS) + 4 * 2 * 4 * 64
 
@@ -246,7 +248,7 @@ def test_gpt2s_layers_are_quantized_too(tmp_path: Path) -> None:
         vocab_size=96, n_embd=32, n_layer=1, n_head=2, n_positions=16, architectures=["GPT2LMHeadModel"]
     )
     path.write_text(json.dumps(config.to_dict()))
-    model = configs.make_model(configs.Job(str(path), lora="r=4,targets=c_attn,bits=4"))
+    model = configs.make_model(configs.ConfiguredTraining(str(path), lora="r=4,targets=c_attn,bits=4"))
     sizes = {n.rpartition(".")[2]: m for n, m in model.named_modules() if isinstance(m, QuantizedLinear)}
     assert sizes.keys() == {"base_layer", "c_proj", "c_fc"}  # c_attn is below its adapter
     assert (sizes["base_layer"].in_features, sizes["base_layer"].out_features) == (32, 96)
@@ -279,7 +281,7 @@ def test_numbers_in_files(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="per_device_train_batch_size: 'many' is not a whole number"):
         configs.read_training_arguments(path)
     with pytest.raises(InvalidInputError, match="give --config, or base_model"):
-        configs.make_model(configs.Job())
+        configs.make_model(configs.ConfiguredTraining())
 
 
 def test_fit_and_estimate_take_files(run: Run, folder: Path) -> None:

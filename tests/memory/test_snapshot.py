@@ -30,9 +30,9 @@ from ckptplan.memory.history.reader import (
     settings_from_snapshot,
 )
 from ckptplan.memory.history.summary import (
-    Alternative,
+    CodeLine,
     DeviceSummary,
-    Holder,
+    SettingsTried,
     Shortage,
     State,
     _advice,
@@ -503,10 +503,10 @@ def test_a_request_that_failed_and_what_would_have_held_it() -> None:
 
 
 def test_of_equally_good_settings_a_checked_one_is_advised() -> None:
-    recorded = Alternative("", "", 1000 * M, None, None, True)
-    modelled = Alternative("max_split_size_mb:32", "max_split_size_mb:32", 600 * M, None, None, False)
-    checked = Alternative("expandable_segments:True", "expandable_segments:True", 606 * M, None, None, True)
-    failing = Alternative("roundup_power2_divisions:2", "roundup_power2_divisions:2", None, None, None, False)
+    recorded = SettingsTried("", "", 1000 * M, None, None, True)
+    modelled = SettingsTried("max_split_size_mb:32", "max_split_size_mb:32", 600 * M, None, None, False)
+    checked = SettingsTried("expandable_segments:True", "expandable_segments:True", 606 * M, None, None, True)
+    failing = SettingsTried("roundup_power2_divisions:2", "roundup_power2_divisions:2", None, None, None, False)
     assert _advice((recorded, modelled, checked, failing)) is checked
     assert _advice((recorded, modelled, replace(modelled, reserved_peak_bytes=601 * M))) is modelled
     assert _advice((recorded, modelled, replace(checked, reserved_peak_bytes=607 * M), failing)) is modelled
@@ -668,7 +668,9 @@ def test_the_documented_fields_are_those_written() -> None:
     text = (Path(__file__).parents[2] / "docs" / "formats.md").read_text(encoding="utf-8")
     section = text.partition("## `ckptplan snapshot --json`")[2].partition("\n## ")[0]
     documented = set(re.findall(r"`(\w+)`", section))
-    written = {field.name for kind in (DeviceSummary, State, Holder, Alternative, Shortage) for field in fields(kind)}
+    written = {
+        field.name for kind in (DeviceSummary, State, CodeLine, SettingsTried, Shortage) for field in fields(kind)
+    }
     assert written <= documented
     assert documented - written == {"PYTORCH_CUDA_ALLOC_CONF"}
 

@@ -23,7 +23,7 @@ from ckptplan.profiling.bytes.tracker import Tracker
 from ckptplan.profiling.bytes.workspace import _operands
 from ckptplan.profiling.profiler import training_step
 from ckptplan.profiling.target import Target
-from ckptplan.runtime.guard.shapes import Limits
+from ckptplan.runtime.guard.shapes import InputLimits
 from ckptplan.tensors.storages import unique_bytes
 from ckptplan.training.inputs import input_tensors
 from ckptplan.training.step import TrainingStep, fingerprint
@@ -112,7 +112,7 @@ def test_plans_know_them_by_path_type_and_shape() -> None:
     args: tuple[Any, ...] = (torch.empty(ROWS, WIDTH), host())
     planned = input_tensors(args, {})
     assert [t.shape for t in planned] == [(ROWS, WIDTH), (2,), (), (WIDTH,)]
-    limits = Limits(planned)
+    limits = InputLimits(planned)
     assert limits.first_beyond(args, {}) is None
     more = {**host(), "lengths": torch.tensor([1, 2, 3])}
     beyond = limits.first_beyond((args[0], more), {})

@@ -21,7 +21,7 @@ from ckptplan.core.schedule import residency
 from ckptplan.core.stage import Stage
 from ckptplan.profiling import profiler
 from ckptplan.profiling.bytes import menus, trace, workspace
-from ckptplan.profiling.bytes.menus import Choice, Op
+from ckptplan.profiling.bytes.menus import Op, SavedOps
 from ckptplan.profiling.target import Target
 from ckptplan.profiling.times import timing
 from ckptplan.runtime.recompute.call import PlannedStage
@@ -236,11 +236,17 @@ def test_collectives_are_recognised() -> None:
 
 def test_the_points_offered_follow_the_hull() -> None:
     #                bytes, time saved of 10: (2, 8) is by far the best; (3, 8.1) lies above the line from it to keep.
-    choices = [Choice((), 0, 0.0), Choice((1,), 1, 3.0), Choice((2,), 2, 8.0), Choice((3,), 3, 8.1), Choice((4,), 9, 9)]
+    choices = [
+        SavedOps((), 0, 0.0),
+        SavedOps((1,), 1, 3.0),
+        SavedOps((2,), 2, 8.0),
+        SavedOps((3,), 3, 8.1),
+        SavedOps((4,), 9, 9),
+    ]
     assert menus.choose(choices, total_s=10.0, keep_bytes=8) == [choices[2]]
     assert menus.choose(choices, total_s=10.0, keep_bytes=8, points=0) == []
     assert menus.choose(choices, total_s=10.0, keep_bytes=2) == []
-    steps = [Choice((n,), n, 10 * (1 - 0.5**n)) for n in range(1, 9)]
+    steps = [SavedOps((n,), n, 10 * (1 - 0.5**n)) for n in range(1, 9)]
     chosen = menus.choose(steps, total_s=10.0, keep_bytes=20)
     assert len(chosen) == menus.POINTS
     assert chosen[0] is not steps[-1]

@@ -22,7 +22,7 @@ from ckptplan.profiling.target import Target, find_target
 from ckptplan.runtime.guard.differences import Differences
 from ckptplan.runtime.observe.counters import Counters
 from ckptplan.runtime.swap.packing import Held, Packing
-from ckptplan.runtime.swap.record import State
+from ckptplan.runtime.swap.record import Whereabouts
 from ckptplan.runtime.swap.session import SwapSession
 from ckptplan.runtime.swap.stores import NULL_STORES
 from ckptplan.tensors.accelerator import with_index
@@ -104,7 +104,7 @@ def test_what_lies_elsewhere_has_a_position_and_stays_there() -> None:
     now.leave(0, packing.saved, one_transfer((1,)))
     assert first.tensor() is elsewhere
     assert second.record is not None
-    assert second.record.state is State.LEAVING
+    assert second.record.state is Whereabouts.LEAVING
     packing, _ = pack(now, [elsewhere, large])
     now.leave(0, packing.saved, one_transfer((0,)))
     assert now._counters.differences.counts == {"saved": 1}

@@ -15,7 +15,7 @@ from ckptplan.core.overheads import NO_OVERHEADS, Overheads
 from ckptplan.core.request import Training
 from ckptplan.profiling import profiler
 from ckptplan.profiling.times import overheads, timing
-from ckptplan.profiling.times.stopwatch import Span, Stopwatch, Took
+from ckptplan.profiling.times.stopwatch import Measurement, Stopwatch, Took
 from ckptplan.runtime.recompute.segments import SegmentFrame
 from ckptplan.training.step import make_step
 
@@ -93,7 +93,7 @@ class Slowing(Stopwatch):
         super().__init__(device)
         self.kinds: list[Any] = []
 
-    def end(self, span: Span) -> Took:
+    def end(self, span: Measurement) -> Took:
         self.kinds.append(span.kind)
         return Took(1.0 + 0.01 * len(self.kinds), 0.0)
 
@@ -127,7 +127,7 @@ def test_a_measured_profile_says_its_error() -> None:
 class Noisy(Slowing):
     """A watch to which all kinds take 1 s each time, but for one, which takes 1, 2 and 3 s in turn."""
 
-    def end(self, span: Span) -> Took:
+    def end(self, span: Measurement) -> Took:
         self.kinds.append(span.kind)
         same = self.kinds.count(span.kind) if span.kind == ("kind 1", None, "forward") else 0
         return Took(1.0 + same % 3, 0.0)
@@ -149,7 +149,7 @@ def test_only_kinds_with_much_of_the_error_are_timed_further(monkeypatch: pytest
 class Even(Slowing):
     """A watch to which recompute takes no time at all, as it may look where the machine is slow for a while."""
 
-    def end(self, span: Span) -> Took:
+    def end(self, span: Measurement) -> Took:
         self.kinds.append(span.kind)
         return Took(1.0, 0.0)
 

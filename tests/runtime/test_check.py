@@ -582,9 +582,9 @@ def test_without_versions_the_check_finds_a_written_parameter(monkeypatch: pytes
 def test_without_a_wait_the_check_finds_copies_that_were_overtaken(wait: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the emulated device, whose streams run late and in any order their waits allow."""
     if wait == "out":  # memory is given back before it is copied
-        monkeypatch.setattr(record._Group, "finish", lambda self, counters: None)
+        monkeypatch.setattr(record._LeavingGroup, "finish", lambda self, counters: None)
     else:
-        monkeypatch.setattr(record._Batch, "wait", lambda self, stream, counters: None)
+        monkeypatch.setattr(record._ReturnBatch, "wait", lambda self, stream, counters: None)
     found = 0
     for seed in range(12):
         plan = stream_programs.random_plan(0, random.Random(seed))

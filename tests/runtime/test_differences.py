@@ -22,7 +22,7 @@ from ckptplan.profiling.profiler import profile
 from ckptplan.runtime.guard import unplanned
 from ckptplan.runtime.guard.differences import Differences
 from ckptplan.runtime.handle import apply
-from ckptplan.runtime.swap.record import State
+from ckptplan.runtime.swap.record import Whereabouts
 from ckptplan.training.measure import recorded_allocations
 
 WHATS = ("keep", "swap", "recompute", "recompute+swap", "segment", "selective")
@@ -302,7 +302,7 @@ def test_what_a_later_call_saves_has_left_when_the_forward_ends() -> None:
     with apply(model, dataclasses.replace(plan, choices=tuple(choices)), check="off") as handle:
         with pytest.warns(RuntimeWarning, match="'blocks.0' is called more than the 1 times"):
             loss = model(x).sum()
-        assert states_of_swapped(handle) == {State.AWAY}
+        assert states_of_swapped(handle) == {Whereabouts.AWAY}
         loss.backward()
 
 

@@ -24,11 +24,11 @@ from test_streams import KINDS, SIZES, made, on_device
 from ckptplan.core.errors import SwapError
 from ckptplan.runtime.observe.counters import Counters
 from ckptplan.runtime.swap.packing import unpack
-from ckptplan.runtime.swap.record import Record, State, finish_leaving, start_leaving, start_returning
+from ckptplan.runtime.swap.record import Record, Whereabouts, finish_leaving, start_leaving, start_returning
 from ckptplan.runtime.swap.session import SwapSession
 from ckptplan.runtime.swap.stores import DiskStore, Store, disk
 from ckptplan.runtime.swap.stores.arena import Arena
-from ckptplan.runtime.swap.stores.workers import Job, Worker
+from ckptplan.runtime.swap.stores.workers import CopyJob, Worker
 
 CPU = torch.device("cpu")
 
@@ -47,7 +47,7 @@ def packed(run: SwapSession, index: int, tensors: list[torch.Tensor]) -> list[An
 
 COUNTED: dict[str, tuple[tuple[Any, str], ...]] = {
     "pinned": ((FakeStream, "wait_event"), (FakeStream, "record_event")),
-    "disk": ((Worker, "submit"), (Job, "wait")),  # a worker's own streams run when they happen to
+    "disk": ((Worker, "submit"), (CopyJob, "wait")),  # a worker's own streams run when they happen to
 }
 
 
@@ -121,7 +121,7 @@ def test_a_group_counts_until_its_last_copy_is_done_and_returns_at_once(kind: st
         assert store.used_bytes == 5632
         run.prefetch(0)
         assert gpu.in_use == 5632
-        assert {x.record.state for x in held} == {State.RETURNING}
+        assert {x.record.state for x in held} == {Whereabouts.RETURNING}
         del held
         gc.collect()
         assert store.used_bytes == gpu.in_use == 0
@@ -139,11 +139,16 @@ def test_one_that_is_needed_early_comes_alone(kind: str, tmp_path: Path) -> None
         del tensors, tensor
         run.release(0)
         looks = [gpu.look(unpack(held[2]), 2)]
-        assert [x.record.state for x in held] == [State.AWAY, State.AWAY, State.ON_DEVICE, State.AWAY]
+        assert [x.record.state for x in held] == [
+            Whereabouts.AWAY,
+            Whereabouts.AWAY,
+            Whereabouts.ON_DEVICE,
+            Whereabouts.AWAY,
+        ]
         del held[0]
         gc.collect()
         run.prefetch(0)
-        assert [x.record.state for x in held] == [State.RETURNING, State.ON_DEVICE, State.RETURNING]
+        assert [x.record.state for x in held] == [Whereabouts.RETURNING, Whereabouts.ON_DEVICE, Whereabouts.RETURNING]
         for _ in range(2):  # as through a graph that is kept
             looks += [gpu.look(unpack(x), value) for value, x in enumerate(held, 1)]
         assert run._counters.swapped_in_bytes == 2000 + 3000 + 4000

@@ -35,7 +35,7 @@ from ckptplan.profiling.target import MIN_SWAP_BYTES
 from ckptplan.runtime.handle import apply
 from ckptplan.runtime.observe.counters import Counters
 from ckptplan.runtime.swap.packing import unpack
-from ckptplan.runtime.swap.record import Record, State, start_leaving
+from ckptplan.runtime.swap.record import Record, Whereabouts, start_leaving
 from ckptplan.runtime.swap.session import SwapSession
 from ckptplan.runtime.swap.stores import NULL_STORES, Store, disk
 from ckptplan.runtime.verify import verify
@@ -232,7 +232,7 @@ def test_release_and_prefetch_points_are_met(monkeypatch: pytest.MonkeyPatch) ->
                 for i in range(k + 1):
                     records = [record for j in of[i] if (record := seen[j][0]()) is not None]
                     assert records
-                    back[i, k] = any(record.state is not State.AWAY for record in records)
+                    back[i, k] = any(record.state is not Whereabouts.AWAY for record in records)
 
             output.register_hook(gradient)
 

@@ -34,10 +34,10 @@ from ckptplan.core.stage import InputTensor
 from ckptplan.planning import model_job
 from ckptplan.profiling.profiler import profile
 from ckptplan.profiling.workload.enlarge import enlarged_calls
-from ckptplan.runtime.guard.shapes import ByName, Limits
+from ckptplan.runtime.guard.shapes import ByName, InputLimits
 from ckptplan.runtime.handle import Handle, apply
 from ckptplan.runtime.observe.counters import Counters
-from ckptplan.runtime.swap.record import State
+from ckptplan.runtime.swap.record import Whereabouts
 from ckptplan.runtime.swap.session import SwapSession
 from ckptplan.runtime.swap.stores import NULL_STORES
 from ckptplan.tensors.storages import unique_bytes
@@ -150,7 +150,7 @@ def test_what_was_to_leave_has_left_when_the_forward_ends() -> None:
     with apply(model, plan) as handle:
         for count in (8, 6):
             output = model(x[:count])
-            assert states_of_swapped(handle) == {State.AWAY}
+            assert states_of_swapped(handle) == {Whereabouts.AWAY}
             output.sum().backward()
             model.zero_grad()
             del output
@@ -293,7 +293,7 @@ def test_what_moves_when_other_storages_are_saved(given: list[int], moved: list[
     tensors = [torch.zeros(n, dtype=torch.uint8) for n in given]
     packed = [packing.pack(t) for t in tensors]
     now.leave(0, packing.saved, one_transfer((0,)))
-    assert [i for i, x in enumerate(packed) if x.record is not None and x.record.state is State.LEAVING] == moved
+    assert [i for i, x in enumerate(packed) if x.record is not None and x.record.state is Whereabouts.LEAVING] == moved
 
 
 def test_what_has_left_and_is_still_there_is_saved_by_the_same_record() -> None:
@@ -308,7 +308,7 @@ def test_what_has_left_and_is_still_there_is_saved_by_the_same_record() -> None:
     now.leave(1, packing.saved, ())
     assert first.record is not None
     assert again.record is first.record
-    assert first.record.state is State.AWAY
+    assert first.record.state is Whereabouts.AWAY
     del tensor
     assert first.record.is_gone
 
@@ -344,7 +344,7 @@ def test_paths_are_those_of_pytree() -> None:
     ],
 )
 def test_what_is_larger_is_found(call: Callable[[Any], Any]) -> None:
-    limits = Limits(input_tensors((torch.zeros(4, 3),), {"k": {"a": torch.zeros(2)}}))
+    limits = InputLimits(input_tensors((torch.zeros(4, 3),), {"k": {"a": torch.zeros(2)}}))
     assert limits.beyond("s", (torch.zeros(4, 3),), {"k": {"a": torch.zeros(2)}}) is None
     assert limits.beyond("s", (torch.zeros(1, 2),), {}) is None
     assert str(limits.beyond("s", *call(torch.zeros))).startswith("stage 's' got")
@@ -352,7 +352,7 @@ def test_what_is_larger_is_found(call: Callable[[Any], Any]) -> None:
 
 def test_a_check_is_cheap_and_keeps_nothing() -> None:
     x, mask = torch.randn(4, 64, 8), torch.zeros(4, 1, 64, 64)
-    limits = Limits(input_tensors((x,), {"mask": mask}))
+    limits = InputLimits(input_tensors((x,), {"mask": mask}))
     assert limits.beyond("s", (x,), {"mask": mask, "flag": True}) is None
     # 29 when this was written, in some 5 us.
     assert calls_in(lambda: limits.beyond("s", (x,), {"mask": mask, "flag": True})) <= 40

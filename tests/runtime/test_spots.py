@@ -519,9 +519,9 @@ def test_on_a_device_copies_that_were_overtaken_are_found(
 ) -> None:
     """Of the only step when the plan is removed."""
     if wait == "out":
-        monkeypatch.setattr(record._Group, "finish", lambda self, counters: None)
+        monkeypatch.setattr(record._LeavingGroup, "finish", lambda self, counters: None)
     else:
-        monkeypatch.setattr(record._Batch, "wait", lambda self, stream, counters: None)
+        monkeypatch.setattr(record._ReturnBatch, "wait", lambda self, stream, counters: None)
     found = 0
     for seed in range(12):
         plan = stream_programs.random_plan(0, random.Random(seed))

@@ -30,7 +30,7 @@ from ckptplan import apply
 from ckptplan.core.errors import InvalidInputError, SwapError
 from ckptplan.profiling.times import links
 from ckptplan.runtime.observe.counters import Counters
-from ckptplan.runtime.swap.record import Record, State, finish_leaving, start_leaving, start_returning
+from ckptplan.runtime.swap.record import Record, Whereabouts, finish_leaving, start_leaving, start_returning
 from ckptplan.runtime.swap.stores import DiskStore, Ticket, disk
 
 CHUNKS = [None, 1000]  # straight from memory; through staging, as for a device
@@ -657,7 +657,7 @@ def test_any_program_of_records(
                 except SwapError:
                     failures += 1
                     # The bytes are still here, or there is an error whenever they are asked for.
-                    if record.state is State.LEAVING:
+                    if record.state is Whereabouts.LEAVING:
                         assert torch.equal(record.whole(), wanted)
                     del living[number % len(living)]
                 del record

@@ -20,7 +20,7 @@ from made_plans import one_transfer
 
 from ckptplan.core.errors import InvalidInputError, SwapError
 from ckptplan.runtime.observe.counters import Counters
-from ckptplan.runtime.swap.record import Record, State, finish_leaving, start_leaving, start_returning
+from ckptplan.runtime.swap.record import Record, Whereabouts, finish_leaving, start_leaving, start_returning
 from ckptplan.runtime.swap.session import SwapSession
 from ckptplan.runtime.swap.stores import DiskStore, Ticket, disk
 from ckptplan.runtime.swap.stores.arena import Arena, Extent
@@ -331,34 +331,34 @@ def record() -> Record:
 
 def test_record_states(record: Record, store: DiskStore) -> None:
     want = torch.arange(4096.0)
-    assert record.state is State.ON_DEVICE
+    assert record.state is Whereabouts.ON_DEVICE
     finish_leaving([record])
     start_returning([record])
     record.finish_returning()
-    assert record.state is State.ON_DEVICE, "nothing has left, so nothing changes"
+    assert record.state is Whereabouts.ON_DEVICE, "nothing has left, so nothing changes"
     start_leaving([record], store)
-    assert record.state is State.LEAVING
+    assert record.state is Whereabouts.LEAVING
     start_leaving([record], store)
     record.finish_returning()
-    assert record.state is State.LEAVING
+    assert record.state is Whereabouts.LEAVING
     assert torch.equal(record.whole(), want)
-    assert record.state is State.LEAVING, "a look at bytes that are still there moves nothing"
+    assert record.state is Whereabouts.LEAVING, "a look at bytes that are still there moves nothing"
     finish_leaving([record])
-    assert record.state is State.AWAY
+    assert record.state is Whereabouts.AWAY
     assert record._whole is None
     finish_leaving([record])
     record.finish_returning()
-    assert record.state is State.AWAY
+    assert record.state is Whereabouts.AWAY
     start_returning([record])
-    assert record.state is State.RETURNING
+    assert record.state is Whereabouts.RETURNING
     start_returning([record])
     start_leaving([record], store)
-    assert record.state is State.RETURNING
+    assert record.state is Whereabouts.RETURNING
     record.finish_returning()
-    assert record.state is State.ON_DEVICE
+    assert record.state is Whereabouts.ON_DEVICE
     assert torch.equal(record.whole(), want)
     start_leaving([record], store)
-    assert record.state is State.ON_DEVICE, "its backward is here: it doesn't leave again"
+    assert record.state is Whereabouts.ON_DEVICE, "its backward is here: it doesn't leave again"
     assert record._counters.swapped_out_bytes == record._counters.swapped_in_bytes == 4 * 4096
 
 
@@ -381,7 +381,7 @@ def test_any_state_gives_the_bytes(record: Record, store: DiskStore, path: tuple
         moved(record, store, step)
     assert torch.equal(record.whole(), torch.arange(4096.0))
     assert torch.equal(record.whole().view(torch.int32), torch.arange(4096.0).view(torch.int32))
-    assert record.state is (State.LEAVING if path == ("start_leaving",) else State.ON_DEVICE)
+    assert record.state is (Whereabouts.LEAVING if path == ("start_leaving",) else Whereabouts.ON_DEVICE)
 
 
 @pytest.mark.parametrize("steps", range(5))

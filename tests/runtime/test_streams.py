@@ -27,7 +27,7 @@ import ckptplan
 from ckptplan.core.errors import InvalidInputError, SwapError
 from ckptplan.runtime.observe.counters import Counters
 from ckptplan.runtime.swap.packing import Held, unpack
-from ckptplan.runtime.swap.record import Record, State, finish_leaving, start_leaving, start_returning
+from ckptplan.runtime.swap.record import Record, Whereabouts, finish_leaving, start_leaving, start_returning
 from ckptplan.runtime.swap.session import SwapSession
 from ckptplan.runtime.swap.stores import (
     DiskStore,
@@ -275,7 +275,7 @@ def test_damage_in_pinned_memory_is_found(tmp_path: Path) -> None:
         for _ in range(2):  # whoever asks again is told again
             with pytest.raises(SwapError, match=r"at byte 0 of the host memory.*damaged"):
                 record.whole()
-        assert record.state is State.RETURNING
+        assert record.state is Whereabouts.RETURNING
         del record
 
 

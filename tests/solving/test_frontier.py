@@ -19,7 +19,7 @@ from ckptplan.core.profile import Profile
 from ckptplan.core.schedule import residency
 from ckptplan.core.units import format_seconds
 from ckptplan.referee import simulate, validate
-from ckptplan.report.explain import Alternative, Choice, Explanation, Worth
+from ckptplan.report.explain import Alternative, Explanation, OptionStep, Worth
 from ckptplan.solving import peak, planner
 from ckptplan.solving.frontier import everything_kept_bytes, frontier_profile, smallest_within
 from ckptplan.solving.planner import smallest_peak
@@ -162,7 +162,7 @@ def test_explanation_adds_up() -> None:
 
 def test_a_change_of_less_than_is_printed_is_none() -> None:
     for extra_s, told in ((-4e-7, "as fast"), (4e-7, "as fast"), (-6e-7, "-1 µs"), (2e-3, "+2.0 ms")):
-        choice = Choice("a", (0,), "keep", Alternative("swap", extra_s, 0), None)
+        choice = OptionStep("a", (0,), "keep", Alternative("swap", extra_s, 0), None)
         assert f"swap: {told}" in str(Explanation(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, (), None, (choice,)))
 
 

@@ -435,7 +435,7 @@ def segment_stacks_of(snapshot: Mapping[str, Any], device: int) -> dict[int, Fra
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _UndoneBlock:
     """A block in use while entries are undone; its size is None after the undoing of its free."""
 
     requested_bytes: int
@@ -448,7 +448,7 @@ class _Undone:
 
     def __init__(self, entries: Sequence[Entry], end: Iterable[SegmentInfo], pools: _Pools) -> None:
         self._pools = pools
-        self.blocks: dict[int, _Held] = {}
+        self.blocks: dict[int, _UndoneBlock] = {}
         self._fixed: dict[int, tuple[int, int, str]] = {}  # address -> size, stream, pool
         self._mapped: dict[int, Ranges] = {}  # by stream
         for segment in end:
@@ -458,7 +458,7 @@ class _Undone:
                 self._fixed[segment.address] = segment.size_bytes, segment.stream, segment.pool
             for block in segment.blocks:
                 if block.state != "free":
-                    self.blocks[block.address] = _Held(block.requested_bytes, block.state, block.size_bytes)
+                    self.blocks[block.address] = _UndoneBlock(block.requested_bytes, block.state, block.size_bytes)
         for index in range(len(entries) - 1, -1, -1):
             if not self._undo(entries[index]):
                 raise InvalidInputError(
@@ -490,7 +490,7 @@ class _Undone:
         elif action == "free_completed":
             if held is not None:
                 return False
-            self.blocks[address] = _Held(size, "waiting")
+            self.blocks[address] = _UndoneBlock(size, "waiting")
         elif action == "free_requested":
             if held is None or held.state != "waiting":
                 return False

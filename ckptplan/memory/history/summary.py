@@ -53,7 +53,7 @@ MOST_SHORTAGES = 16  # the last ones are listed; a program that catches the erro
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
+class CodeLine:
     """Blocks allocated by one line of the program, at the peak.
 
     Parameters
@@ -96,7 +96,7 @@ class State:
         Free bytes in segments (of expandable ones: in pages) that are partly in use.
     unused_bytes : int
         Bytes of unused segments or pages, which `torch.cuda.empty_cache()` would release.
-    holders : tuple of Holder
+    holders : tuple of CodeLine
         By fragments and unused segments, largest first.
     """
 
@@ -107,11 +107,11 @@ class State:
     waiting_bytes: int
     fragment_bytes: int
     unused_bytes: int
-    holders: tuple[Holder, ...]
+    holders: tuple[CodeLine, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Alternative:
+class SettingsTried:
     """The same requests with other settings.
 
     Parameters
@@ -185,9 +185,9 @@ class DeviceSummary:
     first_difference : int or None
         The first entry at which they don't.
     shortages : tuple of Shortage
-    alternatives : tuple of Alternative
+    alternatives : tuple of SettingsTried
         The recorded settings first.
-    advice : Alternative or None
+    advice : SettingsTried or None
         The recommended settings; None if no setting reserves less.
     notes : tuple of str
     """
@@ -204,8 +204,8 @@ class DeviceSummary:
     exact: bool | None = None
     first_difference: int | None = None
     shortages: tuple[Shortage, ...] = ()
-    alternatives: tuple[Alternative, ...] = ()
-    advice: Alternative | None = None
+    alternatives: tuple[SettingsTried, ...] = ()
+    advice: SettingsTried | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -368,7 +368,7 @@ class _Summary:
             self.settings,
         )
 
-    def _alternatives(self, history: History, shortages: Sequence[Shortage]) -> Iterable[Alternative]:
+    def _alternatives(self, history: History, shortages: Sequence[Shortage]) -> Iterable[SettingsTried]:
         events = laid_out_afresh(history) + events_of(history)
         limits = {shortage.entry: shortage.reserved_bytes + shortage.device_free_bytes for shortage in shortages}
         for name, value, settings in _candidates(self.settings):
@@ -377,7 +377,7 @@ class _Summary:
             if name == "garbage_collection_threshold" and limit is None:
                 limit = history.peak_reserved_bytes
             peak, fits = _replay(events, settings, limit, limits)
-            yield Alternative(
+            yield SettingsTried(
                 f"{name}:{value}" if name else "",
                 settings.to_string(),
                 peak,
@@ -445,7 +445,7 @@ def _would_fit(allocator: CachingAllocator, event: TraceEvent, limit_bytes: int)
     return probe.reserved_bytes <= limit_bytes
 
 
-def _advice(alternatives: Sequence[Alternative]) -> Alternative | None:
+def _advice(alternatives: Sequence[SettingsTried]) -> SettingsTried | None:
     """Return the setting that reserves least; of equally good ones a checked one, then the first."""
     if not alternatives or alternatives[0].reserved_peak_bytes is None:
         return None
@@ -484,7 +484,7 @@ def _state(
     segment_frames: Callable[[SegmentInfo], Frames | None],
     settings: AllocatorSettings,
 ) -> State:
-    found: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0, 0])  # place -> the figures of its `Holder`
+    found: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0, 0])  # place -> the figures of its `CodeLine`
     places: dict[int, str] = {}  # many blocks share one stack
 
     def holder_of(frames: Frames | None) -> list[int]:
@@ -525,7 +525,7 @@ def _state(
             for n, neighbour in enumerate(beside):
                 assert neighbour is not None  # adjacent free blocks are merged
                 neighbour[2] += rest if len(beside) == 1 else rest // 2 + (rest % 2 if n == 0 else 0)
-    holders = [Holder(name, *figures) for name, figures in found.items()]
+    holders = [CodeLine(name, *figures) for name, figures in found.items()]
     holders.sort(key=lambda h: (-h.fragment_bytes - h.unused_bytes, -h.allocated_bytes, h.where))
     return State(entry, reserved, requested, rounding, waiting, fragments, unused, tuple(holders))
 

@@ -52,7 +52,7 @@ _NEW = object()
 """Stands for a call that wasn't run yet."""
 
 
-class _Untold(Exception):
+class _NotInKey(Exception):
     """The result of a call doesn't follow from what its key holds."""
 
 
@@ -91,7 +91,7 @@ class Layouts:
             try:
                 unchanged = before == [_storage(x) for x in given] and key == _key(mode, func, Operands(args, kwargs))
                 self._known[key] = _noted(mode, result, given) if unchanged else None
-            except _Untold:
+            except _NotInKey:
                 self._known[key] = None
             return result
         if known is None:
@@ -181,7 +181,7 @@ def _noted(mode: FakeTensorMode, results: Any, operands: list[FakeTensor]) -> An
 
     Raises
     ------
-    _Untold
+    _NotInKey
         If one of them isn't an operand, a view of one, or a tensor that fills a storage of its own, or if operands
         that share their storage leave open which.
     """
@@ -196,13 +196,13 @@ def _result(mode: FakeTensorMode, tensor: Any, operands: list[FakeTensor], begun
     if tensor is None:
         return _NOTHING
     if not _is_plain(mode, tensor):
-        raise _Untold
+        raise _NotInKey
     address, nbytes = _storage(tensor)
     sharing = [number for number, operand in enumerate(operands) if _storage(operand)[0] == address]
     if len(sharing) == 1:
         return _Result(None if operands[sharing[0]] is tensor else _layout(tensor), sharing[0])
     fills = nbytes == TensorSpec.of(tensor).span * tensor.itemsize and tensor.storage_offset() == 0
     if sharing or address in begun or not fills:
-        raise _Untold
+        raise _NotInKey
     begun.add(address)
     return _Result(_layout(tensor), -1)

@@ -56,7 +56,7 @@ class Op:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class SavedOps:
     """A set of operations whose outputs are saved.
 
     Parameters
@@ -128,7 +128,7 @@ def _is_collective(func: object) -> bool:
     return getattr(func, "namespace", "") in ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
 
-def front(ops: Sequence[Op]) -> list[Choice]:
+def front(ops: Sequence[Op]) -> list[SavedOps]:
     """The undominated choices, by ascending bytes: no other choice avoids as much time with as few bytes.
 
     Computed once per number of random operations saved. Exact up to 20,000 undominated sums; beyond that, bytes are
@@ -136,7 +136,7 @@ def front(ops: Sequence[Op]) -> list[Choice]:
 
     Returns
     -------
-    list of Choice
+    list of SavedOps
         Empty if an output that has to be saved can't be.
 
     References
@@ -157,7 +157,7 @@ def front(ops: Sequence[Op]) -> list[Choice]:
         nbytes, seconds = sum(ops[i].nbytes for i in fixed), sum(ops[i].seconds for i in fixed)
         mask = sum(1 << i for i in fixed)
         every += [(b + nbytes, s + seconds, m | mask) for b, s, m in sums]
-    return [Choice(tuple(i for i in range(len(ops)) if m >> i & 1), b, s) for b, s, m in _undominated(every)]
+    return [SavedOps(tuple(i for i in range(len(ops)) if m >> i & 1), b, s) for b, s, m in _undominated(every)]
 
 
 def _suffixes(random: list[int], ops: Sequence[Op]) -> list[list[int]]:
@@ -182,7 +182,7 @@ def _undominated(sums: list[tuple[int, float, int]]) -> list[tuple[int, float, i
     return list({item[0] // width: item for item in out}.values())
 
 
-def choose(choices: Sequence[Choice], total_s: float, keep_bytes: int, points: int = POINTS) -> list[Choice]:
+def choose(choices: Sequence[SavedOps], total_s: float, keep_bytes: int, points: int = POINTS) -> list[SavedOps]:
     """At most `points` choices, by ascending bytes: the vertices of the lower convex hull that follow it best.
 
     The hull is that of bytes held and recompute time left; it runs from recomputing all to keeping all.
@@ -196,7 +196,7 @@ def choose(choices: Sequence[Choice], total_s: float, keep_bytes: int, points: i
     """
     start, end = (0.0, total_s), (float(keep_bytes), 0.0)
     place = {c: (float(c.nbytes), total_s - c.saved_s) for c in choices if c.ops and c.nbytes < keep_bytes}
-    hull: list[Choice] = []
+    hull: list[SavedOps] = []
 
     def drop_above(p: _Point) -> None:
         while hull and _above(place[hull[-1]], place[hull[-2]] if len(hull) > 1 else start, p):
@@ -212,7 +212,7 @@ def choose(choices: Sequence[Choice], total_s: float, keep_bytes: int, points: i
     if len(hull) > _MOST_VERTICES:
         hull = [hull[round(i * (len(hull) - 1) / (_MOST_VERTICES - 1))] for i in range(_MOST_VERTICES)]
 
-    def area(chosen: Iterable[Choice]) -> float:
+    def area(chosen: Iterable[SavedOps]) -> float:
         corners = [start, *(place[c] for c in chosen), end]
         return sum((x2 - x1) * (y1 + y2) / 2 for (x1, y1), (x2, y2) in itertools.pairwise(corners))
 

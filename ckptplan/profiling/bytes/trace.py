@@ -49,7 +49,7 @@ from ckptplan.core.stage import Differentiated, InputTensor
 from ckptplan.core.storage import Storage
 from ckptplan.distributed import parallel_of
 from ckptplan.profiling.bytes.fake import FakeWorld, fake_parameters
-from ckptplan.profiling.bytes.menus import Choice, choose, front, list_ops, numbered
+from ckptplan.profiling.bytes.menus import SavedOps, choose, front, list_ops, numbered
 from ckptplan.profiling.bytes.origins import Origin
 from ckptplan.profiling.bytes.real_storages import Places
 from ckptplan.profiling.bytes.traced import Traced, TracedStage
@@ -65,7 +65,7 @@ from ckptplan.profiling.bytes.tracker import (
 from ckptplan.profiling.target import Target
 from ckptplan.profiling.times.timing import Times
 from ckptplan.profiling.values.watched import WatchedParameters, WatchedState
-from ckptplan.profiling.workload.discover import Found, discover_stages
+from ckptplan.profiling.workload.discover import FoundStages, discover_stages
 from ckptplan.runtime.controller import Controller, is_glue
 from ckptplan.runtime.observer import Observer
 from ckptplan.runtime.recompute.call import cached_weights, shares_containers
@@ -719,7 +719,7 @@ def segment_name(stages: Sequence[str], segment: int) -> str:
     return f"(before {stages[after]})" if after < len(stages) else f"(after {stages[-1]})"
 
 
-def find_stages(step: TrainingStep, target: Target) -> Found:
+def find_stages(step: TrainingStep, target: Target) -> FoundStages:
     """The stages of `step`, found by a forward without memory.
 
     Raises
@@ -734,7 +734,7 @@ def find_stages(step: TrainingStep, target: Target) -> Found:
 
 def trace_chain(
     step: TrainingStep,
-    found: Found,
+    found: FoundStages,
     target: Target,
     *,
     resident_bytes: int,
@@ -748,7 +748,7 @@ def trace_chain(
 
     Parameters
     ----------
-    found : Found
+    found : FoundStages
         Its stages.
     resident_bytes : int
         Bytes on the device before the step: parameters, buffers, gradients, optimizer state, inputs.
@@ -844,7 +844,7 @@ _Menu = dict[str, _Held]
 """Name of an option -> the storages that it holds; "keep" first."""
 
 
-class _Run(NamedTuple):
+class _ReplayedRun(NamedTuple):
     """A replay, and per stage of the chain the name of the option that it ran under."""
 
     names: tuple[str, ...]
@@ -880,14 +880,14 @@ class _Tracing:
     def __init__(
         self,
         step: TrainingStep,
-        found: Found,
+        found: FoundStages,
         target: Target,
         resident_bytes: int,
         update_bytes: int,
         menus: bool,
         replayed: Callable[..., Replay],
         report: Report,
-        choices: Mapping[str, list[Choice]] | None = None,
+        choices: Mapping[str, list[SavedOps]] | None = None,
     ) -> None:
         self.step, self.found, self.target = step, found, target
         self.names = names = found.stages
@@ -968,7 +968,7 @@ class _Tracing:
             so = "kept" if self.kept.differentiated.keys() >= set(those) else "kept or swapped alone"
             self.notes.append(f"{so}: {stages}: {why}")
 
-    def _choose(self) -> dict[str, list[Choice]]:
+    def _choose(self) -> dict[str, list[SavedOps]]:
         """Kind of stage -> the choices of operations to save that its menu offers."""
         kinds: dict[str, list[int]] = {}
         for g in self.segments:
@@ -1017,7 +1017,7 @@ class _Tracing:
         others = {s for h, inputs in self.kept.inputs.items() if h != g for s in inputs}
         return [s for s in self.kept.saved.get(g, {}) if s[1] == g and s[0] == "forward" and s not in others]
 
-    def _outputs(self, g: int, choice: Choice) -> dict[Sid, tuple[int, bool]]:
+    def _outputs(self, g: int, choice: SavedOps) -> dict[Sid, tuple[int, bool]]:
         """Storages that the operations of `choice` make, in order: bytes, and whether they have positions."""
         ops = numbered(self.kept.forward[g].ops)
         return {s: made for number in choice.ops for s, made in ops[number].made.items()}
@@ -1280,7 +1280,7 @@ class _Tracing:
 
         None if they hold what no hook sees, since that adds up over layers.
         """
-        found = Found(layers.stages, ())
+        found = FoundStages(layers.stages, ())
         few = _Tracing(
             self.step, found, self.target, self.resident_bytes, 0, True, layers.replay_few, self.report, self.choices
         )
@@ -1312,7 +1312,7 @@ class _Tracing:
         return out, [seconds.unfolded(layers.positions) for seconds in times]
 
     def _is_local(
-        self, run: _Run, bases: tuple[Sequence[int], Sequence[int]], twins: Iterable[tuple[int, int]]
+        self, run: _ReplayedRun, bases: tuple[Sequence[int], Sequence[int]], twins: Iterable[tuple[int, int]]
     ) -> bool:
         """Whether each step of `run` begins with the bytes of the storages that are known alone.
 
@@ -1327,11 +1327,11 @@ class _Tracing:
             return all(table[a] == table[b] for table in excess for a, b in twins)
         return not any(map(any, excess))
 
-    def _runs_of_all(self) -> list[_Run]:
+    def _runs_of_all(self) -> list[_ReplayedRun]:
         """The replays from which the menus are made."""
-        return [_Run(self._named("keep"), self.kept), _Run(self._named("recompute"), self.recomputed)]
+        return [_ReplayedRun(self._named("keep"), self.kept), _ReplayedRun(self._named("recompute"), self.recomputed)]
 
-    def _runs(self, bases: tuple[Sequence[int], Sequence[int]], alike: Sequence[Sequence[int]]) -> list[_Run]:
+    def _runs(self, bases: tuple[Sequence[int], Sequence[int]], alike: Sequence[Sequence[int]]) -> list[_ReplayedRun]:
         """The replays that are always needed: all options that move nothing, and those that move most.
 
         Stages that are alike share the former: each is run by one of them, unless a replay holds what no hook sees. An
@@ -1349,7 +1349,7 @@ class _Tracing:
             for number in range(max(map(len, shared)))
         ]
         self.all_replays = self.replays + sum(set(each) != {"keep"} for each in names) + _MOVING
-        still = [_Run(each, self._run(self._decisions(each))) for each in names if set(each) != {"keep"}]
+        still = [_ReplayedRun(each, self._run(self._decisions(each))) for each in names if set(each) != {"keep"}]
         each_alone = self._each_alone()
         if alike != each_alone and not all(self._is_local(run, bases, ()) for run in still):
             return self._runs(bases, each_alone)
@@ -1399,20 +1399,20 @@ class _Tracing:
             out.append(group)
         return out
 
-    def _runs_left(self, runs: Sequence[_Run], base_forward: Sequence[int]) -> list[_Run]:
+    def _runs_left(self, runs: Sequence[_ReplayedRun], base_forward: Sequence[int]) -> list[_ReplayedRun]:
         """A replay for each name of an option that has none in `runs`."""
         seen = {(k, name) for run in runs for k, name in enumerate(run.names)}
         left = dict.fromkeys(name for k, menu in enumerate(self.menus) for name in menu if (k, name) not in seen)
         self.all_replays = self.replays + len(left)
         return [self._under(self._named(name), base_forward) for name in left]
 
-    def _under(self, names: tuple[str, ...], base_forward: Sequence[int]) -> _Run:
+    def _under(self, names: tuple[str, ...], base_forward: Sequence[int]) -> _ReplayedRun:
         """A replay of the options of these names, with what it held unseen pinned to them."""
-        run = _Run(names, self._run(self._decisions(names)))
+        run = _ReplayedRun(names, self._run(self._decisions(names)))
         self._pin_unseen(run, base_forward)
         return run
 
-    def _unexplained(self, run: _Run) -> tuple[list[int], list[int]]:
+    def _unexplained(self, run: _ReplayedRun) -> tuple[list[int], list[int]]:
         """Bytes at the start of each forward and backward step of `run` beyond the storages that are resident then.
 
         What is on the device before the step isn't in it.
@@ -1524,7 +1524,7 @@ class _Tracing:
         returned = self.program.returned.get(g, {})
         return sum(nbytes for op in trace.ops for s, (nbytes, _) in op.made.items() if s in after and s not in returned)
 
-    def _pin_unseen(self, run: _Run, base_forward: Sequence[int]) -> None:
+    def _pin_unseen(self, run: _ReplayedRun, base_forward: Sequence[int]) -> None:
         """Pin to the options of `run` what it held beyond the storages that are known."""
         unexplained, _ = self._unexplained(run)
         states, _ = self._states_before(self._held_under(run.names))
@@ -1546,7 +1546,7 @@ class _Tracing:
         return extra
 
     def _options(
-        self, runs: Sequence[_Run], bases: tuple[Sequence[int], Sequence[int]], alike: Sequence[Sequence[int]]
+        self, runs: Sequence[_ReplayedRun], bases: tuple[Sequence[int], Sequence[int]], alike: Sequence[Sequence[int]]
     ) -> list[dict[str, Option]] | None:
         """Per stage of the chain, its options by name, with the bytes that they add in the replays.
 
@@ -1578,7 +1578,7 @@ class _Tracing:
         return out
 
     def _measured(
-        self, run: _Run, extra: Mapping[Hashable, int], bases: tuple[Sequence[int], Sequence[int]]
+        self, run: _ReplayedRun, extra: Mapping[Hashable, int], bases: tuple[Sequence[int], Sequence[int]]
     ) -> Iterator[Option]:
         """Per stage of the chain, the option that `run` ran under, with the bytes that it adds."""
         options, seen = self._held_under(run.names), run.seen
@@ -1642,7 +1642,7 @@ class _Tracing:
             for k, g in enumerate(self.segments)
         }
 
-    def _times(self, runs: Sequence[_Run], target: Target) -> Times:
+    def _times(self, runs: Sequence[_ReplayedRun], target: Target) -> Times:
         """Sums over the operations that each stage ran, and ran again, in the replays."""
         seconds = target.times(
             op.key

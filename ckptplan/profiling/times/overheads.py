@@ -107,7 +107,7 @@ def _beyond(longer_s: list[float], shorter_s: list[float]) -> float:
     return max(statistics.median(a - b for a, b in zip(longer_s, shorter_s, strict=True)), 0.0)
 
 
-class _Stage(nn.Module):
+class _SavingStage(nn.Module):
     """Operations each of which saves a storage."""
 
     def __init__(self, count: int, device: torch.device) -> None:
@@ -134,7 +134,7 @@ class _Steps(contextlib.AbstractContextManager["_Steps"]):
         stores: dict[Tier, Store],
         segments: tuple[Segment, ...],
     ) -> None:
-        self._model = nn.Sequential(*(_Stage(count, device) for _ in range(_STAGES)))
+        self._model = nn.Sequential(*(_SavingStage(count, device) for _ in range(_STAGES)))
         self._x = torch.ones(nbytes // 4, device=device, requires_grad=True)
         self._controller = None
         if action is not None:

@@ -35,7 +35,7 @@ class Took(NamedTuple):
 
 
 @dataclass(slots=True)
-class Span:
+class Measurement:
     """A running measurement.
 
     Attributes
@@ -61,16 +61,16 @@ class Stopwatch:
         self._delays_s: dict[Hashable, float] = {}
         self._too_short: Counter[Hashable] = Counter()
 
-    def begin(self, kind: Hashable = None) -> Span:
+    def begin(self, kind: Hashable = None) -> Measurement:
         """Wait until the device is idle, then time the work that is launched from here on."""
         if not is_accelerator(self._device):
-            return Span(kind, time.perf_counter())
+            return Measurement(kind, time.perf_counter())
         synchronize(self._device)
         delay(self._device, int(self._delays_s.get(kind, _FIRST_DELAY_S) * _cycles_per_s(self._device)))
         begin = timing_event(self._device)
-        return Span(kind, time.perf_counter(), begin)
+        return Measurement(kind, time.perf_counter(), begin)
 
-    def end(self, span: Span) -> Took:
+    def end(self, span: Measurement) -> Took:
         """Wait for the work that was launched since `begin`, and return its times.
 
         If the delay was over before the last launch, the device may have waited for the host; the next span of this

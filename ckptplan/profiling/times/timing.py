@@ -37,7 +37,7 @@ from ckptplan.core.progress import counted
 from ckptplan.core.request import Report, ignore_progress
 from ckptplan.distributed import parallel_of
 from ckptplan.profiling.bytes.real_storages import RealStorages
-from ckptplan.profiling.times.stopwatch import Span, Stopwatch, Took
+from ckptplan.profiling.times.stopwatch import Measurement, Stopwatch, Took
 from ckptplan.profiling.values.cut import fresh, joined
 from ckptplan.runtime.observe.counters import Counters
 from ckptplan.runtime.patching import PatchedForward, installed
@@ -220,7 +220,7 @@ class _Timing:
         self.runs: Counter[str] = Counter()  # of each way of a kind that was timed
         self.plain_s: dict[str, float] = {}  # of a kind's last plain run
         self.tries = False
-        self.left: Span | None = None
+        self.left: Measurement | None = None
 
     def excess_s(self, kind: str, way: Way, lane: int) -> float:
         """Time of `way` beyond that of the plain stage: the median over pairs of runs, one right after the other."""

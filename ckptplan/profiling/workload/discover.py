@@ -37,7 +37,7 @@ _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
 @dataclass(eq=False)
-class Call:
+class ModuleCall:
     """One call of one module in the tree of calls; the model's own has no caller.
 
     Attributes
@@ -56,7 +56,7 @@ class Call:
 
     name: str
     member: bool
-    caller: Call | None = None
+    caller: ModuleCall | None = None
     saved: dict[int, int] = field(default_factory=dict)
     inputs: dict[int, int] = field(default_factory=dict)
     kind: type | None = None
@@ -78,7 +78,7 @@ class NothingSavedError(UnsupportedModelError):
     """No submodule of a model saves anything for backward: the loss doesn't depend on it."""
 
 
-class Found(NamedTuple):
+class FoundStages(NamedTuple):
     """What a forward calls.
 
     Attributes
@@ -99,7 +99,7 @@ class Found(NamedTuple):
     foreign: tuple[str, ...] = ()
 
 
-def discover_stages(step: TrainingStep, world: Callable[[], contextlib.AbstractContextManager[Any]]) -> Found:
+def discover_stages(step: TrainingStep, world: Callable[[], contextlib.AbstractContextManager[Any]]) -> FoundStages:
     """The stages, and what is called beside them.
 
     Parameters
@@ -132,7 +132,7 @@ def discover_stages(step: TrainingStep, world: Callable[[], contextlib.AbstractC
     blocks = {call.caller.module for call in set(every) - set(calls) if call.caller is not None}
     blocks |= compiled_modules(step.model).keys()
     uncalled = _uncalled(step.model, modules, blocks.union(called), blocks)
-    return Found(tuple(call.name for call in best), tuple(outside), tuple(uncalled), tuple(foreign))
+    return FoundStages(tuple(call.name for call in best), tuple(outside), tuple(uncalled), tuple(foreign))
 
 
 def _uncalled(model: nn.Module, stages: set[str], called: set[str], but: set[str]) -> Iterator[str]:
@@ -153,15 +153,15 @@ def _holds_models(model: nn.Module) -> bool:
     return isinstance(model, nn.ModuleDict) or (isinstance(model, nn.ModuleList) and len(set(kinds)) == len(kinds))
 
 
-def _is_in(call: Call, name: str) -> bool:
+def _is_in(call: ModuleCall, name: str) -> bool:
     return call.module == name or call.module.startswith(f"{name}.")
 
 
-def _best_cut(calls: Sequence[Call], total: int, first: int = 0) -> list[Call]:
+def _best_cut(calls: Sequence[ModuleCall], total: int, first: int = 0) -> list[ModuleCall]:
     """The cut of the least cost, without what isn't worth a stage; levels without members begin at `first`."""
     levels = _cuts(calls, lambda call: True)
     cuts = _cuts(calls, lambda call: call.member) or levels[first : first + 3] or levels
-    best: list[Call] = []
+    best: list[ModuleCall] = []
     for cut in cuts:
         worthy = {call.module for call in cut if call.saved and (call.member or call.saved_bytes >= _WORTH * total)}
         stages = [call for call in cut if call.module in worthy]  # all calls of a module: plans number them
@@ -170,9 +170,9 @@ def _best_cut(calls: Sequence[Call], total: int, first: int = 0) -> list[Call]:
     return best
 
 
-def _without_experts(calls: list[Call]) -> list[Call]:
+def _without_experts(calls: list[ModuleCall]) -> list[ModuleCall]:
     """The calls but for those in modules that read values and call members of one class with other sizes each."""
-    sizes: dict[tuple[Call, type | None], set[tuple[torch.Size, ...]]] = {}
+    sizes: dict[tuple[ModuleCall, type | None], set[tuple[torch.Size, ...]]] = {}
     for call in calls:
         if call.member and call.caller is not None and call.caller.caller is not None and call.caller.reads:
             sizes.setdefault((call.caller, call.kind), set()).add(call.sizes)
@@ -186,14 +186,14 @@ def _without_experts(calls: list[Call]) -> list[Call]:
     return left
 
 
-def _cost(stages: list[Call]) -> int:
+def _cost(stages: list[ModuleCall]) -> int:
     held: dict[int, int] = {}
     for call in stages:
         held.update(call.inputs)
     return max(call.saved_bytes for call in stages) + sum(held.values())
 
 
-def _cuts(calls: Sequence[Call], counts: Callable[[Call], bool]) -> list[list[Call]]:
+def _cuts(calls: Sequence[ModuleCall], counts: Callable[[ModuleCall], bool]) -> list[list[ModuleCall]]:
     """Cuts of the tree below the model's own call, per level from 1 on.
 
     Of each path, the first call with that many counted ones down to it, itself included, or with none below.
@@ -213,7 +213,7 @@ def _cuts(calls: Sequence[Call], counts: Callable[[Call], bool]) -> list[list[Ca
 
 def _record(
     step: TrainingStep, world: Callable[[], contextlib.AbstractContextManager[Any]], foreign: dict[str, None]
-) -> list[Call]:
+) -> list[ModuleCall]:
     """The tree of calls in their order: each after its caller, the model's own first; adds to `foreign`."""
     model = step.model
     models = _holds_models(model)
@@ -222,7 +222,7 @@ def _record(
     # With the storages themselves, since forward may give a parameter other data.
     held = (*model.parameters(), *model.buffers(), *parallel_of(model).gathered())
     own = {s._cdata: s for t in held for s in storages_of(t)}
-    calls = [Call("", member=False)]
+    calls = [ModuleCall("", member=False)]
     stack = calls[:]
     counts: dict[str, int] = {}
     read = 0
@@ -257,7 +257,7 @@ def _record(
             if not torch.is_grad_enabled():
                 return original(*args, **kwargs)
             counts[name] = count = counts.get(name, 0) + 1
-            call = Call(name if count == 1 else f"{name}#{count}", member, stack[-1], kind=type(module))
+            call = ModuleCall(name if count == 1 else f"{name}#{count}", member, stack[-1], kind=type(module))
             call.inputs = sizes(leaves := pytree.tree_leaves((args, kwargs)))
             call.sizes = tuple(t.shape for t in leaves if isinstance(t, torch.Tensor))
             own_reads()

@@ -184,7 +184,7 @@ def _blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield wide.as_strided(block.size, block.stride, first // ratio)
 
 
-class _Block(NamedTuple):
+class _StridedBlock(NamedTuple):
     """A block of a tensor: its shape, its strides and its first element.
 
     Sizes and strides count elements of the tensor, or 64-bit integers if `wide`; `first` always counts elements.
@@ -197,7 +197,7 @@ class _Block(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def _layout(ratio: int, shape: Sequence[int], strides: Sequence[int], skew: int) -> tuple[_Block, ...]:
+def _layout(ratio: int, shape: Sequence[int], strides: Sequence[int], skew: int) -> tuple[_StridedBlock, ...]:
     """Return the blocks of a tensor whose first element lies `skew` elements behind an eight-byte boundary.
 
     `ratio` is the number of elements in eight bytes.
@@ -217,7 +217,7 @@ def _layout(ratio: int, shape: Sequence[int], strides: Sequence[int], skew: int)
     )
 
 
-def _split(dims: list[tuple[int, int]], first: int, unit: int, *, wide: bool) -> Iterator[_Block]:
+def _split(dims: list[tuple[int, int]], first: int, unit: int, *, wide: bool) -> Iterator[_StridedBlock]:
     """Yield the blocks of an array of integers, each of `unit` elements, that begins at element `first`."""
     waiting = [(dims, first)]
     while waiting:
@@ -225,7 +225,7 @@ def _split(dims: list[tuple[int, int]], first: int, unit: int, *, wide: bool) ->
         d = next((i for i, (size, _) in enumerate(dims) if size > _LONGEST), None)
         if d is None:
             if all(size for size, _ in dims):
-                yield _Block(wide, tuple(size for size, _ in dims), tuple(stride for _, stride in dims), first)
+                yield _StridedBlock(wide, tuple(size for size, _ in dims), tuple(stride for _, stride in dims), first)
             continue
         size, stride = dims[d]
         columns = min(math.isqrt(size) | 1, _LONGEST - 1)
@@ -303,7 +303,7 @@ class _Pair:
         return self.first.values is not None and self.again.values is not None
 
 
-class _Pass:
+class _Comparison:
     """Takes what tensors are in forward, and compares it with what they are when they come back.
 
     Attributes
@@ -358,7 +358,7 @@ class _Pass:
             record.on_return = lambda whole: self.compare(first, whole.view(-1), stage, what, _COPY)
 
 
-class Checks(_Pass):
+class Checks(_Comparison):
     """The checks of one applied plan, which compare digests themselves.
 
     Parameters
@@ -532,7 +532,7 @@ class Checks(_Pass):
                 self._spots.sheet.free()
 
 
-class Spots(_Pass):
+class Spots(_Comparison):
     """Compares spots, in the passes of one applied plan in which `checks` compares no digests (NOTE [Spots])."""
 
     def __init__(self, checks: Checks, *, on_host: bool) -> None:
@@ -577,7 +577,7 @@ class Spots(_Pass):
         return StageSpots(self, stage)
 
 
-class _Stage:
+class _StageComparison:
     """What both comparisons of a stage's call share: they learn which of the saved tensors spots are taken of.
 
     Attributes
@@ -611,7 +611,7 @@ class _Stage:
         self._recorder = None
 
 
-class StageSpots(_Stage):
+class StageSpots(_StageComparison):
     """Comparison of what one call of a stage saves with what its recompute saves, by spots."""
 
     __slots__ = ("_saved", "_spots")
@@ -664,7 +664,7 @@ class StageSpots(_Stage):
             self._spots.add(first, again, self.name, _saved_as(number, tensor), _SPOT)
 
 
-class StageCheck(_Stage):
+class StageCheck(_StageComparison):
     """Comparison of one call of a stage with its recompute: parameters, buffers, inputs and saved tensors."""
 
     def __init__(self, checks: Checks, stage: PlannedStage) -> None:

@@ -17,7 +17,7 @@ from ckptplan.core.units import format_seconds
 from ckptplan.training.inputs import IN_OBJECT, described, read_inputs, tensors_at, tensors_in_objects_at
 
 
-class Limits:
+class InputLimits:
     """The largest arguments with which a stage, or a model, may be called.
 
     Every call is compared. A cache of earlier calls would be no faster, and would grow.

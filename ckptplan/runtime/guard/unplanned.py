@@ -45,7 +45,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ckptplan.core.plan import Plan
 from ckptplan.runtime.guard.differences import Differences
-from ckptplan.runtime.guard.shapes import ByName, Limits
+from ckptplan.runtime.guard.shapes import ByName, InputLimits
 from ckptplan.runtime.observer import Observer
 from ckptplan.runtime.patching import PatchedForward, is_patchable
 from ckptplan.tensors.modules import below
@@ -82,7 +82,7 @@ class Unplanned(Observer):
         if plan.fingerprint.inputs != "step()":
             self._planned_autocast = plan.fingerprint.autocast
             self._by_name = ByName(model.forward)
-            self._inputs = Limits(self._by_name.planned(plan.fingerprint.inputs))
+            self._inputs = InputLimits(self._by_name.planned(plan.fingerprint.inputs))
         self._outside, self._uncalled = None if plan.outside is None else set(plan.outside), set(plan.uncalled)
         self._stages = {name.partition("#")[0] for name in plan.stages}
         self._modules, self._passes, self._in_forward = weakref.WeakSet(below(model)), 0, False

@@ -53,7 +53,7 @@ Way = Literal["out", "in"]
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
+class TimedCopy:
     """One copy between tiers.
 
     Attributes
@@ -74,7 +74,7 @@ class Copy:
 
 
 OnCopy = Callable[[Way, int, Any, Any], None]
-"""Callback for a copy: way, bytes, begin and end as in `Copy`. Called from any thread; on CUDA when it is issued."""
+"""Callback for a copy: way, bytes, begin, end as in `TimedCopy`. Called from any thread; on CUDA when it is issued."""
 
 
 @dataclass
@@ -83,14 +83,14 @@ class Step:
 
     regular: bool
     marks: list[tuple[int, Any]] = field(default_factory=list)
-    copies: list[Copy] = field(default_factory=list)
+    copies: list[TimedCopy] = field(default_factory=list)
     memory: list[int] | None = None
     ended: bool = False
 
     def copied(self, tier: Tier, way: Way, nbytes: int, begin: Any, end: Any) -> None:
         """Note a copy; arguments as of `OnCopy` after the tier."""
         if len(self.copies) < _MOST_MARKS:
-            self.copies.append(Copy(way, tier, nbytes, begin, end))
+            self.copies.append(TimedCopy(way, tier, nbytes, begin, end))
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +233,7 @@ def _summed(step: Step) -> StepTimes:
     return StepTimes(step_s, accounts, _copied(copies, "host"), _copied(copies, "disk"))
 
 
-def _copied(copies: list[Copy], tier: Tier) -> Copied:
+def _copied(copies: list[TimedCopy], tier: Tier) -> Copied:
     sums = {"out": [0, 0.0], "in": [0, 0.0]}
     for copy in copies:
         if copy.tier == tier:

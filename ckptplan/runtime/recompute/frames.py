@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from ckptplan.core.errors import PlanMismatchError, UnsupportedModelError
 from ckptplan.runtime.guard.check import Checks, Spots, StageCheck, StageSpots
 from ckptplan.runtime.recompute.call import Call, PlannedStage
-from ckptplan.runtime.recompute.selective import Selection
+from ckptplan.runtime.recompute.selective import SavedOutputs
 from ckptplan.runtime.swap.packing import Held, Packing, unpack
 from ckptplan.runtime.swap.session import SwapSession
 from ckptplan.runtime.swap.users_hooks import OwnHooks, UsersHooks, keep_values
@@ -366,7 +366,7 @@ def run_recomputed(
     selection, check = None, None if checks is None else checks.stage(stage)
     if choice.ops:
         pack = None if outputs is None else outputs.pack
-        selection = Selection(choice.ops, pack, stage.name, stage.planned_bytes, check)
+        selection = SavedOutputs(choice.ops, pack, stage.name, stage.planned_bytes, check)
         original = selection.around(original)
     if check is not None:
         original = check.around(original)

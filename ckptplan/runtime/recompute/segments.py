@@ -57,7 +57,7 @@ Made = tuple[int, int]
 
 
 @dataclass(slots=True)
-class Link:
+class SegmentInput:
     """An input that an earlier stage of the segment makes (NOTE [Frames and links], rule 2).
 
     Attributes
@@ -95,9 +95,9 @@ class SegmentFrame(Frame):
         self._belongs = belongs
 
     @property
-    def links(self) -> list[Link]:
+    def links(self) -> list[SegmentInput]:
         """The inputs that aren't held but made again by earlier stages."""
-        return [x for x in self._inputs if isinstance(x, Link)]
+        return [x for x in self._inputs if isinstance(x, SegmentInput)]
 
     def saved(self, number: int) -> torch.Tensor:
         """Return the tensor of slot `number` for the backward that runs now, recomputed if necessary."""
@@ -120,10 +120,10 @@ class SegmentFrame(Frame):
 
     def inputs(self, given: dict[Made, torch.Tensor]) -> list[torch.Tensor]:
         """Return the stage's inputs; `given` has the whole storages of the linked ones."""
-        return [self._linked(x, given[x.made]) if isinstance(x, Link) else x.tensor() for x in self._inputs]
+        return [self._linked(x, given[x.made]) if isinstance(x, SegmentInput) else x.tensor() for x in self._inputs]
 
     @staticmethod
-    def _linked(link: Link, whole: torch.Tensor) -> torch.Tensor:
+    def _linked(link: SegmentInput, whole: torch.Tensor) -> torch.Tensor:
         if whole.untyped_storage().nbytes() != link.nbytes:
             raise link.maker._another_path(f"returns {whole.untyped_storage().nbytes()} bytes")
         return link.geometry.on(whole)
@@ -351,12 +351,12 @@ class OpenSegment:
 
     def _pack(
         self, index: int, tensor: torch.Tensor, packing: Packing | None, held: Container[int]
-    ) -> Link | Held | Handed:
+    ) -> SegmentInput | Held | Handed:
         if plain(tensor) and tensor.untyped_storage()._cdata not in held:  # objects among the arguments hold the others
             storage = tensor.untyped_storage()
             version, (maker, place) = self._made.get(storage, (-1, (index, 0)))
             if version == version_of(tensor) and maker < index:
                 if packing is not None:
                     packing.skip(tensor)
-                return Link(self._frames[maker], place, storage.nbytes(), Geometry.of(tensor))
+                return SegmentInput(self._frames[maker], place, storage.nbytes(), Geometry.of(tensor))
         return hold(tensor, packing)

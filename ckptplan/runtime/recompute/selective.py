@@ -135,7 +135,7 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(slots=True)
-class _Saved:
+class _SavedOutput:
     """The saved output of one operation."""
 
     leaves: list[Any]
@@ -148,7 +148,7 @@ class _Saved:
         return pytree.tree_unflatten(leaves, self.spec)
 
 
-class Selection:
+class SavedOutputs:
     """The operations of one run of a stage whose outputs are saved in forward and returned in the recompute.
 
     Parameters
@@ -189,7 +189,7 @@ class Selection:
         self._name = name
         self._made: list[Hashable] = []  # operations up to the last saved
         self._random: list[int] = []
-        self._saved: dict[int, _Saved] = {}
+        self._saved: dict[int, _SavedOutput] = {}
         self._next = 0
         self._forward_ran = False
 
@@ -280,7 +280,7 @@ class Selection:
         digests: list[Digest | None] = []
         if isinstance(self._check_outputs, StageCheck) and not _makes_memory(func):
             digests = [self._check_outputs.checks.take(t) for t in made]
-        self._saved[number] = _Saved(
+        self._saved[number] = _SavedOutput(
             [self._held(x) if isinstance(x, torch.Tensor) else x for x in leaves], spec, digests
         )
         return result

@@ -70,7 +70,7 @@ _NO_USERS: list[Any] = []
 """The users of records on devices without streams: shared by all of them, and always empty."""
 
 
-class State(enum.Enum):
+class Whereabouts(enum.Enum):
     """Where a record's bytes are."""
 
     ON_DEVICE = enum.auto()
@@ -85,7 +85,7 @@ def home_of(tensor: torch.Tensor) -> Any:
     return current_stream(device) if is_accelerator(device) and not is_fake(tensor) else None
 
 
-class _Group:
+class _LeavingGroup:
     """The storages that left together (NOTE [States of a swapped storage], rule 6)."""
 
     def __init__(self, store: Store, ticket: Ticket, home: Any) -> None:
@@ -105,10 +105,10 @@ class _Group:
         self.store.free(self.ticket)
 
 
-class _Batch:
+class _ReturnBatch:
     """Copies in that were issued together (NOTE [States of a swapped storage], rule 6)."""
 
-    def __init__(self, group: _Group, done: Any, home: Any) -> None:
+    def __init__(self, group: _LeavingGroup, done: Any, home: Any) -> None:
         self._group = group
         self._done = done
         self._home = home
@@ -143,7 +143,7 @@ class Record:
     def __init__(
         self, tensor: torch.Tensor, counters: Counters, home: Any = _UNKNOWN, version: int | None = None
     ) -> None:
-        self.state = State.ON_DEVICE
+        self.state = Whereabouts.ON_DEVICE
         self._counters = counters
         # Shares the version counter of the saved tensor; the object that autograd passes to hooks is another one.
         self._watch: torch.Tensor | None = tensor.detach() if tensor.requires_grad else tensor
@@ -152,7 +152,7 @@ class Record:
         self.version = tensor._version if version is None else version
         self.device = tensor.device
         self.nbytes = tensor.untyped_storage().nbytes()
-        self.group: _Group | None = None
+        self.group: _LeavingGroup | None = None
         self.on_return: Callable[[torch.Tensor], None] | None = None
         # NOTE [Models on several streams]; `_users` are the streams that use the memory that the record holds now.
         self.home = home_of(tensor) if home is _UNKNOWN else home
@@ -160,7 +160,7 @@ class Record:
 
     def __del__(self) -> None:
         # Without a state if an interrupt ended `__init__`. In any thread, so it isn't counted as a stall of compute.
-        if getattr(self, "state", None) is State.RETURNING:
+        if getattr(self, "state", None) is Whereabouts.RETURNING:
             with contextlib.suppress(CkptPlanError):
                 self._batch.end()
 
@@ -179,11 +179,11 @@ class Record:
 
     def finish_returning(self) -> None:
         """Make the current stream wait for the copy in, if one is under way."""
-        if self.state is State.RETURNING:
+        if self.state is Whereabouts.RETURNING:
             self._wait_for_copy_in()
             assert self._whole is not None
             self._returned = version_of(self._whole)
-            self.state = State.ON_DEVICE
+            self.state = Whereabouts.ON_DEVICE
             if self.on_return is not None:
                 self.on_return(self._whole)
 
@@ -225,10 +225,10 @@ class Record:
                 self._geometry = Geometry.of(watch)
         return self._whole
 
-    def sent(self, group: _Group, part: int) -> None:
+    def sent(self, group: _LeavingGroup, part: int) -> None:
         """Note that the copy out was issued, as block `part` of `group`."""
         self.group, self.part = group, part
-        self.state = State.LEAVING
+        self.state = Whereabouts.LEAVING
         self._counters.swapped_out_bytes += self.nbytes
 
     def drop(self) -> None:
@@ -242,7 +242,7 @@ class Record:
         self._like = whole.size(), whole.dtype
         self._fake = whole.new_empty(0) if is_fake(whole) else None
         self._whole = self._watch = None
-        self.state = State.AWAY
+        self.state = Whereabouts.AWAY
 
     def target(self) -> torch.Tensor:
         """Allocate device memory for the bytes, on the current stream."""
@@ -251,9 +251,9 @@ class Record:
             return self._fake.new_empty(size)
         return torch.empty(size, dtype=dtype, device=self.device)
 
-    def returns(self, batch: _Batch, target: torch.Tensor, home: Any) -> None:
+    def returns(self, batch: _ReturnBatch, target: torch.Tensor, home: Any) -> None:
         """Note that the copy in to `target` was issued as part of `batch`; `home` is the stream that allocated it."""
-        self._whole, self._batch, self.state = target, batch, State.RETURNING
+        self._whole, self._batch, self.state = target, batch, Whereabouts.RETURNING
         if home is not None:
             self.home, self._users = home, []
         self._counters.swapped_in_bytes += self.nbytes
@@ -287,10 +287,10 @@ class Record:
             raise modified_error([self.nbytes], self.version, watch._version)
 
     def _brought_back(self) -> torch.Tensor:
-        if self.state is State.ON_DEVICE:
+        if self.state is Whereabouts.ON_DEVICE:
             self._used_now()
         else:
-            if self.state is State.AWAY:
+            if self.state is Whereabouts.AWAY:
                 start_returning([self])
             self.finish_returning()
         if self._modified is not None:
@@ -313,7 +313,7 @@ def start_leaving(records: Iterable[Record], store: Store) -> None:
     for home, leaving in homes.items():
         with on_stream(home):
             ticket = store.start_out(*(record.source() for record in leaving))
-        group = _Group(store, ticket, home)
+        group = _LeavingGroup(store, ticket, home)
         for part, record in enumerate(leaving):
             record.sent(group, part)
 
@@ -321,7 +321,7 @@ def start_leaving(records: Iterable[Record], store: Store) -> None:
 def finish_leaving(records: Iterable[Record]) -> None:
     """Wait for the copies out, then drop the device bytes. Called at the release point."""
     for record in records:
-        if record.state is State.LEAVING:
+        if record.state is Whereabouts.LEAVING:
             assert record.group is not None
             record.group.finish(record._counters)
             record.drop()
@@ -330,15 +330,17 @@ def finish_leaving(records: Iterable[Record]) -> None:
 def start_returning(records: Sequence[Record]) -> None:
     """Allocate device memory and issue the copies in, one batch per group. Called at the prefetch point."""
     finish_leaving(records)
-    away: dict[_Group, list[tuple[int, Record]]] = {}
+    away: dict[_LeavingGroup, list[tuple[int, Record]]] = {}
     for record in records:
-        if record.state is State.AWAY:
+        if record.state is Whereabouts.AWAY:
             assert record.group is not None
             away.setdefault(record.group, []).append((record.part, record))
     for group, members in away.items():
         first = members[0][1]
         home = None if first.home is None else current_stream(first.device)
         targets = [record.target() for _, record in members]
-        batch = _Batch(group, group.store.start_in(group.ticket, *targets, parts=[part for part, _ in members]), home)
+        batch = _ReturnBatch(
+            group, group.store.start_in(group.ticket, *targets, parts=[part for part, _ in members]), home
+        )
         for (_, record), target in zip(members, targets, strict=True):
             record.returns(batch, target, home)

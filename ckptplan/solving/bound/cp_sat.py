@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ckptplan.solving.bound.mixed_integer import MixedModel, PeakModel, Suggestion
-from ckptplan.solving.bound.process import Found, Problem
+from ckptplan.solving.bound.process import BoundResult, Problem
 from ckptplan.solving.interruptible import interruptible
 from ckptplan.solving.parameters import ROUNDING
 
@@ -111,7 +111,7 @@ class WholeModel:
         return found
 
 
-def solve(problem: Problem, deadline: float, gap: float) -> Found:
+def solve(problem: Problem, deadline: float, gap: float) -> BoundResult:
     """Minimise until `deadline` (of `time.monotonic()`) or to a relative gap."""
     from ortools.sat.python import cp_model
 
@@ -130,12 +130,12 @@ def solve(problem: Problem, deadline: float, gap: float) -> Found:
     solver.best_bound_callback = on_bound
     status = solver.solve(whole.model)
     if status == cp_model.INFEASIBLE:  # a plan is known: a defect, or no plan is, and nothing fits
-        return Found(problem.profile.baseline_step_s, None, False)
+        return BoundResult(problem.profile.baseline_step_s, None, False)
     bound_s = whole.bound_s(solver.best_objective_bound)
     solution = None
     if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         solution = whole.read(solver)
-    return Found(bound_s, solution, status == cp_model.OPTIMAL or bound_s >= enough_s)
+    return BoundResult(bound_s, solution, status == cp_model.OPTIMAL or bound_s >= enough_s)
 
 
 def smallest_peak(model: PeakModel, deadline: float) -> tuple[int, Suggestion | None]:

@@ -36,7 +36,7 @@ from typing import Any
 import numpy as np
 
 from ckptplan.core.segment import Segment
-from ckptplan.solving.bound.relaxation import Chain, Floats
+from ckptplan.solving.bound.relaxation import BoundData, Floats
 from ckptplan.solving.interruptible import interruptible
 from ckptplan.solving.parameters import LARGE, SOLVER_ERROR
 
@@ -75,7 +75,7 @@ class Duals:
 class Master:
     """The linear program over options and the segments found so far, links as fluids."""
 
-    def __init__(self, chain: Chain) -> None:
+    def __init__(self, chain: BoundData) -> None:
         from ortools.linear_solver import pywraplp
 
         self.chain = c = chain

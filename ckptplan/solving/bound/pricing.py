@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from ckptplan.core.profile import Profile
 from ckptplan.core.segment import Segment
 from ckptplan.solving.bound.linear_program import Duals, Master
-from ckptplan.solving.bound.relaxation import Chain, Floats, Intervals
+from ckptplan.solving.bound.relaxation import BoundData, Floats, Intervals
 from ckptplan.solving.bound.trees import Costs, LinearTrees, MissingColumns
 from ckptplan.solving.parameters import CLOSE, ROUNDING
 
@@ -131,7 +131,7 @@ class _Bounder:
     deadline: float
     enough_s: float
     on_bound: OnBound | None
-    chain: Chain = field(init=False)
+    chain: BoundData = field(init=False)
     best: float = 1.0
     complete: bool = False
     duals: Duals | None = None
@@ -142,7 +142,7 @@ class _Bounder:
         """Columns until no segment is missing."""
         if self.profile.update_peak_bytes > self.budget_bytes:
             return Bound(math.inf, None, True)
-        self.chain = Chain(self.profile, self.menu, self.budget_bytes, self.host_bytes, segments=self.segments)
+        self.chain = BoundData(self.profile, self.menu, self.budget_bytes, self.host_bytes, segments=self.segments)
         self.generate()
         return Bound(self.seconds(self.best), self.prices(), self.complete, self.used)
 

@@ -1,6 +1,6 @@
 """Solvers of the mixed-integer program, each in a process beside the other searches, which can be ended at any time.
 
-A solver is a module of this package with a function `solve(problem, deadline, gap)` that returns a `Found`.
+A solver is a module of this package with a function `solve(problem, deadline, gap)` that returns a `BoundResult`.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Problem:
         )
 
 
-class Found(NamedTuple):
+class BoundResult(NamedTuple):
     """What is known in the end.
 
     Attributes
@@ -89,7 +89,7 @@ class Running:
         """Whether it has ended."""
         return self.process.poll() is not None
 
-    def found(self, until: float) -> Found | None:
+    def found(self, until: float) -> BoundResult | None:
         """Wait for it until this time (of `time.monotonic()`), and end it; None if it failed or hasn't ended by itself.
 
         It looks at the clock now and then alone, so it may be later than it should by a second or two.
@@ -98,7 +98,7 @@ class Running:
             if self.process.wait(max(0.0, until - time.monotonic())) != 0:
                 return None
             self.answer.seek(0)
-            answer: Found = pickle.load(self.answer)
+            answer: BoundResult = pickle.load(self.answer)
             return answer
         except subprocess.TimeoutExpired:
             return None

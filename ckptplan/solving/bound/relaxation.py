@@ -45,7 +45,7 @@ class _Menu:
         self.fixes: list[list[int]] = [[] for _ in range(k)]
 
 
-class Chain:
+class BoundData:
     """Profile and menu as the numbers that the bounds are made of.
 
     Attributes
@@ -256,7 +256,7 @@ class Chain:
 class Intervals:
     """Numbers of every run of stages that no multiplier enters; row i: i + 1 stages, column s: first stage s."""
 
-    def __init__(self, chain: Chain) -> None:
+    def __init__(self, chain: BoundData) -> None:
         self.chain = c = chain
         n = c.n
         start = np.arange(n)

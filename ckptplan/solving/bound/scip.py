@@ -11,7 +11,7 @@ import math
 import time
 from typing import Any
 
-from ckptplan.solving.bound.process import Found, Problem
+from ckptplan.solving.bound.process import BoundResult, Problem
 from ckptplan.solving.parameters import ROUNDING, SOLVER_ERROR
 
 LEFT_OUT = {
@@ -29,7 +29,7 @@ BRANCHING = {
 """Strong branching on fewer variables than by default, with fewer iterations each, which takes long at the root."""
 
 
-def solve(problem: Problem, deadline: float, gap: float) -> Found:
+def solve(problem: Problem, deadline: float, gap: float) -> BoundResult:
     """Minimise until `deadline` (of `time.monotonic()`) or to a relative gap."""
     from ortools.math_opt.python import mathopt
     from ortools.math_opt.solvers.gscip import gscip_pb2
@@ -58,4 +58,4 @@ def solve(problem: Problem, deadline: float, gap: float) -> Found:
         values = {var.id: value for var, value in result.variable_values().items() if value > SOLVER_ERROR}
         solution = model.read(values)
     bound_s = model.bound_s(bound if bound < limit else math.inf, ROUNDING)
-    return Found(bound_s, solution, result.termination.reason == mathopt.TerminationReason.OPTIMAL)
+    return BoundResult(bound_s, solution, result.termination.reason == mathopt.TerminationReason.OPTIMAL)

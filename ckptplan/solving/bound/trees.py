@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from ckptplan.core import rules
 from ckptplan.core.segment import Segment
 from ckptplan.solving.bound.linear_program import Column, Duals, Master
-from ckptplan.solving.bound.relaxation import Chain, Floats, Intervals
+from ckptplan.solving.bound.relaxation import BoundData, Floats, Intervals
 from ckptplan.solving.parameters import SOLVER_ERROR
 
 Indices = NDArray[np.int64]
@@ -67,7 +67,7 @@ class Costs:
     constant: float
 
     @classmethod
-    def of(cls, chain: Chain, duals: Duals, *, scale: float = 1.0) -> Costs:
+    def of(cls, chain: BoundData, duals: Duals, *, scale: float = 1.0) -> Costs:
         """Make multipliers of the solver's, which are right up to its tolerance alone."""
         c, n = chain, chain.n
         lanes_price = 1.0 - duals.launch
@@ -131,7 +131,7 @@ class Costs:
         price = float(self.move_out[i] + self.move_back[i]) + self.host
         return price if s is None else price + self.asked.get((i, s), 0.0)
 
-    def moving(self, chain: Chain, i: int) -> Floats:
+    def moving(self, chain: BoundData, i: int) -> Floats:
         """Per option of stage i, the least that its moves can cost: any part of them moves."""
         m = chain.menus[i]
         cost = m.free * min(0.0, self.move(i))
@@ -279,7 +279,7 @@ class MissingColumns:
         return bool(new)
 
 
-def column_of(chain: Chain, intervals: Intervals, tree: Segment) -> Column:
+def column_of(chain: BoundData, intervals: Intervals, tree: Segment) -> Column:
     """The coefficients of a segment in the master program."""
     c, a, b = chain, tree.first, tree.last
     size = b - a + 1

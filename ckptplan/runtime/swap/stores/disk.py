@@ -24,7 +24,7 @@ from ckptplan.runtime.observe.meter import Way
 from ckptplan.runtime.swap.stores.arena import Arena, Extent
 from ckptplan.runtime.swap.stores.base import ArenaStore, Ticket, bytes_of
 from ckptplan.runtime.swap.stores.pinned import CUDA_ALIGN, host_memory
-from ckptplan.runtime.swap.stores.workers import Job, Worker
+from ckptplan.runtime.swap.stores.workers import CopyJob, Worker
 from ckptplan.tensors.accelerator import is_accelerator, own_module, recorded_event
 
 DISK_BLOCK_BYTES = 4096
@@ -177,7 +177,7 @@ class DiskStore(ArenaStore):
         arena.blocks = [(needed, None)]
         return start
 
-    def _copy(self, way: Way, ticket: Ticket, tensors: Sequence[torch.Tensor], parts: Sequence[int]) -> Job:
+    def _copy(self, way: Way, ticket: Ticket, tensors: Sequence[torch.Tensor], parts: Sequence[int]) -> CopyJob:
         blocks = [(bytes_of(tensor), ticket.offsets[part]) for part, tensor in zip(parts, tensors, strict=True)]
         transfer, worker, after = functools.partial(_read, self._file.fileno()), self._in, ticket.out_done
         if way == "out":
@@ -220,7 +220,7 @@ def _close_disk(pid: int, out: Worker, back: Worker, file: Any) -> None:
         file.close()
 
 
-def _timed(tell: Callable[..., None] | None, extent: Extent, work: Callable[[], None], after: Job | None) -> None:
+def _timed(tell: Callable[..., None] | None, extent: Extent, work: Callable[[], None], after: CopyJob | None) -> None:
     """Do `work` and report its time to `tell`, the store's `on_copy`.
 
     `extent` is unused, but keeps the piece and the open file alive while the job is queued or running. Otherwise the

@@ -14,7 +14,7 @@ _POLL_S = 0.2
 """Interval at which a waiting thread checks that the worker is still alive."""
 
 
-class Job:
+class CopyJob:
     """Work for a worker's thread; then its completion, with its error, if any."""
 
     def __init__(self, thread: threading.Thread, work: Callable[[], None]) -> None:
@@ -66,15 +66,15 @@ class Worker:
         self._start()
 
     def _start(self) -> None:
-        self.jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self.jobs: queue.SimpleQueue[CopyJob | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=_run, args=(self.jobs,), name=self._name, daemon=True)
         self.thread.start()
 
-    def submit(self, work: Callable[[], None]) -> Job:
+    def submit(self, work: Callable[[], None]) -> CopyJob:
         """Queue `work`."""
         if not self.thread.is_alive():
             self._start()
-        job = Job(self.thread, work)
+        job = CopyJob(self.thread, work)
         self.jobs.put(job)
         return job
 
@@ -85,6 +85,6 @@ class Worker:
             self.thread.join()
 
 
-def _run(jobs: queue.SimpleQueue[Job | None]) -> None:
+def _run(jobs: queue.SimpleQueue[CopyJob | None]) -> None:
     while (job := jobs.get()) is not None:
         job.run()
