@@ -58,10 +58,30 @@ def sound_if_any(profile: Profile, planned: Callable[[], Plan]) -> Plan | None:
         return None
 
 
+def small(seed: int) -> Profile:
+    """A random chain of 1 to 7 stages."""
+    return random_chain(seed, random.Random(seed).randint(1, 7))
+
+
+def odd(seed: int) -> tuple[Profile, int | None]:
+    """An odd chain of 1 to 4 stages, and a limit on the host's bytes or none."""
+    rng = random.Random(seed)
+    profile = odd_chain(rng, rng.randint(1, 4))
+    if seed % 7 < 2:
+        profile = launched(random.Random(seed), profile)
+    most_moved = sum(storage.nbytes for storage in profile.storages)
+    return profile, None if rng.random() < 0.5 else int(rng.random() ** 2 * most_moved)
+
+
+def textbook(seed: int) -> Profile:
+    """A random textbook chain of 2 to 48 stages."""
+    rng = random.Random(seed)
+    return textbook_chain(rng, rng.randint(2, 48))
+
+
 def against_brute_force(seed: int, percents: tuple[int, ...]) -> list[dict[str, Any]]:
     """One random chain at a few budgets."""
-    rng = random.Random(seed)
-    profile = random_chain(seed, rng.randint(1, 7))
+    profile = small(seed)
     least, most = smallest_peak(profile).peak_bytes, everything_kept_bytes(profile)
     rows = []
     for percent in percents:
@@ -82,12 +102,7 @@ def against_brute_force(seed: int, percents: tuple[int, ...]) -> list[dict[str, 
 
 def without_false_proofs(seed: int, percents: tuple[int, ...]) -> list[dict[str, Any]]:
     """One odd chain, with or without a limit on the host, at a few budgets."""
-    rng = random.Random(seed)
-    profile = odd_chain(rng, rng.randint(1, 4))
-    if seed % 7 < 2:
-        profile = launched(random.Random(seed), profile)
-    most_moved = sum(storage.nbytes for storage in profile.storages)
-    host = None if rng.random() < 0.5 else int(rng.random() ** 2 * most_moved)
+    profile, host = odd(seed)
     limits = Limits(gap=0.0, host_bytes=host)
     combinations = brute_force.combinations(profile)
     found, most = smallest_peak(profile, limits), everything_kept_bytes(profile)
@@ -115,8 +130,7 @@ def without_false_proofs(seed: int, percents: tuple[int, ...]) -> list[dict[str,
 
 def against_rotor(seed: int, seconds: float) -> list[dict[str, Any]]:
     """One random textbook chain at three budgets, recompute only."""
-    rng = random.Random(seed)
-    profile = textbook_chain(rng, rng.randint(2, 48))
+    profile = textbook(seed)
     only = ("keep", "recompute")
     least, most = smallest_peak(profile, Limits(actions=only)).peak_bytes, everything_kept_bytes(profile)
     rows = []
