@@ -8,15 +8,14 @@ import functools
 import gc
 import inspect
 import itertools
-import os
 import random
 import sys
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
+from by_hand import AGAIN, CPU, carried_out
 from counting import Log
 from small_models import assert_same, build, gradients
 from torch import nn
@@ -28,13 +27,10 @@ from ckptplan.core.plan import KEEP, Decision, Decisions
 from ckptplan.core.segment import Segment
 from ckptplan.runtime.controller import Controller
 from ckptplan.runtime.observe.counters import Counters
-from ckptplan.runtime.observe.measure import no_cycles_collected, peak_above_start
+from ckptplan.runtime.observe.measure import no_cycles_collected
 from ckptplan.runtime.recompute.selective import NumberedOps, alias, can_be_saved, is_random
 from ckptplan.runtime.step import default_loss, model_device
 from ckptplan.runtime.swap.stores import NULL_STORES, make_store
-
-AGAIN = Decision("recompute")
-CPU = torch.device("cpu")
 
 
 @contextlib.contextmanager
@@ -46,18 +42,9 @@ def applied(
 ) -> Iterator[Controller]:
     device = model_device(model)
     store = make_store(device, capacity_bytes=1 << 24, directory=None, limit_bytes=None)
-    controller = Controller(
-        model,
-        Decisions(tuple(stages), tuple(choices or [AGAIN] * len(stages)), tuple(segments)),
-        {"host": store},
-        device,
-    )
-    controller.install()
-    try:
+    with carried_out(model, stages, choices, segments, stores={"host": store}, device=device) as controller:
         yield controller
-    finally:
-        controller.remove()
-        store.close()
+    store.close()
 
 
 def planned_runs(stages: Sequence[str], choices: Sequence[Decision], segments: Sequence[Segment]) -> list[int]:
@@ -69,7 +56,7 @@ def planned_runs(stages: Sequence[str], choices: Sequence[Decision], segments: S
 
 
 def call(model: nn.Module, inputs: Any) -> torch.Tensor:
-    return default_loss(model(**inputs) if isinstance(inputs, dict) else model(inputs))
+    return default_loss(model(inputs))
 
 
 def train(model: nn.Module, inputs: Any, steps: int = 2, context: Callable[[], Any] = contextlib.nullcontext) -> Any:
@@ -127,28 +114,6 @@ class Loop(nn.Module):
         return x
 
 
-class ConvNet(nn.Module):
-    """Batch statistics, ReLUs in place, shrinking maps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        widths = [3, 8, 8, 16, 16, 16]
-        self.blocks = nn.Sequential(
-            *(
-                nn.Sequential(
-                    nn.Conv2d(a, b, 3, padding=1, stride=2 if b > a > 3 else 1),
-                    nn.BatchNorm2d(b),
-                    nn.ReLU(inplace=True),
-                )
-                for a, b in itertools.pairwise(widths)
-            )
-        )
-        self.head = nn.Linear(16, 10)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.blocks(x).mean((2, 3)))
-
-
 class UNet(nn.Module):
     """Outputs of early stages used by the next one and by a late one."""
 
@@ -192,7 +157,7 @@ def glued() -> Any:
 
 
 def conv() -> Any:
-    return ConvNet(), torch.randn(4, 3, 16, 16), [f"blocks.{i}" for i in range(5)]
+    return *build("conv_norm"), [str(i) for i in range(4)]
 
 
 def unet() -> Any:
@@ -200,40 +165,10 @@ def unet() -> Any:
     return UNet(), torch.randn(2, 3, 16, 16), stages
 
 
-def gpt2() -> Any:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(
-        n_layer=5, n_embd=32, n_head=4, vocab_size=100, n_positions=32, bos_token_id=0, eos_token_id=0, use_cache=False
-    )
-    tokens = torch.randint(0, 100, (2, 24))
-    model = transformers.GPT2LMHeadModel(config).train()
-    return model, {"input_ids": tokens, "labels": tokens}, [f"transformer.h.{i}" for i in range(5)]
-
-
-def t5() -> Any:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.T5Config(
-        num_layers=3,
-        num_decoder_layers=4,
-        d_model=32,
-        d_kv=8,
-        d_ff=64,
-        num_heads=4,
-        vocab_size=100,
-        decoder_start_token_id=0,
-        use_cache=False,
-    )
-    tokens = torch.randint(0, 100, (2, 16))
-    model = transformers.T5ForConditionalGeneration(config).train()
-    names = [*(f"encoder.block.{i}" for i in range(3)), *(f"decoder.block.{i}" for i in range(4))]
-    return model, {"input_ids": tokens, "labels": tokens}, names
-
-
-MODELS = {f.__name__: f for f in (loop, glued, conv, unet, gpt2, t5)}
+MODELS = {f.__name__: f for f in (loop, glued, conv, unet)}
 
 
 def make(name: str) -> tuple[nn.Module, Any, list[str]]:
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     torch.manual_seed(0)
     model, inputs, stages = MODELS[name]()
     return model.train(), inputs, stages
@@ -248,23 +183,20 @@ def modules_of(stages: Sequence[str]) -> list[int]:
 
 @pytest.mark.parametrize(
     ("name", "how"),
-    [
-        ("loop", "chain"), ("loop", "two"), ("glued", "nested"), ("conv", "single"), ("unet", "chain"),
-        ("unet", "nested"), ("gpt2", "two"), ("t5", "nested"),
-    ],
-)  # fmt: skip
+    [("loop", "chain"), ("loop", "single"), ("glued", "nested"), ("conv", "two"), ("unet", "nested")],
+)
 def test_gradients_and_runs(name: str, how: str) -> None:
     model, inputs, stages = make(name)
     m = modules_of(stages)
     n = len(m)
-    shapes = {
-        "two": [Segment(m[0], m[n // 2 - 1]), Segment(m[n // 2], m[-1])],
-        "nested": [Segment(m[0], m[-1], (Segment(m[0], m[1]), Segment(m[2], m[n - 2])))],
-        "chain": [Segment(m[0], m[-1], (Segment(m[0], m[3], (Segment(m[0], m[2], (Segment(m[0], m[1]),)),)),))],
-        "single": [Segment(m[1], m[-1], (Segment(m[1], m[1]), Segment(m[3], m[3])))],
+    shapes: dict[str, Callable[[], list[Segment]]] = {
+        "two": lambda: [Segment(m[0], m[n // 2 - 1]), Segment(m[n // 2], m[-1])],
+        "nested": lambda: [Segment(m[0], m[-1], (Segment(m[0], m[1]), Segment(m[2], m[n - 2])))],
+        "chain": lambda: [Segment(m[0], m[-1], (Segment(m[0], m[3], (Segment(m[0], m[2], (Segment(m[0], m[1]),)),)),))],
+        "single": lambda: [Segment(m[1], m[-1], (Segment(m[1], m[1]), Segment(m[3], m[3])))],
     }
     choices = [AGAIN if i in m else KEEP for i in range(len(stages))]
-    check(model, inputs, stages, choices, shapes[how])
+    check(model, inputs, stages, choices, shapes[how]())
 
 
 @pytest.mark.parametrize(
@@ -272,8 +204,6 @@ def test_gradients_and_runs(name: str, how: str) -> None:
     [
         ("nested", [f"layers.{i}" for i in range(4)]),
         ("routed", ["0", "1", "2", "3"]),
-        ("views", ["0", "1", "2", "3"]),
-        ("low_rank", ["0", "1", "2", "3", "4"]),
         ("shared", ["blocks.0", "blocks.0#2", "blocks.0#3", "blocks.1"]),
     ],
 )
@@ -377,7 +307,7 @@ def test_several_forwards_before_one_backward() -> None:
         return [gradients(model), dict(model.named_buffers())]
 
     model, x, stages = make("conv")
-    check(model, x, stages, segments=[Segment(0, 4, (Segment(0, 2, (Segment(1, 1),)),))], run=run, steps=4)
+    check(model, x, stages, segments=[Segment(0, 3, (Segment(0, 2, (Segment(1, 1),)),))], run=run, steps=4)
 
 
 def test_training_flags_and_buffers_are_those_of_forward() -> None:
@@ -386,7 +316,7 @@ def test_training_flags_and_buffers_are_those_of_forward() -> None:
     plain = copy.deepcopy(model)
     torch.manual_seed(3)
     call(plain, x).backward()
-    with applied(model, stages, segments=[Segment(0, 4, (Segment(0, 2),))]):
+    with applied(model, stages, segments=[Segment(0, 3, (Segment(0, 2),))]):
         torch.manual_seed(3)
         loss = call(model, x)
         model.eval()
@@ -396,37 +326,7 @@ def test_training_flags_and_buffers_are_those_of_forward() -> None:
         assert_same([gradients(model), dict(model.named_buffers())], [gradients(plain), dict(plain.named_buffers())])
         loss = call(model, x)
         with torch.no_grad():
-            model.blocks[1][0].weight.mul_(2)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss.backward()
-
-
-class _Writes(nn.Module):
-    """Glue that writes over what a stage returned, and uses both values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers[:4]:
-            y = layer(x)
-            x = y.mul_(0.5).add_(x)
-        return self.layers[4](x)
-
-
-def test_outputs_that_glue_writes_over() -> None:
-    """They aren't what their maker would make again, so whoever gets them holds them."""
-    torch.manual_seed(0)
-    check(_Writes(), torch.randn(32, 64), [f"layers.{i}" for i in range(5)], segments=[Segment(0, 4, (Segment(0, 2),))])
-
-
-def test_held_inputs_written_over() -> None:
-    model, x, stages = make("loop")
-    with applied(model, stages, segments=[Segment(0, 5)]):
-        y = x * 2
-        loss = call(model, y)
-        y.add_(1)
+            model[1][0].weight.mul_(2)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
 
@@ -469,37 +369,6 @@ def test_a_function_that_reads_its_saved_tensors_twice(segments: list[Segment]) 
         assert_same(train(model, x), want)
 
 
-def test_what_such_a_function_reads_ends_with_it() -> None:
-    """As without a plan: behind the node that read it, nothing of it is left."""
-    seen: list[weakref.ref[torch.Tensor]] = []
-
-    class Looks(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            ctx.save_for_backward(torch.sin(x))
-            return x * 2
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-            assert all(ref() is None for ref in seen)
-            seen.append(weakref.ref(ctx.saved_tensors[0].untyped_storage()))
-            assert ctx.saved_tensors[0] is not None
-            return grad * 2
-
-    class Stage(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return Looks.apply(Looks.apply(self.linear(x)))  # type: ignore[no-any-return]
-
-    model = nn.Sequential(Stage(), Stage())
-    with applied(model, ["0", "1"]):
-        train(model, torch.randn(4, 8))
-    assert seen
-
-
 def test_hooks_that_read_a_saved_tensor_twice() -> None:
     model = nn.Sequential(_Squares(), nn.Sequential(nn.Linear(8, 8), nn.Sigmoid()))
     with applied(model, ["0", "1"]):
@@ -510,7 +379,7 @@ def test_hooks_that_read_a_saved_tensor_twice() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("name", "cast"), [("loop", False), ("conv", True), ("unet", False), ("gpt2", True)])
+@pytest.mark.parametrize(("name", "cast"), [("loop", False), ("conv", True), ("unet", False)])
 def test_on_a_gpu(name: str, cast: bool) -> None:
     """Backward runs in another thread there, and the device has random states of its own."""
     model, inputs, stages = make(name)
@@ -621,27 +490,6 @@ def test_what_a_sweep_holds() -> None:
 def one_inside_another(n: int) -> Segment:
     """The least memory: every stage but the last is run again for each later one."""
     return functools.reduce(lambda inside, last: Segment(0, last, (inside,)), range(1, n), Segment(0, 0))
-
-
-def test_peak_falls_with_what_is_held() -> None:
-    """By the allocator's own account; a stage's input is the unit, its saved set some 5, its gradients are small."""
-    model, stages = Loop(12, 16), [f"layers.{i}" for i in range(12)]
-    x = torch.randn(4096, 16)
-    size = x.nbytes
-
-    def peak(segments: Sequence[Segment], choice: Decision = AGAIN) -> int:
-        with applied(model, stages, [choice] * 12, segments):
-            call(model, x).backward()
-            model.zero_grad()
-            return peak_above_start(lambda: call(model, x).backward())
-
-    again = peak([])
-    # Twelve saved sets against eleven inputs and one saved set.
-    assert peak([], KEEP) - again >= 40 * size
-    # The stages before 6 are held by their first input alone until the others are done.
-    halves = (Segment(0, 5, tuple(Segment(i, i) for i in range(5))), *(Segment(i, i) for i in range(6, 11)))
-    assert again - peak([Segment(0, 11, halves)]) >= 3 * size
-    assert again - peak([one_inside_another(12)]) >= 8 * size
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -873,7 +721,7 @@ def operations(model: nn.Module, stage: str, inputs: Any) -> tuple[list[Any], li
 
 @pytest.mark.parametrize(
     ("name", "seed", "swap"),
-    [("loop", 0, True), ("loop", 1, False), ("conv", 2, True), ("unet", 3, False), ("unet", 4, True), ("t5", 5, True)],
+    [("loop", 0, True), ("loop", 1, False), ("conv", 2, True), ("unet", 3, False), ("unet", 4, True)],
 )
 def test_selective(name: str, seed: int, swap: bool) -> None:
     """Random choices of operations in every stage, some moved: gradients bitwise; the chosen ones run once."""
@@ -916,33 +764,6 @@ def test_saved_operations_run_once() -> None:
     assert products(AGAIN) == (24, 12)
     assert products(Decision("recompute", ops=(0,), option="selective-1")) == (18, 12)
     assert products(Decision("recompute", ops=(0, 1, 2), option="selective-2")) == (12, 6)
-
-
-def test_selective_holds_what_it_saves_and_no_more() -> None:
-    model, x, stages = make("loop")
-    made: list[tuple[str, StorageWeakRef]] = []
-    for i, layer in enumerate(model.layers):
-        for j, part in enumerate(layer):
-            part.register_forward_hook(
-                lambda _, __, output, i=i, j=j: made.append((f"{i}.{j}", StorageWeakRef(output.untyped_storage())))
-            )
-    choices = [AGAIN] * 6
-    choices[2] = Decision("recompute", ops=(0,), option="selective-1")
-    with applied(model, stages, choices), no_cycles_collected():
-        loss = call(model, x)
-        held = [where for where, storage in made if not storage.expired()]
-        assert held == ["0.3", "1.3", "2.0", "2.3", "3.3", "4.3"]
-        loss.backward()
-        assert all(storage.expired() for _, storage in made)
-    choices[2] = moving((0, 1), 2, 2, ops=(0,), option="selective-1+swap")
-    made.clear()
-    with applied(model, stages, choices), no_cycles_collected():
-        loss = call(model, x)
-        assert [where for where, storage in made if not storage.expired()] == ["0.3", "2.3", "3.3", "4.3"]
-        loss.backward()
-        assert all(storage.expired() for _, storage in made)
-        del loss
-    call(model, x)
 
 
 class _Draws(nn.Module):
@@ -1013,37 +834,6 @@ def test_a_saved_output_written_over(moves: tuple[int, ...]) -> None:
             loss.backward()
 
 
-class _Counts(nn.Module):
-    """With buffers, whose copies for the recompute are made around forward, more of them before than again."""
-
-    seen: torch.Tensor
-    fixed: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
-        self.register_buffer("seen", torch.zeros(()))
-        self.register_buffer("fixed", torch.ones(64))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen += 1
-        return self.b(torch.tanh(self.a(x)) * self.fixed) * self.seen.clone()
-
-
-def test_numbers_are_those_of_the_stages_own_operations() -> None:
-    torch.manual_seed(0)
-    model, x = nn.Sequential(*(_Counts() for _ in range(3))), torch.randn(32, 64)
-    found, _ = operations(copy.deepcopy(model), "1", x)
-    products = [i for i, func in enumerate(found) if "addmm" in str(func)]
-    check(model, x, ["0", "1", "2"], [Decision("recompute", ops=(products[0],))] * 3)
-    watched = Log()
-    model[1].a.register_forward_hook(lambda _, __, output: watched.append(output.data_ptr()))
-    with applied(model, ["0", "1", "2"], [Decision("recompute", ops=(products[0],))] * 3):
-        call(model, x).backward()
-    assert len(watched) == 2  # in forward and in the recompute
-    assert watched[0] == watched[1]  # where the very memory came back
-
-
 def test_a_selective_stage_that_takes_another_path() -> None:
     model = nn.Sequential(_Fickle())
     model[0].what = "scaled"
@@ -1053,18 +843,14 @@ def test_a_selective_stage_that_takes_another_path() -> None:
             loss.backward()
 
 
-@pytest.mark.parametrize("inside", [False, True])
-def test_selective_under_autocast(inside: bool) -> None:
-    """A recompute casts parameters that forward found in autocast's cache, or inside of it the other way round."""
+def test_selective_under_autocast() -> None:
+    """A recompute casts parameters that forward found in autocast's cache."""
 
     def run(model: nn.Module, x: torch.Tensor) -> Any:
         torch.manual_seed(1)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = call(model, x)
-            if inside:
-                loss.backward()
-        if not inside:
-            loss.backward()
+        loss.backward()
         return gradients(model)
 
     model, x = build("shared")
@@ -1080,7 +866,7 @@ def test_selective_under_autocast(inside: bool) -> None:
     check(copy.deepcopy(model), x, stages, choices, run=run, steps=1)
 
 
-def test_steps_of_segments_beside_swapped_and_selective_stages_leave_nothing_behind() -> None:
+def test_segments_beside_swapped_and_selective_stages() -> None:
     model, x, stages = make("loop")
     choices = [
         Decision.moving("swap", (0, 1), 0, 1),
@@ -1093,21 +879,3 @@ def test_steps_of_segments_beside_swapped_and_selective_stages_leave_nothing_beh
     segments = [Segment(2, 4, (Segment(2, 2),))]
     counters = check(copy.deepcopy(model), x, stages, choices, segments).counters
     assert counters.swapped_out_bytes == counters.swapped_in_bytes > 0
-
-    def alive() -> int:
-        gc.collect()
-        return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
-
-    with applied(model, stages, choices, segments) as controller:
-        train(model, x, 1)
-        call(model, x)
-        before = alive()
-        for _ in range(3):
-            train(model, x, 1)
-            call(model, x)
-        assert alive() == before
-        assert not controller._stores["host"].used_bytes  # type: ignore[attr-defined]
-    watch = weakref.ref(model)
-    del model, controller
-    gc.collect()
-    assert watch() is None
