@@ -590,7 +590,7 @@ def test_a_plan_for_another_model() -> None:
     assert not any("forward" in m.__dict__ for m in model.modules())
 
 
-@pytest.mark.parametrize(("field", "value"), [("torch_version", "1.0.0"), ("device", "cuda")])
+@pytest.mark.parametrize(("field", "value"), [("torch_version", "1.0.0"), ("device", "cuda"), ("training", False)])
 def test_the_fingerprint_names_what_differs(field: str, value: Any) -> None:
     model, inputs = build("mlp")
     plan = planned("mlp", "recompute")

@@ -21,6 +21,7 @@ import ckptplan
 from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.core.plan import Plan
 from ckptplan.core.segment import Segment
+from ckptplan.distributed import parallel_of
 from ckptplan.runtime.handle import apply
 from ckptplan.runtime.swap.record import Record
 
@@ -218,6 +219,29 @@ def test_what_is_not_planned(mesh: Any) -> None:
         ckptplan.solve(model, 1, inputs=inputs)
     with pytest.raises(UnsupportedModelError, match=r"FullyShardedDataParallel \(FSDP1\)"):
         ckptplan.solve(fsdp.FullyShardedDataParallel(build("mlp")[0], device_id=torch.device("cpu")), 1, inputs=inputs)
+
+
+def test_settings_of_newer_versions_are_refused(mesh: Any) -> None:
+    model, inputs = build("mlp")
+    sharded_model = fsdp.fully_shard(model, mesh=mesh)
+    if not hasattr(sharded_model, "set_manual_backward_finalization"):
+        pytest.skip("this version of PyTorch has no such settings")
+    sharded_model.set_manual_backward_finalization(True)
+    with pytest.raises(UnsupportedModelError, match="finalize_backward"):
+        ckptplan.solve(model, 1, inputs=inputs)
+    sharded_model.set_manual_backward_finalization(False)
+    sharded_model.set_keep_unsharded_storage(True)
+    with pytest.raises(UnsupportedModelError, match="set_keep_unsharded_storage"):
+        ckptplan.solve(model, 1, inputs=inputs)
+
+
+def test_an_engine_of_an_unknown_version_is_refused(mesh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = build("mlp")
+    fsdp.fully_shard(model, mesh=mesh)
+    parallel: Any = parallel_of(model)
+    monkeypatch.delattr(parallel.groups[0], "reduce_grads")
+    with pytest.raises(UnsupportedModelError, match=r"a FSDPParamGroup has no reduce_grads; supported are PyTorch 2.9"):
+        ckptplan.solve(model, 1, inputs=inputs)
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")

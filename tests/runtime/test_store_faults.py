@@ -329,6 +329,21 @@ def test_processes_in_one_directory_and_one_that_is_killed(tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == []
 
 
+def test_file_systems_without_unnamed_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.open
+
+    def refused(path: Any, flags: int, *rest: Any, **named: Any) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+        return real(path, flags, *rest, **named)
+
+    monkeypatch.setattr(os, "open", refused)
+    store = store_in(tmp_path)
+    assert list(tmp_path.iterdir()) == [], "it has no name from the start"
+    assert round_trip(store)
+    store.close()
+
+
 FORK = """
     import gc, os, signal, threading, warnings, weakref
     warnings.simplefilter("ignore")
@@ -542,3 +557,10 @@ def test_a_file_stays_open_for_copies_that_are_queued(tmp_path: Path) -> None:
     finally:
         gc.enable()
     assert torch.equal(out, back)
+
+
+def test_a_record_that_an_interrupt_left_unmade_is_deleted_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", seen.append)
+    Record.__new__(Record)
+    assert not seen

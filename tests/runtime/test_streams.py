@@ -34,6 +34,7 @@ from ckptplan.runtime.swap.stores import (
     PinnedStore,
     handing_over,
     keep_pinned_memory,
+    pinned,
 )
 
 SEEDS = range(6)
@@ -441,3 +442,8 @@ def test_memory_goes_when_all_devices_that_copied_are_done(monkeypatch: pytest.M
         store.close()
         assert set(waited) == set(gpu.streams).difference(made), "those of both stores"
         assert not gpu.registered
+
+
+def test_more_host_memory_than_there_is() -> None:
+    with pytest.raises(SwapError, match=r"no host memory for .*lower host_gb="):
+        pinned._pages(1 << 60)
