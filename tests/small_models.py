@@ -20,8 +20,9 @@ from made_plans import scheduled as scheduled
 from torch import nn
 
 from ckptplan.core.option import Action
-from ckptplan.core.plan import Plan
+from ckptplan.core.plan import Decision, Plan
 from ckptplan.core.profile import Profile
+from ckptplan.core.segment import Segment
 from ckptplan.profiling.profiler import profile
 from ckptplan.runtime.handle import Handle
 from ckptplan.runtime.swap.record import Whereabouts
@@ -324,6 +325,20 @@ def uniform(model: nn.Module, inputs: Any, action: Action) -> Plan:
     """Every stage with the same action."""
     chain = profile(model, inputs, menus=False)
     return plan_of(chain, [action] * len(chain.stages))
+
+
+def plan_for(model: nn.Module, inputs: Any, what: str, op: int = 0) -> Plan:
+    """Every stage with the same action, all as one "segment", or "selective": the output of operation `op` is saved."""
+    chain = profile(model, inputs, menus=False)
+    if what == "segment":
+        real = [i for i, stage in enumerate(chain.stages) if not stage.is_glue]
+        options = [stage.find("recompute") or stage.keep for stage in chain.stages]
+        return scheduled(chain, options, (Segment(real[0], real[-1]),))
+    plan = plan_of(chain, ["recompute" if what == "selective" else what] * len(chain.stages))  # type: ignore[list-item]
+    if what == "selective":
+        choices = tuple(Decision("recompute", ops=(op,)) if c.action == "recompute" else c for c in plan.choices)
+        plan = replace(plan, choices=choices)
+    return plan
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:

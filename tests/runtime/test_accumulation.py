@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import json
 from collections.abc import Callable
@@ -13,10 +12,8 @@ import pytest
 import torch
 from small_models import Transformer, assert_same, gradients, plan_of
 from torch import nn
-from typer.testing import CliRunner
 
 import ckptplan
-from ckptplan.cli.app import app
 from ckptplan.core.errors import InvalidInputError, PlanMismatchError, UnsupportedModelError
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
@@ -92,8 +89,7 @@ def test_gradients_count_from_the_start(name: str) -> None:
     assert (having.fingerprint.accumulates, without.fingerprint.accumulates) == (True, False)
 
 
-@pytest.mark.parametrize("action", ["keep", "swap", "recompute"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "action"), [("wide", "keep"), ("tied", "swap"), ("partly frozen", "recompute")])
 def test_the_peak_of_micro_batches_is_predicted(name: str, action: Any) -> None:
     model, x = MODELS[name]()
     measured = profile(model, x, accumulate=True, menus=False)
@@ -104,17 +100,16 @@ def test_the_peak_of_micro_batches_is_predicted(name: str, action: Any) -> None:
     assert plan.peak_bytes - found <= (16 if action == "keep" else 0.05 * plan.peak_bytes)
 
 
-@pytest.mark.parametrize("kind", ["adamw", "momentum"])
-@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize(("kind", "set_to_none"), [("adamw", True), ("momentum", False)])
 def test_a_training_that_accumulates_keeps_its_budget(kind: str, set_to_none: bool) -> None:
     model, x = wide()
     parameters = list(model.parameters())
     optimizer: torch.optim.Optimizer = (
         torch.optim.AdamW(parameters) if kind == "adamw" else torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
     )
-    measured = profile(model, x, optimizer=optimizer, accumulate=True)
-    least = ckptplan.solve(measured, max_overhead=9.0).peak_bytes
-    plan = ckptplan.solve(measured, 1.1 * least / 2**30)
+    measured = profile(model, x, optimizer=optimizer, accumulate=True, menus=False)
+    least = ckptplan.solve(measured, max_overhead=9.0, time_limit_s=0.3).peak_bytes
+    plan = ckptplan.solve(measured, 1.1 * least / 2**30, time_limit_s=0.3)
 
     def training() -> None:
         for _ in range(2):
@@ -165,18 +160,6 @@ def test_files_keep_the_flag_and_older_ones_have_none(tmp_path: Path) -> None:
         assert not kind.load(tmp_path / "old.json").fingerprint.accumulates  # type: ignore[attr-defined]
 
 
-def test_a_device_that_is_not_here() -> None:
-    model, x = wide()
-    without, having = (
-        ckptplan.solve(model, 1.0, inputs=x, device="a100-40gb", accumulate=accumulate, menus=False)
-        for accumulate in (False, True)
-    )
-    assert having.peak_bytes > without.peak_bytes
-    assert having.reserved_bytes is not None
-    assert without.reserved_bytes is not None
-    assert having.reserved_bytes >= without.reserved_bytes
-
-
 # ---------------------------------------------------------------- estimate
 
 
@@ -191,18 +174,6 @@ def test_an_estimate_starts_with_gradients() -> None:
     assert ckptplan.estimate(model, x, plan=plan).peak_bytes >= plan.peak_bytes - 16
     give_gradients(model)
     assert ckptplan.estimate(model, x).peak_bytes == having.peak_bytes
-
-
-def test_the_largest_batch_is_smaller_with_gradients() -> None:
-    model, _ = wide()
-    batches = [
-        ckptplan.max_batch_size(
-            model, lambda n: torch.zeros(n, 64), 0.002, plan=False, limit=4096, accumulate=accumulate
-        )
-        for accumulate in (False, True)
-    ]
-    assert batches[1].batch < batches[0].batch
-    assert all(b.measured_peak_bytes is not None and b.measured_peak_bytes <= b.budget_bytes for b in batches)
 
 
 # ---------------------------------------------------------------- verify
@@ -254,7 +225,7 @@ def applied(
     return ckptplan.apply(model, plan, strict=strict)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["tied"])
 def test_gradients_that_were_not_planned_are_noticed_at_the_first_forward(name: str) -> None:
     model, x = MODELS[name]()
     with applied(model, x, gradient_bytes(model) - 1) as handle:
@@ -283,31 +254,15 @@ def test_gradients_that_were_not_planned_are_noticed_at_the_first_forward(name: 
     assert_same(gradients(model), gradients(plain))
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_gradients_that_fit_below_the_budget_are_none(name: str) -> None:
-    model, x = MODELS[name]()
+def test_gradients_that_fit_below_the_budget_or_are_planned_for_are_no_difference() -> None:
+    model, x = partly_frozen()
     with applied(model, x, gradient_bytes(model)):
         micro_batches(model, x, 3)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_a_plan_for_gradients_takes_all_micro_batches(name: str) -> None:
-    model, x = MODELS[name]()
+    model.zero_grad(set_to_none=True)
     with applied(model, x, 0, accumulate=True):
         micro_batches(model, x, 3)
         model.zero_grad(set_to_none=False)
         model(x).mean().backward()
-
-
-def test_a_single_gradient_is_noticed() -> None:
-    model, x = wide()
-    with applied(model, x, 0):
-        for p in model.parameters():
-            p.grad = torch.zeros_like(p)
-            with pytest.raises(PlanMismatchError, match="gradients of"):
-                model(x)
-            p.grad = None
-        model(x)
 
 
 def test_gradients_of_others_do_not_count_twice_and_larger_storages_do() -> None:
@@ -335,17 +290,6 @@ def test_sparse_gradients_count_with_their_indices() -> None:
         model(x)
 
 
-def test_parameters_that_were_replaced_are_looked_at() -> None:
-    model, x = wide()
-    with applied(model, x, 0):
-        model(x)
-        model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
-        model(x)
-        next(model.parameters()).grad = torch.zeros(256, 64)
-        with pytest.raises(PlanMismatchError, match="gradients of"):
-            model(x)
-
-
 def test_gradients_that_grow_later_are_noticed() -> None:
     """What was found in order is not looked at again while it is the same."""
     model, x = wide()
@@ -367,7 +311,7 @@ def test_forwards_without_gradients_are_not_held_up() -> None:
             model(x)
 
 
-# ---------------------------------------------------------------- step= and the command line
+# ---------------------------------------------------------------- step=
 
 
 def test_a_step_that_runs_backward_by_itself_is_refused() -> None:
@@ -381,35 +325,3 @@ def test_a_step_that_runs_backward_by_itself_is_refused() -> None:
         with pytest.raises(UnsupportedModelError, match=r"one micro-batch, with accumulate=True"):
             run(model, step=step)  # type: ignore[operator]
     assert all(p.grad is None for p in model.parameters())
-
-
-def test_a_step_of_several_forwards_accumulates() -> None:
-    model, x = wide()
-
-    def step() -> torch.Tensor:
-        return model(x).mean() + model(x).square().mean()
-
-    measured = profile(model, step=step, accumulate=True, menus=False)
-    plan = plan_of(measured, ["recompute"] * len(measured.stages))
-    assert ckptplan.verify(model, plan, step=step, repeats=1).measured_peak_bytes <= plan.peak_bytes
-
-
-def build() -> tuple[nn.Module, torch.Tensor]:
-    """For the command line."""
-    return wide()
-
-
-def test_the_command_line(tmp_path: Path) -> None:
-    runner = CliRunner()
-    source = "test_accumulation:build"
-    for option, expected in (("--accumulate", True), ("--no-accumulate", False)):
-        out = tmp_path / "plan.json"
-        done = runner.invoke(app, ["solve", source, "--budget-gb", "1", option, "-o", str(out)])
-        assert done.exit_code == 0, done.output
-        assert Plan.load(out).fingerprint.accumulates is expected
-    found = collections.defaultdict(list)
-    for option in ("--accumulate", "--no-accumulate"):
-        done = runner.invoke(app, ["estimate", source, option, "--json", str(tmp_path / "e.json")])
-        assert done.exit_code == 0, done.output
-        found["peak"].append(json.loads((tmp_path / "e.json").read_text())["peak_bytes"])
-    assert found["peak"][0] > found["peak"][1]

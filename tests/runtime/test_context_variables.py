@@ -12,17 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from by_hand import run_again
 from small_models import assert_same, gradients
 from torch import nn
 
 from ckptplan.core.errors import UnsupportedModelError
-from ckptplan.core.plan import Decision, Decisions
-from ckptplan.core.segment import Segment
-from ckptplan.runtime.controller import Controller
-from ckptplan.runtime.swap.stores import NULL_STORES
 from ckptplan.state import variables
 
 DEPTH, WIDTH = 3, 8
+STAGES = [str(i) for i in range(DEPTH)]
 SEEN: contextvars.ContextVar[Any] = contextvars.ContextVar("SEEN", default=None)
 Collect = Callable[[Any, torch.Tensor], None]
 
@@ -67,13 +65,6 @@ def leaves(value: Any) -> list[torch.Tensor]:
     return [t for item in (value if isinstance(value, collections.deque) else items) for t in leaves(item)]
 
 
-def controller_of(model: nn.Module, plan: str) -> Controller:
-    segments = (Segment(0, DEPTH - 1),) if plan == "segment" else ()
-    choice = Decision("recompute", ops=(1,)) if plan == "selective" else Decision("recompute")
-    decisions = Decisions(tuple(map(str, range(DEPTH))), (choice,) * DEPTH, segments)
-    return Controller(model, decisions, NULL_STORES, torch.device("cpu"))
-
-
 def loss_of(out: torch.Tensor, found: Any, read: bool) -> torch.Tensor:
     return out.sum() + sum(t.square().sum() for t in leaves(found) if read)
 
@@ -86,9 +77,8 @@ def forward(model: nn.Module, start: Any) -> tuple[torch.Tensor, Any]:
     return out, found
 
 
-@pytest.mark.parametrize("plan", ["recompute", "selective", "segment"])
 @pytest.mark.parametrize("kind", COLLECTORS)
-def test_collected_tensors(kind: str, plan: str) -> None:
+def test_collected_tensors(kind: str) -> None:
     start, collect = COLLECTORS[kind]
     torch.manual_seed(0)
     model = nn.Sequential(*(Stage(collect) for _ in range(DEPTH)))
@@ -97,29 +87,27 @@ def test_collected_tensors(kind: str, plan: str) -> None:
         model.zero_grad()
         loss_of(*forward(model, start()), held).backward()
         expected[held] = gradients(model)
-    controller = controller_of(model, plan)
-    controller.install()
-    for held in (True, False):
-        model.zero_grad()
-        out, found = forward(model, start())
-        assert len(leaves(found)) == DEPTH
-        loss = loss_of(out, found, held)
-        if not held:
-            watched = [weakref.ref(t) for t in leaves(found)]
-            gc.disable()
-            del found
-            assert not any(ref() is not None for ref in watched)
-            gc.enable()
-        loss.backward()
-        if held:
-            assert len(leaves(found)) == DEPTH, "a recompute has added to it"
-        assert_same(gradients(model), expected[held])
+    plan = ("recompute", "selective", "segment")[list(COLLECTORS).index(kind) % 3]
+    with run_again(model, plan, STAGES) as controller:
+        for held in (True, False):
+            model.zero_grad()
+            out, found = forward(model, start())
+            assert len(leaves(found)) == DEPTH
+            loss = loss_of(out, found, held)
+            if not held:
+                watched = [weakref.ref(t) for t in leaves(found)]
+                gc.disable()
+                del found
+                assert not any(ref() is not None for ref in watched)
+                gc.enable()
+            loss.backward()
+            if held:
+                assert len(leaves(found)) == DEPTH, "a recompute has added to it"
+            assert_same(gradients(model), expected[held])
     assert controller.counters.recomputed_stages >= 2 * DEPTH
-    controller.remove()
 
 
-@pytest.mark.parametrize("plan", ["recompute", "selective", "segment"])
-@pytest.mark.parametrize("kind", COLLECTORS)
+@pytest.mark.parametrize(("kind", "plan"), [("list", "segment"), ("dataclass", "segment"), ("tuple", "recompute")])
 def test_tensors_collected_between_stages(kind: str, plan: str) -> None:
     """As by hooks of the blocks around them: a segment holds the outputs of none of its stages."""
     start, collect = COLLECTORS[kind]
@@ -137,24 +125,21 @@ def test_tensors_collected_between_stages(kind: str, plan: str) -> None:
     out, found = forward(model, start())
     out.sum().backward()
     expected = gradients(model)
-    controller = controller_of(model, plan)
-    controller.install()
-    for _ in range(2):  # also in the pass in which the place is found
-        model.zero_grad()
-        watched.clear()
-        out, found = forward(model, start())
-        assert len(leaves(found)) == DEPTH - 1
-        gc.disable()
-        del found
-        assert plan != "segment" or not any(ref() is not None for ref in watched)
-        gc.enable()
-        out.sum().backward()
-        assert_same(gradients(model), expected)
-    controller.remove()
+    with run_again(model, plan, STAGES):
+        for _ in range(2):  # also in the pass in which the place is found
+            model.zero_grad()
+            watched.clear()
+            out, found = forward(model, start())
+            assert len(leaves(found)) == DEPTH - 1
+            gc.disable()
+            del found
+            assert plan != "segment" or not any(ref() is not None for ref in watched)
+            gc.enable()
+            out.sum().backward()
+            assert_same(gradients(model), expected)
 
 
-@pytest.mark.parametrize("plan", ["recompute", "segment"])
-def test_given_tensors(plan: str) -> None:
+def test_given_tensors() -> None:
     """Stages read them beside a list in which they collect, and all that is gone when they run again."""
 
     class Reading(Stage):
@@ -169,48 +154,12 @@ def test_given_tensors(plan: str) -> None:
     forward(model, {"scale": [scale.clone()], "seen": []})[0].sum().backward()
     expected = gradients(model)
     model.zero_grad()
-    controller = controller_of(model, plan)
-    controller.install()
-    given = {"scale": [scale.clone()], "seen": []}
-    out, _ = forward(model, given)
-    given.clear()
-    out.sum().backward()
-    controller.remove()
+    with run_again(model, "segment", STAGES):
+        given = {"scale": [scale.clone()], "seen": []}
+        out, _ = forward(model, given)
+        given.clear()
+        out.sum().backward()
     assert_same(gradients(model), expected)
-
-
-@pytest.mark.parametrize("plan", ["recompute", "segment"])
-def test_other_values_of_another_step_are_given_not_collected(plan: str) -> None:
-    """One tensor for each sample, of which the next batch has more; and a container that holds itself."""
-
-    class Reading(Stage):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            value = SEEN.get()
-            return super().forward(x) * (value["scale"] if isinstance(value, dict) else sum(value))
-
-    def steps() -> list[dict[str, torch.Tensor]]:
-        found = []
-        for n in range(1, 4):
-            model.zero_grad()
-            given: Any = tuple(torch.full((WIDTH,), 0.5 + i) for i in range(n))
-            if n == 3:
-                given = {"scale": torch.full((WIDTH,), 1.5)}
-                given["itself"] = given
-            out = forward(model, given)[0]
-            del given
-            out.sum().backward()
-            found.append(gradients(model))
-        return found
-
-    variables._collected.clear()
-    torch.manual_seed(0)
-    model = nn.Sequential(*(Reading(lambda c, x: None) for _ in range(DEPTH)))
-    expected = steps()
-    controller = controller_of(model, plan)
-    controller.install()
-    for got, want in zip(steps(), expected, strict=True):
-        assert_same(got, want)
-    controller.remove()
 
 
 def test_stages_that_read_what_was_collected() -> None:
@@ -225,35 +174,12 @@ def test_stages_that_read_what_was_collected() -> None:
     model = nn.Sequential(*(Reading(lambda c, x: c.append(x)) for _ in range(DEPTH)))
     forward(model, [])[0].sum().backward()
     expected = gradients(model)
-    controller = controller_of(model, "recompute")
-    controller.install()
-    model.zero_grad()
-    out, found = forward(model, [])
-    out.sum().backward()
-    assert_same(gradients(model), expected)
-    out, found = forward(model, [])
-    del found
-    with pytest.raises(UnsupportedModelError, match="collected in a context variable"):
-        out.sum().backward()
-    controller.remove()
-
-
-def test_a_cache_that_stages_fill() -> None:
-    class Caching(Stage):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            cache = SEEN.get()
-            if "scale" not in cache:
-                cache["scale"] = torch.full((WIDTH,), 1.5)
-            return super().forward(x) * cache["scale"]
-
-    torch.manual_seed(0)
-    model = nn.Sequential(*(Caching(lambda c, x: None) for _ in range(DEPTH)))
-    forward(model, {})[0].sum().backward()
-    expected = gradients(model)
-    controller = controller_of(model, "recompute")
-    controller.install()
-    for _ in range(2):
+    with run_again(model, "recompute", STAGES):
         model.zero_grad()
-        forward(model, {})[0].sum().backward()
+        out, found = forward(model, [])
+        out.sum().backward()
         assert_same(gradients(model), expected)
-    controller.remove()
+        out, found = forward(model, [])
+        del found
+        with pytest.raises(UnsupportedModelError, match="collected in a context variable"):
+            out.sum().backward()

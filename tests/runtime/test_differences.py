@@ -25,7 +25,6 @@ from ckptplan.runtime.handle import apply
 from ckptplan.runtime.swap.record import Whereabouts
 from ckptplan.training.measure import recorded_allocations
 
-WHATS = ("keep", "swap", "recompute", "recompute+swap", "segment", "selective")
 WIDTH, BATCH = 64, 32
 
 pytestmark = pytest.mark.usefixtures("no_leak")
@@ -67,9 +66,12 @@ class Model(nn.Module):
             x = self.blocks[1](self.blocks[0](x))
         return self.blocks[2](x)
 
-    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None, head: str = "a") -> torch.Tensor:
-        y = self.heads[head](self.features(x))
-        return y if labels is None else (y - labels).square()
+    def forward(
+        self, x: torch.Tensor, labels: torch.Tensor | None = None, head: str = "a", *, more: bool = False
+    ) -> Any:
+        features = self.features(x)
+        y = self.heads[head](features)
+        return (y, features) if more else y if labels is None else (y - labels).square()
 
 
 def plain() -> tuple[nn.Module, torch.Tensor]:
@@ -175,84 +177,261 @@ def tight(plan: Plan) -> Plan:
     )
 
 
-def surplus(what: str) -> set[str]:
-    """Stages that move what they save, or the inputs that they hold for a recompute, move larger ones then."""
-    return {"saved"} if "swap" in what else set()
+# What differs
 
 
-# What stages get and save
+def larger_batches(model: nn.Module, x: torch.Tensor, k: int) -> None:
+    run(model, torch.cat([x, x]) if k in (2, 3) else x[: BATCH - k])
 
 
-@pytest.mark.parametrize("what", WHATS)
-def test_larger_batches(what: str) -> None:
-    def step(model: nn.Module, x: torch.Tensor, k: int) -> None:
-        run(model, torch.cat([x, x]) if k in (2, 3) else x[: BATCH - k])
-
-    differs(plain, planned(plain, what), step, {"stage"} | surplus(what), "solve again with the largest shapes")
+def longer_sequences(model: nn.Module, x: torch.Tensor, k: int) -> None:
+    run(model, torch.cat([x, x.flip(1)], 1)[: 4 - k % 2] if k > 1 else x)
 
 
-@pytest.mark.parametrize("what", WHATS)
-def test_longer_sequences(what: str) -> None:
-    def step(model: nn.Module, x: torch.Tensor, k: int) -> None:
-        run(model, torch.cat([x, x.flip(1)], 1)[: 4 - k % 2] if k > 1 else x)
-
-    differs(text, planned(text, what), step, {"stage"} | surplus(what), "solve again with the largest shapes")
-
-
-def masked(model: Any, x: torch.Tensor, k: int) -> None:
+def masks(model: Any, x: torch.Tensor, k: int) -> None:
+    """Stages save more from some step on."""
     for block in model.blocks[:2]:
         block.masked = k in (2, 4)
     run(model, x)
 
 
-@pytest.mark.parametrize("what", WHATS)
-def test_masks_that_stages_save_from_some_step_on(what: str) -> None:
-    differs(plain, planned(plain, what), masked, {"saved"}, "another path than the one profiled", counts={"saved": 4})
+def more_calls(model: Any, x: torch.Tensor, k: int) -> None:
+    model.first_calls = (1, 2, 1, 3, 1)[k]
+    run(model, x)
 
 
-@pytest.mark.parametrize("what", ["keep", "recompute", "segment"])
-def test_a_kernel_that_is_chosen_by_values(what: str) -> None:
-    """An LSTM saves more where its sequences have one length; how often it is looked for doesn't grow with steps."""
+def more_calls_of_what_is_called_twice(model: Any, x: torch.Tensor, k: int) -> None:
+    model.middle_calls = (2, 3, 1, 4, 2)[k]
+    run(model, x)
 
-    class Recurrent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lengths = torch.tensor([12, 16, 16, 15])
-            self.front, self.lstm = nn.Linear(WIDTH, WIDTH), nn.LSTM(WIDTH, WIDTH, 2, batch_first=True)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            packed = nn.utils.rnn.pack_padded_sequence(self.front(x), self.lengths, True, enforce_sorted=False)
-            return nn.utils.rnn.pad_packed_sequence(self.lstm(packed)[0], batch_first=True, total_length=16)[0]
+def head_in_the_loss(model: Any, x: torch.Tensor, k: int) -> None:
+    hidden: list[torch.Tensor] = []
+    hook = model.heads["a"].register_forward_pre_hook(lambda _, args: hidden.append(args[0]))
+    loss = model(x).square().mean()
+    hook.remove()
+    if k % 2:
+        for part in hidden[0].chunk(2):
+            loss = loss + model.heads["a"](part).sin().mean()
+    loss.backward()
 
-    def make() -> tuple[nn.Module, torch.Tensor]:
-        return Recurrent(), torch.randn(4, 16, WIDTH)
 
-    def step(model: Any, x: torch.Tensor, k: int) -> None:
-        model.lengths = torch.tensor([14, 14, 14, 14] if k == 3 else [12, 16, 16, 15])
+def two_forwards(model: nn.Module, x: torch.Tensor, k: int) -> None:
+    losses = [model(part).square().mean() for part in ((x, x[:7]) if k > 1 else (x,))]
+    sum(losses).backward()  # type: ignore[union-attr]
+
+
+def more_returned(model: nn.Module, x: torch.Tensor, k: int) -> None:
+    output = model(x, more=k > 2)
+    (output[0] if k > 2 else output).square().mean().backward()
+
+
+def forwards_without_gradients(model: nn.Module, x: torch.Tensor, k: int) -> None:
+    """A regulariser or a teacher beside a forward that waits; none where the graph before is gone, or ran backward."""
+    model(x)
+    with torch.no_grad():
+        model(x)
+    loss = model(x).square().mean()
+    if k > 1:
+        with torch.no_grad():
+            wanted = model(x[:7])
+        loss = loss + wanted.detach().mean()
+        del wanted
+    loss.backward()
+    with torch.no_grad():
+        model(x)
+
+
+def micro_batches(model: nn.Module, x: torch.Tensor, k: int) -> None:
+    for part in x.chunk(3):
+        run(model, part)
+
+
+def thawed(model: Any, x: torch.Tensor, k: int) -> None:
+    model.blocks[1].inner[2].requires_grad_(k in (2, 3))
+    run(model, x)
+    assert (model.blocks[1].inner[2].weight.grad is not None) == (k in (2, 3))
+
+
+def cut_at_first(model: Any, x: torch.Tensor, k: int) -> None:
+    """By a `detach` behind a stage: what the stages save isn't planned then."""
+    hook = model.first.register_forward_hook(lambda module, args, output: output.detach() if k % 3 == 0 else None)
+    run(model, x)
+    hook.remove()
+
+
+def training_mode(model: nn.Module, x: torch.Tensor, k: int) -> None:
+    run(model.train(k > 1), x)
+
+
+def penalty(model: nn.Module, x: torch.Tensor, k: int) -> None:
+    x = x.clone().requires_grad_(k > 1)
+    loss = model(x).square().mean()
+    if k > 1:
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        loss = loss + slope.square().sum()
+    loss.backward()
+
+
+def graph_that_stays(model: nn.Module, x: torch.Tensor, k: int) -> None:
+    output = model(x)
+    output.square().mean().backward(retain_graph=k > 2)
+    if k > 2:
+        output.sin().mean().backward()
+
+
+def transformed(model: nn.Module, x: torch.Tensor, k: int) -> None:
+    if k % 2:
+        p = {name: each.detach() for name, each in model.named_parameters()}
+        found = torch.func.grad(lambda p: torch.func.functional_call(model, p, (x,)).square().mean())(p)
+        for name, each in model.named_parameters():
+            each.grad = found.get(name)
+    else:
         run(model, x)
 
-    differs(make, planned(make, what), step, {"saved"}, "stage 'lstm' saves .*another path", counts={"saved": 1})
+
+def cast(model: nn.Module, x: torch.Tensor, k: int) -> None:
+    with torch.autocast("cpu", torch.bfloat16, enabled=k > 1):
+        run(model, x)
 
 
-def test_saved_tensors_that_hooks_hold_are_left_alone() -> None:
-    """A checkpoint inside of a kept stage isn't run again to count what it saves."""
+def with_labels(model: nn.Module, x: torch.Tensor, k: int) -> None:
+    run(model, x, labels=torch.ones(BATCH, 8) if k > 1 else None)
 
-    class Checkpointed(Block):
-        runs = 0
 
-        def inside(self, x: torch.Tensor) -> torch.Tensor:
-            type(self).runs += 1
-            return super().forward(x)
+def other_head(model: nn.Module, x: torch.Tensor, k: int) -> None:
+    run(model, x, head="b" if k > 1 else "a")
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.utils.checkpoint.checkpoint(self.inside, x, use_reentrant=False)
 
-    model, x = nn.Sequential(Checkpointed(), Checkpointed()), torch.randn(BATCH, WIDTH)
-    measured = profile(model, x, menus=False)
-    with apply(model, plan_of(measured, ["keep"] * len(measured.stages)), strict=True):
-        Checkpointed.runs = 0
-        model(x).sum().backward()
-        assert Checkpointed.runs == 4
+def replaced(model: Any, x: torch.Tensor, k: int) -> None:
+    if k == 2:
+        model.blocks[1] = copy.deepcopy(model.blocks[1])
+        vars(model.blocks[1]).pop("forward", None)
+    run(model, x)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Steps of a model that differ from its planned one; `saved`: swapped stages save more than planned."""
+
+    step: Step
+    kinds: dict[str, int | None]
+    match: str
+    whats: tuple[str, ...]
+    make: Make = plain
+    saved: bool = False
+    tight: bool = False
+
+
+CASES = (
+    Case(larger_batches, {"stage": None}, "solve again with the largest shapes", ("swap", "segment"), saved=True),
+    Case(longer_sequences, {"stage": None}, "solve again", ("recompute+swap", "selective"), text, saved=True),
+    Case(masks, {"saved": 4}, "another path than the one profiled", ("keep", "swap", "recompute", "segment")),
+    Case(more_calls, {"calls": 12}, "is called more than the 1 times a step", ("swap", "segment")),
+    Case(more_calls_of_what_is_called_twice, {"calls": 6}, "more than the 2 times", ("recompute",), called_twice),
+    Case(head_in_the_loss, {"calls": 4}, "'heads.a' is called more", ("keep", "segment")),
+    Case(two_forwards, {"forwards": 3}, "a forward begins while 1 before it had no", ("swap", "segment"), tight=True),
+    Case(more_returned, {"returned": 2}, "returns 2 tensors, .* more than the 1 of the", ("recompute",), tight=True),
+    Case(forwards_without_gradients, {"beside": 3}, "runs while a forward waits for its backward", ("recompute",)),
+    Case(micro_batches, {"gradients": 10}, "exist at the start of this forward", ("keep", "selective"), tight=True),
+    Case(thawed, {"thawed": 2}, "was frozen when the plan", ("swap", "segment"), frozen, saved=True),
+    Case(cut_at_first, {"attached": 3}, "the graph of stage 'first", ("swap", "segment")),
+    Case(training_mode, {"mode": None}, "made for evaluation mode", ("swap", "recompute"), evaluating, saved=True),
+    Case(penalty, {"graph": 3}, "makes a graph of its own", ("recompute+swap", "segment")),
+    Case(graph_that_stays, {"graph": 2}, "a backward keeps its graph", ("swap", "segment"), tight=True),
+    Case(transformed, {"transform": None}, r"inside a transform of torch.func", ("swap", "segment")),
+    Case(cast, {"casts": None, "autocast": None}, "under autocast to bfloat16", ("swap", "selective"), saved=True),
+    Case(with_labels, {"inputs": None}, "the model gets .*labels", ("recompute",)),
+    Case(other_head, {"module": None}, "'heads.b' runs", ("swap",)),
+    Case(replaced, {"new": None}, "module 'blocks.1' was added or replaced", ("recompute",)),
+)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.parametrize(
+    ("case", "what"), [pytest.param(c, what, id=f"{c.step.__name__}-{what}") for c in CASES for what in c.whats]
+)
+def test_steps_that_differ(case: Case, what: str) -> None:
+    plan = planned(case.make, what)
+    if "module" in case.kinds:
+        plan = dataclasses.replace(plan, outside=())
+    if case.tight:
+        plan = tight(plan)
+    kinds = {*case.kinds, *(["saved"] if case.saved and "swap" in what else [])}
+    counts = {kind: count for kind, count in case.kinds.items() if count is not None}
+    differs(case.make, plan, case.step, kinds, case.match, counts=counts)
+
+
+@pytest.mark.parametrize("what", ["swap", "segment"])
+def test_steps_that_fit_differ_in_nothing(what: str) -> None:
+    """A graph that stays, and the first stage called again behind a forward, which may begin another step."""
+
+    def step(model: Any, x: torch.Tensor, k: int) -> None:
+        graph_that_stays(model, x, k + 2)
+        loss = model(x).square().mean()
+        if k % 2:
+            loss = loss + model.first(x[: BATCH // 2]).sin().mean()
+        loss.backward()
+
+    plan = planned(plain, what)
+    want = training(*built(plain), step, 4)
+    model, x = built(plain)
+    with apply(model, dataclasses.replace(plan, budget_bytes=10 * plan.peak_bytes), strict=True):
+        assert_same(training(model, x, step, 4), want)
+
+
+def test_steps_that_are_no_larger_differ_in_nothing() -> None:
+    model, x = built(frozen)
+    with apply(model, dataclasses.replace(planned(frozen, "swap"), outside=()), strict=True):
+        run(model, x)
+        model(x=x).square().mean().backward()
+        run(model, x[:3], head="a")
+        with torch.no_grad():
+            model(x, torch.randn(BATCH, 8), "b")
+        model.blocks.requires_grad_(False)
+        run(model, x.clone().requires_grad_())
+
+
+class Casting(Model):
+    """Turns autocast on by itself, as accelerate has a model do."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(*args, **kwargs).float()
+
+
+@pytest.mark.parametrize("kind", [Model, Casting])
+def test_a_plan_for_autocast(kind: type[Model]) -> None:
+    model, x = kind(), torch.randn(BATCH, WIDTH)
+    plans = {}
+    for amp in (None, "bfloat16"):
+        measured = profile(model, x, menus=False, amp=amp)
+        plans[amp] = plan_of(measured, ["keep"] * len(measured.stages))
+
+    def step() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(x).square().mean()
+        loss.backward()
+
+    def told(text: str) -> Any:
+        return pytest.warns(RuntimeWarning, match=text)
+
+    with apply(model, plans["bfloat16"], strict=True):
+        step()
+    with apply(model, plans[None]) as handle, told(r"under autocast to bfloat16, and .* solve with amp='bfloat16'"):
+        step()
+    assert handle.stats().differences["autocast"] == 1
+    with apply(model, plans["bfloat16"]) as handle:
+        if kind is Casting:
+            run(model, x)
+        else:
+            with told("without autocast, and .* under autocast to bfloat16; solve without"), told("up to .* bfloat16"):
+                run(model, x)
+    with apply(model, plans["bfloat16"]), told("autocast is still on when backward begins"):
+        cast(model, x, 2)
+
+
+# What stages save
 
 
 def held_bytes(model: nn.Module, x: torch.Tensor) -> int:
@@ -304,294 +483,6 @@ def test_what_a_later_call_saves_has_left_when_the_forward_ends() -> None:
             loss = model(x).sum()
         assert states_of_swapped(handle) == {Whereabouts.AWAY}
         loss.backward()
-
-
-@pytest.mark.parametrize("what", WHATS)
-@pytest.mark.parametrize("make", [plain, called_twice])
-@pytest.mark.parametrize("where", ["first", "middle"])
-def test_modules_that_are_called_more_often(where: str, make: Make, what: str) -> None:
-    most = 1 if make is plain else 2
-
-    def step(model: Any, x: torch.Tensor, k: int) -> None:
-        setattr(model, f"{where}_calls", (most, most + 1, 1, most + 2, most)[k])
-        run(model, x)
-
-    match = rf"is called more than the {most} times a step"
-    more = {"calls": (1 + 2) * (4 if where == "first" else 2)}  # the first block's four modules are stages each
-    differs(make, planned(make, what), step, {"calls"}, match, counts=more)
-
-
-@pytest.mark.parametrize("what", WHATS)
-def test_a_head_that_the_loss_calls_again(what: str) -> None:
-    def step(model: Any, x: torch.Tensor, k: int) -> None:
-        hidden: list[torch.Tensor] = []
-        hook = model.heads["a"].register_forward_pre_hook(lambda _, args: hidden.append(args[0]))
-        loss = model(x).square().mean()
-        hook.remove()
-        if k % 2:
-            for part in hidden[0].chunk(2):
-                loss = loss + model.heads["a"](part).sin().mean()
-        loss.backward()
-
-    differs(plain, planned(plain, what), step, {"calls"}, "'heads.a' is called more", counts={"calls": 4})
-
-
-@pytest.mark.parametrize("what", WHATS)
-def test_the_first_stage_called_again_behind_the_forward(what: str) -> None:
-    """It may be the beginning of another step, so it is no difference as long as it fits."""
-
-    def step(model: Any, x: torch.Tensor, k: int) -> None:
-        loss = model(x).square().mean()
-        if k % 2:
-            loss = loss + model.first(x[: BATCH // 2]).sin().mean()
-        loss.backward()
-
-    want = training(*built(plain), step, 4)
-    model, x = built(plain)
-    with apply(model, planned(plain, what), check="always"):
-        assert_same(training(model, x, step, 4), want)
-
-
-# Memory that is there besides
-
-
-@pytest.mark.parametrize("what", WHATS)
-def test_two_forwards_before_a_backward(what: str) -> None:
-    def step(model: nn.Module, x: torch.Tensor, k: int) -> None:
-        losses = [model(part).square().mean() for part in ((x, x[:7]) if k > 1 else (x,))]
-        sum(losses).backward()  # type: ignore[union-attr]
-
-    plan = tight(planned(plain, what))
-    differs(
-        plain, plan, step, {"forwards"}, "a forward begins while 1 before it had no backward", counts={"forwards": 3}
-    )
-
-
-class Leaving(nn.Module):
-    """Leaves layers out, so that what holds them is a stage."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Middle() for _ in range(2))
-
-    def forward(self, x: torch.Tensor, *, whole: bool = False) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x, whole=whole)
-        return x
-
-
-class Middle(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-        self.norm = nn.LayerNorm(WIDTH)
-
-    def forward(self, x: torch.Tensor, *, whole: bool) -> torch.Tensor:
-        for layer in self.layers if whole else ():
-            x = layer(x).tanh()
-        return self.norm(x).tanh()
-
-
-def leaving() -> tuple[nn.Module, torch.Tensor]:
-    return Leaving(), torch.randn(BATCH, WIDTH)
-
-
-def test_layers_that_a_kept_stage_left_out_when_it_was_profiled() -> None:
-    def step(model: nn.Module, x: torch.Tensor, k: int) -> None:
-        run(model, x, whole=k == 2)
-
-    plan = dataclasses.replace(planned(leaving, "keep"), outside=(), uncalled=chain(leaving).uncalled)
-    assert {"blocks.0", "blocks.1"} <= set(plan.stages)
-    assert plan.uncalled == tuple(f"blocks.{i}.layers.{k}" for i in range(2) for k in range(2))
-    differs(
-        leaving, plan, step, {"module", "saved"}, r"'blocks\.0\.layers\.0' runs, which the planned step didn't call"
-    )
-
-
-def test_an_output_that_is_held_until_the_next_backward() -> None:
-    held: list[torch.Tensor] = []
-
-    def step(model: nn.Module, x: torch.Tensor, k: int) -> None:
-        output = model(x)
-        output.square().mean().backward()
-        held[:] = [output]
-
-    plan = planned(plain, "recompute")
-    plan = dataclasses.replace(plan, budget_bytes=plan.peak_bytes, forward_peak_bytes=0)
-    differs(plain, plan, step, {"output"}, "is still held when backward begins", counts={"output": 4})
-
-
-class Telling(Model):
-    def forward(self, x: torch.Tensor, *, more: bool = False) -> Any:  # type: ignore[override]
-        features = self.features(x)
-        return (self.heads["a"](features), features) if more else self.heads["a"](features)
-
-
-def test_a_model_that_returns_more_in_some_steps() -> None:
-    def step(model: nn.Module, x: torch.Tensor, k: int) -> None:
-        output = model(x, more=k > 2)
-        (output[0] if k > 2 else output).square().mean().backward()
-
-    def telling() -> tuple[nn.Module, torch.Tensor]:
-        return Telling(), torch.randn(BATCH, WIDTH)
-
-    plan = tight(planned(telling, "recompute"))
-    differs(
-        telling, plan, step, {"returned"}, r"returns 2 tensors, .* more than the 1 of the first", counts={"returned": 2}
-    )
-
-
-def test_a_forward_without_gradients_beside_one_that_waits() -> None:
-    """A regulariser or a teacher that begins later; none where the graph before it is gone, or ran backward."""
-
-    def step(model: nn.Module, x: torch.Tensor, k: int) -> None:
-        model(x)
-        with torch.no_grad():
-            model(x)
-        loss = model(x).square().mean()
-        if k > 1:
-            with torch.no_grad():
-                wanted = model(x[:7])
-            loss = loss + wanted.detach().mean()
-            del wanted
-        loss.backward()
-        with torch.no_grad():
-            model(x)
-
-    plan = planned(plain, "recompute")
-    differs(plain, plan, step, {"beside"}, "runs while a forward waits for its backward", counts={"beside": 3})
-
-
-@pytest.mark.parametrize("what", WHATS)
-def test_micro_batches(what: str) -> None:
-    def step(model: nn.Module, x: torch.Tensor, k: int) -> None:
-        for part in x.chunk(3):
-            run(model, part)
-
-    plan = tight(planned(plain, what))
-    differs(plain, plan, step, {"gradients"}, "exist at the start of this forward", counts={"gradients": 10})
-
-
-@pytest.mark.parametrize("what", WHATS)
-def test_layers_that_are_thawed_and_frozen_again(what: str) -> None:
-    def step(model: Any, x: torch.Tensor, k: int) -> None:
-        thawed = k in (2, 3)
-        model.blocks[1].inner[2].requires_grad_(thawed)
-        run(model, x)
-        assert (model.blocks[1].inner[2].weight.grad is not None) == thawed
-
-    plan = planned(frozen, what)
-    differs(
-        frozen,
-        plan,
-        step,
-        {"thawed", *(["saved"] if what == "swap" else [])},
-        "was frozen when the plan",
-        counts={"thawed": 2},
-    )
-
-
-@pytest.mark.parametrize("what", WHATS)
-def test_a_graph_that_is_cut_at_first(what: str) -> None:
-    """By a `detach` behind a stage, or without gradients up to there: what the stages save isn't planned then."""
-
-    def step(model: Any, x: torch.Tensor, k: int) -> None:
-        hook = model.first.register_forward_hook(lambda module, args, output: output.detach() if k % 3 == 0 else None)
-        run(model, x)
-        hook.remove()
-
-    differs(plain, planned(plain, what), step, {"attached"}, "the graph of stage 'first", counts={"attached": 3})
-
-
-@pytest.mark.parametrize("what", WHATS)
-def test_training_mode_after_a_plan_made_in_evaluation_mode(what: str) -> None:
-    def step(model: nn.Module, x: torch.Tensor, k: int) -> None:
-        run(model.train(k > 1), x)
-
-    plan = planned(evaluating, what)
-    differs(evaluating, plan, step, {"mode", *(["saved"] if what == "swap" else [])}, "made for evaluation mode")
-
-
-@pytest.mark.filterwarnings("ignore:Using backward")
-@pytest.mark.parametrize("what", WHATS)
-def test_a_penalty_on_the_gradient(what: str) -> None:
-    def step(model: nn.Module, x: torch.Tensor, k: int) -> None:
-        x = x.clone().requires_grad_(k > 1)
-        loss = model(x).square().mean()
-        if k > 1:
-            (slope,) = torch.autograd.grad(loss, x, create_graph=True)
-            loss = loss + slope.square().sum()
-        loss.backward()
-
-    differs(plain, planned(plain, what), step, {"graph"}, "makes a graph of its own", counts={"graph": 3})
-
-
-@pytest.mark.parametrize("what", WHATS)
-def test_a_graph_that_stays(what: str) -> None:
-    def step(model: nn.Module, x: torch.Tensor, k: int) -> None:
-        output = model(x)
-        output.square().mean().backward(retain_graph=k > 2)
-        if k > 2:
-            output.sin().mean().backward()
-
-    plan = planned(plain, what)
-    differs(plain, tight(plan), step, {"graph"}, "a backward keeps its graph", counts={"graph": 2})
-    model, x = built(plain)
-    with apply(model, dataclasses.replace(plan, budget_bytes=10 * plan.peak_bytes), strict=True):  # it fits
-        training(model, x, step, 4)
-
-
-@pytest.mark.parametrize("what", WHATS)
-def test_a_function_transform_between_steps(what: str) -> None:
-    def step(model: nn.Module, x: torch.Tensor, k: int) -> None:
-        if k % 2:
-            p = {name: each.detach() for name, each in model.named_parameters()}
-            found = torch.func.grad(lambda p: torch.func.functional_call(model, p, (x,)).square().mean())(p)
-            for name, each in model.named_parameters():
-                each.grad = found.get(name)
-        else:
-            run(model, x)
-
-    differs(plain, planned(plain, what), step, {"transform"}, "inside a transform of torch.func")
-
-
-def backward_in_autocast(model: nn.Module, x: torch.Tensor, k: int) -> None:
-    with torch.autocast("cpu", torch.bfloat16, enabled=k > 1):
-        run(model, x)
-
-
-def with_labels(model: nn.Module, x: torch.Tensor, k: int) -> None:
-    run(model, x, labels=torch.ones(BATCH, 8) if k > 1 else None)
-
-
-def other_head(model: nn.Module, x: torch.Tensor, k: int) -> None:
-    run(model, x, head="b" if k > 1 else "a")
-
-
-def replaced(model: Any, x: torch.Tensor, k: int) -> None:
-    if k == 2:
-        model.blocks[1] = copy.deepcopy(model.blocks[1])
-        vars(model.blocks[1]).pop("forward", None)
-    run(model, x)
-
-
-@pytest.mark.parametrize("what", ["swap", "recompute", "selective"])
-@pytest.mark.parametrize(
-    ("step", "kind", "match"),
-    [
-        (backward_in_autocast, "casts", "autocast is still on when backward begins"),
-        (with_labels, "inputs", "the model gets .*labels"),
-        (other_head, "module", "'heads.b' runs"),
-        (replaced, "new", "module 'blocks.1' was added or replaced"),
-    ],
-)
-def test_what_the_profiled_step_had_not(step: Step, kind: str, match: str, what: str) -> None:
-    plan = dataclasses.replace(planned(plain, what), outside=())
-    kinds = {kind}
-    if kind == "casts":
-        kinds |= {"autocast", "saved"} if what == "swap" else {"autocast"}  # casts of weights are saved
-        match = "under autocast to bfloat16"
-    differs(plain, plan, step, kinds, match, steps=5)
 
 
 # The record
@@ -672,6 +563,6 @@ def test_modules_that_the_loop_calls_behind_the_forward(what: str, monkeypatch: 
 def test_classes_of_modules_that_only_the_loss_calls_are_in_a_profile() -> None:
     model, x = plain()
     teacher = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())
-    assert profile(model, x).foreign == ()
-    found = profile(model, x, loss_fn=lambda y: (y.mean() - teacher(x).detach().mean()).square())
+    assert profile(model, x, menus=False).foreign == ()
+    found = profile(model, x, menus=False, loss_fn=lambda y: (y.mean() - teacher(x).detach().mean()).square())
     assert found.foreign == ("Sequential", "Linear")

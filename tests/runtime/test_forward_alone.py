@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import copy
-import functools
 import random
 import sys
 import threading
@@ -15,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+from by_hand import CPU, WAYS, run_again
 from small_models import assert_same, gradients
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -23,27 +23,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from ckptplan.core.errors import PlanMismatchError, UnsupportedModelError
-from ckptplan.core.plan import Decision, Decisions
-from ckptplan.core.segment import Segment
-from ckptplan.runtime.controller import Controller
 from ckptplan.runtime.guard.fused_steps import STEPS
 from ckptplan.runtime.observe.counters import Counters
 from ckptplan.runtime.patching import PatchedForward
 from ckptplan.runtime.recompute.frames import Handed, hold
 from ckptplan.runtime.recompute.module_tables import ModuleTables
 from ckptplan.runtime.swap.session import SwapSession
-from ckptplan.runtime.swap.stores import NULL_STORES
 from ckptplan.state.flags import FLAGS, flags, set_flags
 from ckptplan.state.put_back import Steps, put_back
 
 WIDTH, DEPTH = 8, 3
-AGAIN = Decision("recompute")
-PLANS: dict[str, tuple[Decision, tuple[Segment, ...]]] = {
-    "recompute": (AGAIN, ()),
-    "selective": (Decision("recompute", ops=(1,)), ()),  # the product, after a view of the weight
-    "segment": (AGAIN, (Segment(0, DEPTH - 1),)),
-}
-CPU = torch.device("cpu")
+STAGES = [str(i) for i in range(DEPTH)]
+
+
 Loop = Callable[["Chain"], Any]
 
 
@@ -65,17 +57,6 @@ class Chain(nn.Sequential):
 
 def product(stage: Stage, x: torch.Tensor) -> torch.Tensor:
     return stage.norm(stage.linear(x))
-
-
-@contextlib.contextmanager
-def planned(model: nn.Module, plan: str) -> Iterator[Counters]:
-    choice, segments = PLANS[plan]
-    stages = tuple(map(str, range(DEPTH)))
-    controller = Controller(model, Decisions(stages, (choice,) * DEPTH, tuple(segments)), NULL_STORES, CPU)
-    controller.install()
-    with STEPS.watched():
-        yield controller.counters
-    controller.remove()
 
 
 def loss_of(model: nn.Module) -> torch.Tensor:
@@ -105,9 +86,9 @@ def check(loop: Loop, plan: str, run: Callable[[Stage, torch.Tensor], torch.Tens
     plain = Chain(run)
     model = copy.deepcopy(plain)
     wanted = loop(plain)
-    with planned(model, plan) as counters:
+    with run_again(model, plan, STAGES) as controller:
         assert_same(loop(model), wanted)
-        assert counters.recomputed_stages >= DEPTH
+        assert controller.counters.recomputed_stages >= DEPTH
 
 
 # Flags
@@ -162,34 +143,6 @@ def test_flags_that_contradict_one_another() -> None:
     assert flags() == before
 
 
-SEEN: tuple[bool, ...] = ()
-"""A global that is replaced, so that no stage's next run finds it as it was."""
-
-
-@pytest.mark.parametrize("plan", PLANS)
-def test_flags_are_back_after_a_recompute_that_fails(plan: str) -> None:
-    global SEEN
-    SEEN = ()
-
-    def run(stage: Stage, x: torch.Tensor) -> torch.Tensor:
-        global SEEN
-        SEEN += (torch.backends.mkldnn.enabled,)
-        if len(SEEN) > DEPTH:
-            raise KeyError("again")
-        return product(stage, x)
-
-    model = Chain(run)
-    with planned(model, plan):
-        torch._C._set_mkldnn_enabled(False)
-        loss = loss_of(model)
-        torch._C._set_mkldnn_enabled(True)
-        before = flags()
-        with pytest.raises(KeyError):
-            loss.backward()
-        assert flags() == before
-    assert SEEN == (False,) * (DEPTH + 1)
-
-
 # Modes and context variables
 
 
@@ -211,9 +164,13 @@ def both() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("mode", [Tripled, Halved, both])
-@pytest.mark.parametrize("where", ["forward", "backward", "step", "other in backward"])
+@pytest.mark.parametrize(
+    ("plan", "mode", "where"),
+    [
+        ("recompute", both, "forward"), ("selective", Tripled, "step"), ("segment", Halved, "backward"),
+        ("segment", both, "other in backward"),
+    ],
+)  # fmt: skip
 def test_modes(plan: str, mode: Any, where: str) -> None:
     """A function mode around the whole step isn't active in backward either: `Tensor.backward` is such a function."""
 
@@ -237,7 +194,7 @@ def test_modes(plan: str, mode: Any, where: str) -> None:
 
 def test_a_mode_is_put_back_without_being_entered_anew() -> None:
     model = Chain(product)
-    with planned(model, "recompute"):
+    with run_again(model, "recompute", STAGES):
         with FlopCounterMode(display=False) as counter:
             loss = loss_of(model)
         forward = counter.get_total_flops()
@@ -245,27 +202,7 @@ def test_a_mode_is_put_back_without_being_entered_anew() -> None:
         assert counter.get_total_flops() == 2 * forward
 
 
-def test_modes_go_round_the_default_device() -> None:
-    def loop(model: Chain) -> Any:
-        with torch.device("meta"), Tripled():
-            loss = loss_of_given(model)
-        with Halved():
-            torch.autograd.backward(loss)
-        return gradients(model)
-
-    def loss_of_given(model: Chain) -> torch.Tensor:
-        return model(torch.ones(4, WIDTH, device="cpu")).square().sum()
-
-    def run(stage: Stage, x: torch.Tensor) -> torch.Tensor:
-        assert torch.ones(1).is_meta
-        return product(stage, x)
-
-    check(loop, "recompute", run)
-    assert torch._C._len_torch_function_stack() == 0
-
-
-@pytest.mark.parametrize("plan", PLANS)
-def test_context_variables(plan: str) -> None:
+def test_context_variables() -> None:
     """In another thread too, as on CUDA."""
     factor: contextvars.ContextVar[float] = contextvars.ContextVar("factor", default=1.0)
 
@@ -285,7 +222,7 @@ def test_context_variables(plan: str) -> None:
         assert (after, factor.get()) == (3.0 + DEPTH, 1.0)
         return gradients(model)
 
-    check(loop, plan, run)
+    check(loop, "recompute", run)
 
 
 # Hooks and forwards of modules inside of a stage
@@ -300,14 +237,12 @@ def on_all_modules() -> Iterator[None]:
     handle.remove()
 
 
-@pytest.mark.parametrize("plan", PLANS)
-def test_a_hook_on_all_modules_in_forward_alone(plan: str) -> None:
-    check(around_forward(on_all_modules), plan)
+def test_a_hook_on_all_modules_in_forward_alone() -> None:
+    check(around_forward(on_all_modules), "selective")
     assert not nn.modules.module._global_forward_hooks
 
 
-@pytest.mark.parametrize("plan", PLANS)
-def test_hooks_in_backward_alone(plan: str) -> None:
+def test_hooks_in_backward_alone() -> None:
     def loop(model: Chain) -> Any:
         loss = loss_of(model)
         for stage in model:
@@ -320,11 +255,10 @@ def test_hooks_in_backward_alone(plan: str) -> None:
         assert counts == [(1, 1)] * DEPTH
         return gradients(model)
 
-    check(loop, plan)
+    check(loop, "recompute")
 
 
-@pytest.mark.parametrize("stays", [True, False])
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(("plan", "stays"), [("recompute", True), ("segment", False)])
 def test_a_stage_that_registers_a_hook_in_every_forward(plan: str, stays: bool) -> None:
     def run(stage: Stage, x: torch.Tensor) -> torch.Tensor:
         stage.linear.register_forward_hook(lambda module, args, output: output * 1.1)
@@ -361,20 +295,6 @@ def halve(p: torch.Tensor) -> None:
     p.grad *= 0.5  # type: ignore[operator]
 
 
-def through_a_handle_on_the_weight(stage: Stage) -> None:
-    weight = stage.linear.weight
-    if hasattr(weight, "handle"):
-        weight.handle.remove()
-    weight.handle = weight.register_hook(lambda gradient: gradient * 0.5)
-
-
-def in_place_of_all(stage: Stage) -> None:
-    weight = stage.linear.weight
-    if weight._backward_hooks:
-        weight._backward_hooks.clear()
-    weight.register_hook(lambda gradient: gradient * 0.5)
-
-
 def behind_accumulation(stage: Stage) -> None:
     if stage.handle is None:
         stage.handle = stage.linear.weight.register_post_accumulate_grad_hook(halve)
@@ -386,13 +306,12 @@ def on_the_stage_itself(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize(
-    "register",
+    ("plan", "register"),
     [
-        on_a_weight_once, on_a_weight_anew, through_a_handle_on_the_weight, in_place_of_all, behind_accumulation,
-        on_the_stage_itself,
+        ("recompute", on_a_weight_once), ("segment", on_a_weight_anew), ("selective", behind_accumulation),
+        ("recompute", on_the_stage_itself),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("plan", PLANS)
 def test_a_stage_that_registers_a_hook_on_its_gradients(plan: str, register: Callable[[Stage], None]) -> None:
     def run(stage: Stage, x: torch.Tensor) -> torch.Tensor:
         register(stage)
@@ -411,95 +330,16 @@ def test_a_stage_that_registers_a_hook_on_its_gradients(plan: str, register: Cal
     check(loop, plan, run)
 
 
-class TakesBack(Stage):
-    """Changes what it takes back behind the last tensor that it saves, where a recompute has ended."""
-
-    depth = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.depth += 1
-        y = super().forward(x) * self.depth
-        self.depth -= 1
-        return y
-
-
-@pytest.mark.parametrize("plan", PLANS)
-def test_a_stage_that_takes_back_at_its_end_what_it_changed(plan: str) -> None:
-    def loop(model: Chain) -> Any:
-        found = []
-        for stage in model:
-            stage.__class__ = TakesBack
-            stage.depth = 0
-        for _ in range(2):
-            model.zero_grad()
-            loss_of(model).backward()
-            found.append([gradients(model), [stage.depth for stage in model]])
-        return found
-
-    check(loop, plan)
-
-
-@pytest.mark.parametrize("plan", PLANS)
-def test_a_class_with_another_forward_since(plan: str) -> None:
+def test_a_class_with_another_forward_since() -> None:
     model = Chain(product)
-    with planned(model, plan):
+    with run_again(model, "recompute", STAGES):
         with mock.patch.object(nn.LayerNorm, "forward", lambda module, x: x * 2):
             loss = loss_of(model)
         with pytest.raises(PlanMismatchError, match=r"LayerNorm\.forward was replaced"):
             loss.backward()
 
 
-def test_a_class_whose_forward_is_made_anew_at_every_look() -> None:
-    class Partial(nn.Linear):
-        def run(self, x: torch.Tensor, factor: float) -> torch.Tensor:
-            return super().forward(x) * factor
-
-        forward = functools.partialmethod(run, factor=2.0)  # type: ignore[assignment]
-
-    assert Partial.forward is not Partial.forward
-    partial = Partial(WIDTH, WIDTH)
-    undo: Steps = []
-    ModuleTables([nn.Sequential(partial), partial]).put(undo)
-    put_back(undo)
-    patch = PatchedForward(partial, lambda original, args, kwargs: original(*args, **kwargs))
-    x = torch.ones(WIDTH)
-    wanted = partial(x)
-    patch.install()
-    assert torch.equal(partial(x), wanted)
-    patch.remove()
-
-
-@pytest.mark.parametrize("plan", PLANS)
-def test_a_stages_class_with_another_forward(plan: str) -> None:
-    """Set while the plan is applied."""
-
-    def context() -> Any:
-        return mock.patch.object(Stage, "forward", lambda stage, x: torch.sin(stage.linear(x)))
-
-    check(around_forward(context), plan)
-
-
 # Parameters
-
-
-@pytest.mark.parametrize("plan", PLANS)
-def test_a_parameter_among_the_arguments_that_is_frozen_since(plan: str) -> None:
-    """Whether it gets a gradient is found at the end of backward, as without a plan."""
-    shared: list[nn.Parameter] = []
-
-    def run(stage: Stage, x: torch.Tensor) -> torch.Tensor:
-        return stage.linear(x) * x
-
-    def loop(model: Chain) -> Any:
-        torch.manual_seed(1)
-        shared[:] = [nn.Parameter(torch.randn(4, WIDTH))]
-        loss = model(shared[0]).square().sum()
-        shared[0].requires_grad_(False)
-        loss.backward()
-        assert not shared[0].requires_grad
-        return [gradients(model), shared[0].grad]
-
-    check(loop, plan, run)
 
 
 def test_all_is_put_back_though_a_part_fails() -> None:
@@ -520,38 +360,7 @@ def test_all_is_put_back_though_a_part_fails() -> None:
     assert not undo
 
 
-class Outside(torch.optim.Optimizer):
-    """Writes as a kernel of its own would, of which autograd knows nothing."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {})
-
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.data.sub_(p.grad)
-
-
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("which", ["fused", "outside"])
-def test_a_step_between_two_backwards(plan: str, which: str) -> None:
-    model = Chain(product)
-    parameters = list(model.parameters())
-    optimizer = torch.optim.SGD(parameters, fused=True) if which == "fused" else Outside(parameters)
-    with planned(model, plan):
-        loss = loss_of(model)
-        loss.backward(retain_graph=True)
-        versions = [p._version for p in parameters]
-        optimizer.step()
-        assert [p._version for p in parameters] == versions
-        with pytest.raises(RuntimeError, match="updated by an optimizer's step between forward and backward"):
-            loss.backward()
-        loss_of(model).backward()  # the next step
-
-
-@pytest.mark.parametrize("plan", PLANS)
-def test_a_step_of_other_parameters(plan: str) -> None:
+def test_a_step_of_other_parameters() -> None:
     """A discriminator's, say."""
     other = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([other], fused=True)
@@ -563,7 +372,7 @@ def test_a_step_of_other_parameters(plan: str) -> None:
         loss.backward()
         return gradients(model)
 
-    check(loop, plan)
+    check(loop, "recompute")
 
 
 def test_steps_are_watched_while_a_plan_is_applied() -> None:
@@ -619,7 +428,7 @@ class Rounds:
         return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", WAYS)
 def test_hooks_around_a_stage_decide_as_without_a_plan(plan: str) -> None:
     check(around_forward(Rounds()), plan, lambda stage, x: stage.linear(x) * stage.norm(x).exp())
 
@@ -647,21 +456,16 @@ def test_hooks_around_a_swapped_stage() -> None:
     assert not torch.equal(found, swapped(x))
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("draw", [torch.rand_like, lambda t: t * random.random()])
-def test_hooks_that_draw_random_numbers(plan: str, draw: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_hooks_that_draw_random_numbers() -> None:
     model = Chain(product)
-    with planned(model, plan):
-        with torch.autograd.graph.saved_tensors_hooks(
-            lambda t: t + draw(t) if t.is_floating_point() else t, lambda t: t
-        ):
+    with run_again(model, "segment", STAGES):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t * random.random(), lambda t: t):
             loss = loss_of(model)
         with pytest.raises(UnsupportedModelError, match=r"test_hooks_that_draw_random_numbers.*draw random numbers"):
             loss.backward()
 
 
-@pytest.mark.parametrize("plan", PLANS)
-def test_hooks_that_fail_in_backward_are_named(plan: str) -> None:
+def test_hooks_that_fail_in_backward_are_named() -> None:
     in_time = [True]
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -670,7 +474,7 @@ def test_hooks_that_fail_in_backward_are_named(plan: str) -> None:
         return tensor
 
     model = Chain(product)
-    with planned(model, plan):
+    with run_again(model, "segment", STAGES):
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             loss = loss_of(model)
         in_time[0] = False

@@ -40,35 +40,6 @@ class Prepared(SGD):
             self.state[p]
 
 
-class Copies(Optimizer):
-    """Updates copies of the parameters in float64, which it makes in its first update."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {})
-        self.inner: SGD | None = None
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        own = self.param_groups[0]["params"]
-        if self.inner is None:
-            self.inner = SGD([p.double() for p in own], lr=1e-3)
-        for p, copy in zip(own, self.inner.param_groups[0]["params"], strict=True):
-            copy.grad = p.grad.double()
-        self.inner.step()
-        for p, copy in zip(own, self.inner.param_groups[0]["params"], strict=True):
-            p.copy_(copy)
-            copy.grad = None
-
-
-class OnHost(Optimizer):
-    """Has its state on the host."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for p in self.param_groups[0]["params"]:
-            self.state[p].setdefault("sum", bytearray(p.nbytes))
-
-
 def trained(
     plan: ckptplan.Plan,
     model: nn.Module,
@@ -111,10 +82,8 @@ def trained(
         (lambda parameters: SGD(parameters, lr=1e-3, momentum=0.9), [2]),
         (lambda parameters: Sums(parameters, lr=1e-3), [2]),
         (lambda parameters: Prepared(parameters, lr=1e-3, momentum=0.9), [2]),
-        (lambda parameters: Copies(parameters), [2]),
         (lambda parameters: SGD(parameters, lr=1e-3), []),  # has no state
         (lambda parameters: Adagrad(parameters), []),  # makes it when it is made
-        (lambda parameters: OnHost(parameters, {}), []),
     ],
 )
 def test_once_when_state_is_made(make: Callable[[Any], Optimizer], at: list[int]) -> None:
@@ -141,17 +110,6 @@ def test_state_for_further_parameters() -> None:
 
     _, emptied = trained(plan, model, inputs, InTurn(parameters, lr=1e-3, momentum=0.9), count=7)
     assert emptied == [2, 5]
-
-
-def test_no_hook_stays() -> None:
-    model, inputs = build("mlp")
-    plan = plan_of(measured("mlp"), ["keep"] * len(measured("mlp").stages))
-    optimizer = SGD(model.parameters(), lr=1e-3, momentum=0.9)
-    _, emptied = trained(plan, model, inputs, SGD(model.parameters(), lr=1e-3))
-    default_loss(model(inputs)).backward()
-    optimizer.step()
-    default_loss(model(inputs)).backward()
-    assert emptied == []
 
 
 def test_the_prediction_is_what_training_reserves() -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
-import itertools
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +14,15 @@ import fake_cuda
 import pytest
 import torch
 from counting import bytecodes_in
-from fake_cuda import FakeStream
 from made_plans import one_transfer
 from test_streams import KINDS, SIZES, made, on_device
 
 from ckptplan.core.errors import SwapError
 from ckptplan.runtime.observe.counters import Counters
 from ckptplan.runtime.swap.packing import unpack
-from ckptplan.runtime.swap.record import Record, Whereabouts, finish_leaving, start_leaving, start_returning
+from ckptplan.runtime.swap.record import Whereabouts
 from ckptplan.runtime.swap.session import SwapSession
 from ckptplan.runtime.swap.stores import DiskStore, Store, disk
-from ckptplan.runtime.swap.stores.arena import Arena
-from ckptplan.runtime.swap.stores.workers import CopyJob, Worker
 
 CPU = torch.device("cpu")
 
@@ -43,68 +37,6 @@ def packed(run: SwapSession, index: int, tensors: list[torch.Tensor]) -> list[An
     out = [packing.pack(t) for t in tensors]
     run.leave(index, packing.saved, one_transfer(tuple(range(len(tensors)))))
     return out
-
-
-COUNTED: dict[str, tuple[tuple[Any, str], ...]] = {
-    "pinned": ((FakeStream, "wait_event"), (FakeStream, "record_event")),
-    "disk": ((Worker, "submit"), (CopyJob, "wait")),  # a worker's own streams run when they happen to
-}
-
-
-@contextlib.contextmanager
-def counted(kind: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
-    """Waits, events and jobs inside, of this thread."""
-    seen: Counter[str] = Counter()
-    here = threading.current_thread()
-
-    def counting(owner: Any, name: str) -> Any:
-        real = getattr(owner, name)
-
-        def run(*args: Any) -> Any:
-            seen[name] += threading.current_thread() is here
-            return real(*args)
-
-        return run
-
-    with monkeypatch.context() as patch:
-        for owner, name in COUNTED[kind]:
-            patch.setattr(owner, name, counting(owner, name))
-        yield seen
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_waits_events_and_jobs_are_as_many_for_fifty_storages_as_for_two(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = []
-    for count in (2, 50):
-        with on_device(1, kind, tmp_path) as (gpu, store):
-            run = session(store, fake_cuda.DEVICE)
-            tensors = [gpu.empty(512, torch.uint8) for _ in range(count)]
-            for value, tensor in enumerate(tensors):
-                gpu.fill(tensor, value)
-            steps = []
-            with counted(kind, monkeypatch) as seen:
-                held = packed(run, 0, tensors)
-                del tensors, tensor
-                for step in (run.release, run.prefetch):
-                    steps.append(dict(seen))
-                    seen.clear()
-                    step(0)
-                steps.append(dict(seen))
-                seen.clear()
-                looks = [gpu.look(unpack(x), value) for value, x in enumerate(held)]
-                steps.append(dict(seen))
-            gpu.synchronize()
-            assert all(look() for look in looks)
-            del held
-        found.append(steps)
-    assert found[0] == found[1]
-    out, release, _, back = found[0]
-    assert (release, back) == (
-        ({"wait_event": 1}, {"wait_event": 1}) if kind == "pinned" else ({"wait": 1}, {"wait": 1})
-    )
-    assert kind == "disk" or out["record_event"] <= 3  # compute's, the copies in's, the group's own
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -155,94 +87,6 @@ def test_one_that_is_needed_early_comes_alone(kind: str, tmp_path: Path) -> None
         gpu.synchronize()
         assert all(look() for look in looks)
         del held
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", range(20))
-def test_groups_in_random_order(seed: int, kind: str, tmp_path: Path) -> None:
-    """Groups of several graphs, on several streams; records of one group at different points of their lives."""
-    looks: list[Callable[[], bool]] = []
-    with on_device(seed, kind, tmp_path) as (gpu, store):
-        gpu.poison = True
-        streams = [gpu.default, gpu.Stream()]
-        values = itertools.cycle(range(1, 200))
-        groups: list[tuple[list[tuple[Record, int]], fake_cuda.FakeStream]] = []
-        for _ in range(40 if kind == "pinned" else 20):
-            if gpu.rng.random() < 0.3 or not groups:
-                home = gpu.rng.choice(streams)
-                with gpu.stream(home):
-                    now = [(Record(made(gpu, value), Counters()), value) for value in itertools.islice(values, 3)]
-                    start_leaving([record for record, _ in now], store)
-                groups.append((now, home))
-                del now
-                continue
-            members, home = groups[gpu.rng.randrange(len(groups))]
-            chosen = [member for member in members if gpu.rng.random() < 0.8]
-            with gpu.stream(gpu.rng.choice(streams)):
-                action = gpu.rng.randrange(5)
-                if action == 0:
-                    finish_leaving([record for record, _ in chosen])
-                elif action == 1:
-                    start_returning([record for record, _ in chosen])
-                elif action == 2:
-                    gpu.current_stream().wait_stream(home)
-                    for record, value in chosen:
-                        if record._watch is None:  # else the caller's own order, which this test leaves out
-                            looks.append(gpu.look(record.whole(), value))
-                    with contextlib.suppress(NameError):
-                        del record
-                elif action == 3 and members:
-                    with gpu.stream(home):  # the memory of what hasn't left is the caller's to order
-                        del chosen
-                        del members[gpu.rng.randrange(len(members))]
-                else:
-                    made(gpu, 255)
-                chosen = []
-            groups = [group for group in groups if group[0]]
-            del members
-        gpu.synchronize()
-        for members, home in groups:
-            with gpu.stream(home):
-                looks += [gpu.look(record.whole(), value) for record, value in members]
-        gpu.synchronize()
-        groups.clear()
-        members.clear()
-    assert all(look() for look in looks)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_groups_lie_where_they_lay_in_the_step_before(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One behind the other, without a search, but for graphs that are alive beside the step."""
-    with on_device(4, kind, tmp_path) as (gpu, store):
-
-        def step(*sizes: int) -> list[Any]:
-            run = session(store, fake_cuda.DEVICE)
-            return [packed(run, i, [gpu.empty(n, torch.uint8) for n in (size, 700)]) for i, size in enumerate(sizes)]
-
-        def offsets(graph: list[Any]) -> list[int]:
-            return [held[0].record.group.ticket.offsets[0] for held in graph]
-
-        with monkeypatch.context() as patch:
-
-            def searched(*_: Any) -> None:
-                raise AssertionError("a step searches for a gap")
-
-            patch.setattr(Arena, "_first_gap", searched)
-            for sizes in ((2000, 512, 1500), (900, 3000, 100)):
-                for _ in range(3):
-                    graph: list[Any] | None = step(*sizes)
-                    ends = itertools.accumulate(-(-n // 512) * 512 + 1024 for n in sizes)
-                    assert offsets(graph) == [0, *ends][:-1]  # type: ignore[arg-type]
-                    graph = None
-                    gc.collect()
-        graph = step(2000, 512, 1500)
-        beside = step(2000, 512, 1500)
-        taken = sorted((o, o + n) for g in (graph, beside) for o, n in zip(offsets(g), (3072, 1536, 2560), strict=True))
-        assert all(a[1] <= b[0] for a, b in itertools.pairwise(taken))
-        graph = beside = None  # type: ignore[assignment]
-        gc.collect()
 
 
 @pytest.mark.parametrize("stages", [1, 50])

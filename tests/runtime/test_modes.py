@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import re
 import warnings
 from typing import Any
 
@@ -41,50 +40,10 @@ class Model(nn.Module):
         return x
 
 
-def made(**how: Any) -> tuple[Model, Any]:
+def made() -> tuple[Model, Any]:
     torch.manual_seed(0)
     model = Model()
-    return model, ckptplan.solve(model, budget="20%", inputs=X, **how)
-
-
-def test_a_plan_made_in_evaluation_mode_warns_in_training_mode() -> None:
-    torch.manual_seed(0)
-    model, plain = Model().eval(), Model()
-    plain.load_state_dict(model.state_dict())
-    plan = ckptplan.solve(model, budget="20%", inputs=X)
-    text = r"made for evaluation mode.*call model\.train\(\) before solve"
-    with ckptplan.apply(model, plan, on_larger="follow") as handle:
-        model(X).sum().backward()  # in the mode that it was made in
-        before = handle.stats()
-        assert before.recomputed_stages + before.swapped_out_bytes > 0
-        model.train()
-        with torch.no_grad():
-            model(X)
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            assert_same([seeded(model), seeded(model)], [seeded(plain)] * 2)
-        since = handle.stats().since(before)
-        assert since.recomputed_stages + since.swapped_out_bytes > 0  # as planned
-        assert set(since.differences) - {"saved"} == {"mode"}  # a swapped stage saves its mask of dropout
-        assert len(told) == len(since.differences)
-        assert any(re.search(text, str(each.message)) for each in told)
-    model.eval()
-    with ckptplan.apply(model, plan, strict=True):
-        model.train()
-        with pytest.raises(PlanMismatchError, match=text):
-            model(X)
-        with torch.no_grad():
-            model(X)
-    with pytest.raises(PlanMismatchError, match=r"made in evaluation mode, the model is in training mode"):
-        ckptplan.apply(model, plan)
-
-
-def seeded(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Gradients of a step with dropout."""
-    model.zero_grad()
-    torch.manual_seed(1)
-    model(X).sum().backward()
-    return gradients(model)
+    return model, ckptplan.solve(model, budget="20%", inputs=X, menus=False, time_limit_s=0.2)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -120,34 +79,19 @@ def test_a_plan_that_has_not_acted_in_the_first_step_is_noticed() -> None:
         train_by_its_copy(model, optimizer)
 
 
-@pytest.mark.parametrize("mode_of_backward", [False, True])
-def test_training_in_evaluation_mode_follows_the_plan(mode_of_backward: bool) -> None:
+def test_training_in_evaluation_mode_follows_the_plan() -> None:
     (model, plan), (plain, _) = made(), made()
     with ckptplan.apply(model, plan, strict=True) as handle:
         for _ in range(2):
             for each in (plain, model):
                 each.eval().zero_grad()
                 loss = each(X).sum()
-                each.train(mode_of_backward)
+                each.train()
                 loss.backward()
             assert_same([gradients(model)], [gradients(plain)])
         found = handle.stats()
         assert found.recomputed_stages + found.swapped_out_bytes > 0
         assert not found.differences
-
-
-def test_what_differs_after_an_evaluation_is_said_as_such() -> None:
-    model, plan = made()
-    plan = ckptplan.solve(model, plan.budget_bytes / 2**30, inputs=X)
-    with ckptplan.apply(model, plan) as handle, warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        model.eval()
-        model(torch.cat([X, X])).sum().backward()
-        assert handle.stats().differences.keys() == {"evaluation"}
-        model.train()
-        model(X.repeat(20, 1)).sum().backward()
-        assert "no plan" in handle.stats().differences
-    assert any("the former plan stays applied" in str(w.message) for w in told)
 
 
 def test_no_plan_is_made_for_a_larger_batch_in_evaluation_mode() -> None:
@@ -213,19 +157,6 @@ def test_checkpointing_that_is_switched_on_later_is_noticed() -> None:
             model(X)
 
 
-@pytest.mark.parametrize("on_larger", ["follow", "replan"])
-def test_numbers_among_the_inputs_are_no_larger_inputs(on_larger: Any) -> None:
-    (model, plan), (plain, _) = made(), made()
-    count = torch.tensor(3.0)
-    torch.manual_seed(1)
-    want = plain(X, count=count).sum()
-    with ckptplan.apply(model, plan, on_larger=on_larger) as handle, warnings.catch_warnings():
-        warnings.simplefilter("error")
-        torch.manual_seed(1)
-        assert torch.equal(model(X, count=count).sum(), want)
-        assert not handle.replans
-
-
 def test_advice_fits_what_is_larger() -> None:
     model, plan = made()
     with ckptplan.apply(model, plan, on_larger="follow"):
@@ -242,16 +173,6 @@ def test_advice_fits_what_is_larger() -> None:
             model(X, count=torch.ones(512, 16))
         with pytest.raises(PlanMismatchError, match=r"with the largest shapes, or apply on_larger='replan'"):
             model(torch.cat([X, X]))
-
-
-def test_what_is_guessed_is_said() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
-    text = str(ckptplan.solve(model, 1))
-    assert "note    inputs guessed from the model's first layer: float32[32, 16]; pass inputs= for others" in text
-    assert "note    the loss is the sum of the means of the output's tensors" in text
-    given = str(ckptplan.solve(model, 1, inputs=X, loss_fn=lambda output: output.sum()))
-    assert "note" not in given
 
 
 def test_verify_says_that_the_optimizer_is_missing() -> None:
@@ -312,10 +233,3 @@ def test_wrappers_that_plans_can_not_cover_are_refused_by_name() -> None:
     engine = type("DeepSpeedEngine", (Model,), {"__module__": "deepspeed.runtime.engine"})()
     with pytest.raises(UnsupportedModelError, match="DeepSpeed"):
         ckptplan.solve(engine, 1, inputs=X)
-
-
-def test_the_free_memory_as_budget_is_said() -> None:
-    model, _ = made()
-    assert "note    the budget is the device's free memory, " in str(ckptplan.solve(model, inputs=X))
-    text = str(ckptplan.solve(model, budget="auto", inputs=X))
-    assert re.search(r"the device's free memory, [\d.]+ GiB, less [\d.]+ [GM]iB", text)

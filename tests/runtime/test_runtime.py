@@ -8,9 +8,7 @@ import functools
 import gc
 import inspect
 import io
-import itertools
 import os
-import pickle
 import random
 import time
 import weakref
@@ -21,23 +19,20 @@ from typing import Any
 import pytest
 import torch
 from made_plans import one_transfer
-from small_models import BUILDERS, Transformer, build, gradients, measured, plan_of, plan_with, uniform
+from small_models import BUILDERS, Transformer, assert_same, build, gradients, measured, plan_of, plan_with, uniform
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 import ckptplan
-from ckptplan.core.errors import InvalidInputError, PlanMismatchError, SwapError, UnsupportedModelError
+from ckptplan.core.errors import InvalidInputError, PlanMismatchError, UnsupportedModelError
 from ckptplan.core.option import ACTIONS, Action
 from ckptplan.core.plan import Decision, Plan, Transfer
-from ckptplan.core.schedule import residency
 from ckptplan.profiling.profiler import profile
 from ckptplan.profiling.target import MIN_SWAP_BYTES
 from ckptplan.runtime.handle import apply
 from ckptplan.runtime.observe.counters import Counters
 from ckptplan.runtime.swap.packing import unpack
-from ckptplan.runtime.swap.record import Record, Whereabouts, start_leaving
 from ckptplan.runtime.swap.session import SwapSession
-from ckptplan.runtime.swap.stores import NULL_STORES, Store, disk
+from ckptplan.runtime.swap.stores import NULL_STORES, disk
 from ckptplan.runtime.verify import verify
 from ckptplan.tensors.storages import unique_bytes
 from ckptplan.training.measure import held_tensors, peak_above_start
@@ -63,20 +58,6 @@ def planned(name: str, what: str) -> Plan:
 def call(model: nn.Module, inputs: Any) -> torch.Tensor:
     output = model(**inputs) if isinstance(inputs, dict) else model(inputs)
     return default_loss(output)
-
-
-def assert_same(found: Any, wanted: Any) -> None:
-    """Bit for bit, through lists and dicts."""
-    if isinstance(wanted, torch.Tensor):
-        assert torch.equal(found, wanted)
-    elif isinstance(wanted, dict):
-        assert found.keys() == wanted.keys()
-        different = [key for key in wanted if not torch.equal(found[key], wanted[key])]
-        assert different == []
-    else:
-        assert len(found) == len(wanted)
-        for a, b in zip(found, wanted, strict=True):
-            assert_same(a, b)
 
 
 def train(
@@ -118,8 +99,10 @@ def plain_step(name: str) -> list[Any]:
 # Gradients, counts and peaks
 
 
-@pytest.mark.parametrize("what", MIXED)
-@pytest.mark.parametrize("name", BUILDERS)
+EACH = [(name, MIXED[i % len(MIXED)]) for i, name in enumerate(BUILDERS)]
+
+
+@pytest.mark.parametrize(("name", "what"), EACH)
 def test_steps_are_bitwise_those_of_the_plain_model(name: str, what: str) -> None:
     """Losses, gradients, buffers (updated once) and the generator, over steps with updates; counts as planned."""
     plan = planned(name, what)
@@ -137,8 +120,10 @@ def test_steps_are_bitwise_those_of_the_plain_model(name: str, what: str) -> Non
         assert plan.host_bytes >= 2 * MIN_SWAP_BYTES
 
 
-@pytest.mark.parametrize("what", MIXED)
-@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [("views", "swap"), ("complex_valued", "mixed 0"), ("custom_function", "recompute"), ("routed", "mixed 1")],
+)
 def test_peak_is_as_predicted(name: str, what: str) -> None:
     plan = planned(name, what)
     model, inputs = build(name)
@@ -158,7 +143,7 @@ def test_predicted_peaks_differ_by_action() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:the peak may exceed the budget. forward runs under autocast to bfloat16")
-@pytest.mark.parametrize("what", ["recompute", "swap", "mixed 1"])
+@pytest.mark.parametrize("what", ["recompute", "swap"])
 def test_autocast(what: str) -> None:
     context = functools.partial(torch.autocast, "cpu", dtype=torch.bfloat16)
     want = train(*build("transformer"), context=context)
@@ -172,7 +157,7 @@ def test_autocast(what: str) -> None:
             assert stats.swapped_out_bytes > 0
 
 
-@pytest.mark.parametrize("name", ["transformer", "views", "nested", "complex_valued"])
+@pytest.mark.parametrize("name", ["transformer", "views"])
 def test_slow_copies_cost_time_not_memory_or_correctness(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(0)
 
@@ -195,68 +180,6 @@ def test_slow_copies_cost_time_not_memory_or_correctness(name: str, monkeypatch:
         assert held + peak_above_start(lambda: call(model, inputs).backward()) <= plan.peak_bytes
 
 
-def test_release_and_prefetch_points_are_met(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the forward of `release` the bytes are gone, however slow the link; they aren't back before `prefetch`."""
-    real = disk._write
-    monkeypatch.setattr(disk, "_write", lambda *a: (time.sleep(0.01), real(*a)))
-    plan = planned("mlp", "swap")
-    moving = [i for i, choice in enumerate(plan.choices) if choice.moves]
-    assert moving == [0, 1, 2, 3]
-    points = {0: (1, 2), 1: (2, 1), 2: (2, 3), 3: (3, 3)}
-    choices = [
-        Decision.moving(c.action, c.moves, *points[i], c.option) if i in points else c
-        for i, c in enumerate(plan.choices)
-    ]
-    plan = dataclasses.replace(plan, choices=tuple(choices))
-    seen: list[tuple[weakref.ref[Record], StorageWeakRef]] = []
-
-    def noted(records: list[Record], store: Store) -> None:
-        for record in records:
-            assert record._watch is not None
-            seen.append((weakref.ref(record), StorageWeakRef(record._watch.untyped_storage())))
-        start_leaving(records, store)
-
-    monkeypatch.setattr("ckptplan.runtime.swap.session.start_leaving", noted)
-    model, inputs = build("mlp")
-    gone: dict[tuple[int, int], bool] = {}
-    back: dict[tuple[int, int], bool] = {}
-    of: list[range] = []
-
-    def after(k: int) -> Callable[..., None]:
-        def hook(_: nn.Module, __: Any, output: torch.Tensor) -> None:
-            of.append(range(of[-1].stop if of else 0, len(seen)))
-            assert len(of[k]) == len(plan.choices[k].moves)
-
-            # Runs when the gradient is there, before the stage's backward begins.
-            def gradient(_: torch.Tensor) -> None:
-                for i in range(k + 1):
-                    records = [record for j in of[i] if (record := seen[j][0]()) is not None]
-                    assert records
-                    back[i, k] = any(record.state is not Whereabouts.AWAY for record in records)
-
-            output.register_hook(gradient)
-
-        return hook
-
-    def next_begins(k: int) -> None:
-        for i in range(k + 1):
-            gone[i, k] = all(seen[j][1].expired() for j in of[i])
-
-    for k in range(4):
-        if k:
-            model[k].register_forward_pre_hook(lambda _, __, k=k: next_begins(k - 1))
-        model[k].register_forward_hook(after(k))
-    with apply(model, plan):
-        loss = call(model, inputs)
-        next_begins(3)
-        loss.backward()
-    for i in range(4):
-        release, prefetch = points[i]
-        for k in range(i, 4):
-            assert gone[i, k] or k < release, (i, k)
-            assert back[i, k] == (k < prefetch), (i, k)
-
-
 class _Residual(nn.Module):
     """Stage "b.0" saves what the program holds until the glue behind "b.1" has added it."""
 
@@ -271,9 +194,9 @@ class _Residual(nn.Module):
         return self.d(self.c(x))
 
 
-@pytest.mark.parametrize("release", [1, 2, 3, 4])
+@pytest.mark.parametrize("release", [1, 4])
 def test_what_the_program_still_holds_is_gone_when_it_lets_go(release: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However slow the link; in the glue (3) too, and its bytes count until then."""
+    """However slow the link; its bytes count until then."""
     torch.manual_seed(0)
     model, inputs = _Residual().train(), torch.randn(512, 256)
     chain = profile(model, inputs, menus=False)
@@ -286,123 +209,76 @@ def test_what_the_program_still_holds_is_gone_when_it_lets_go(release: int, monk
     found = verify(model, plan, inputs, repeats=1)
     assert found.gradients_equal, found.differing
     assert found.measured_peak_bytes <= plan.peak_bytes
-    held: list[StorageWeakRef] = []
-    gone: dict[str, bool] = {}
-    model.a.register_forward_hook(lambda _, __, output: held.append(StorageWeakRef(output.untyped_storage())))
-    for name, module in (("b.1", model.b[1]), ("c", model.c), ("d", model.d)):
-        # Within the stage: the point in front of it has passed.
-        def watching(x: torch.Tensor, name: str = name, forward: Callable[..., Any] = module.forward) -> torch.Tensor:
-            gone[name] = held[-1].expired()
-            return forward(x)
-
-        module.forward = watching
-    with apply(model, plan):
-        call(model, inputs).backward()
-    assert not gone["b.1"]
-    assert gone["c"] or release > 3
-    assert gone["d"]
-
-
-def test_swapped_bytes_go_to_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What comes back is what the file held, not something kept aside."""
-    real = disk._read
-
-    def spoilt(fd: int, view: memoryview, offset: int) -> None:
-        real(fd, view, offset)
-        view[:] = bytes(len(view))
-
-    model, inputs = build("mlp")
-    with apply(model, planned("mlp", "swap"), swap_dir=tmp_path, check="off"), monkeypatch.context() as patch:
-        patch.setattr(disk, "_read", spoilt)
-        found = clean_step(model, inputs)
-    assert torch.equal(found[0], plain_step("mlp")[0])
-    assert any(not torch.equal(g, plain_step("mlp")[1][n]) for n, g in found[1].items())
-    assert list(tmp_path.iterdir()) == []
 
 
 # Autograd used in unusual ways
 
 
-@pytest.mark.parametrize("what", MIXED)
-@pytest.mark.parametrize("name", ["mlp", "nested", "shared", "routed"])
-def test_two_backwards_through_one_graph(name: str, what: str) -> None:
-    def run(model: nn.Module, inputs: Any) -> list[Any]:
-        torch.manual_seed(1)
-        loss = call(model, inputs)
-        loss.backward(retain_graph=True)
-        first = gradients(model)
-        loss.backward()
-        return [first, gradients(model), dict(model.named_buffers())]
+def two_backwards(model: nn.Module, inputs: Any) -> list[Any]:
+    loss = call(model, inputs)
+    loss.backward(retain_graph=True)
+    first = gradients(model)
+    loss.backward()
+    return [first, gradients(model), dict(model.named_buffers())]
 
-    want = run(*build(name))
+
+def double_backward(model: nn.Module, inputs: torch.Tensor) -> list[Any]:
+    x = inputs.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(call(model, x), x, create_graph=True)
+    slope.square().sum().backward()
+    found = gradients(model)
+    assert any(g.abs().sum() > 0 for g in found.values())
+    return [slope.detach(), x.grad, found]
+
+
+def a_part_first(model: Any, inputs: torch.Tensor) -> list[Any]:
+    """The gradient of one stage's output first, then the whole; and a graph that never runs backward."""
+    kept: list[torch.Tensor] = []
+    hook = model[1].register_forward_hook(lambda _, __, output: kept.append(output))
+    loss = call(model, inputs)
+    hook.remove()
+    part = torch.autograd.grad(kept[0].sum(), list(model[1].parameters()), retain_graph=True)
+    loss.backward()
+    call(model, inputs)
+    return [list(part), gradients(model)]
+
+
+def several_forwards(model: nn.Module, inputs: Any) -> list[Any]:
+    losses = [call(model, inputs) for _ in range(3)]
+    (losses[0] + losses[2] - losses[1]).backward()
+    call(model, inputs).backward()  # accumulates
+    return [gradients(model), dict(model.named_buffers())]
+
+
+@pytest.mark.parametrize(
+    ("run", "name", "what", "recomputes"),
+    [
+        (two_backwards, "nested", "mixed 0", 2), (two_backwards, "routed", "recompute", 2),
+        (two_backwards, "shared", "swap", 2), (double_backward, "mlp", "recompute", None),
+        (double_backward, "nested", "mixed 0", None), (double_backward, "unet", "swap", None),
+        (a_part_first, "mlp", "recompute", None), (a_part_first, "mlp", "swap", None),
+        (several_forwards, "conv_norm", "recompute", 4), (several_forwards, "routed", "mixed 0", 4),
+        (several_forwards, "tied", "swap", 4),
+    ],
+)  # fmt: skip
+def test_autograd_used_in_unusual_ways(
+    run: Callable[[nn.Module, Any], list[Any]], name: str, what: str, recomputes: int | None
+) -> None:
+    def seeded(model: nn.Module, inputs: Any) -> list[Any]:
+        torch.manual_seed(1)
+        return run(model, inputs)
+
+    want = seeded(*build(name))
     model, inputs = build(name)
-    with apply(model, planned(name, what)) as handle:
-        assert_same(run(model, inputs), want)
-        assert handle.stats().recomputed_stages == 2 * handle.stats().planned_recomputed_stages
-
-
-@pytest.mark.parametrize("what", MIXED)
-@pytest.mark.parametrize("name", ["mlp", "nested", "unet"])
-def test_double_backward(name: str, what: str) -> None:
-    def run(model: nn.Module, inputs: torch.Tensor) -> list[Any]:
-        torch.manual_seed(1)
-        x = inputs.clone().requires_grad_()
-        (slope,) = torch.autograd.grad(call(model, x), x, create_graph=True)
-        slope.square().sum().backward()
-        return [slope.detach(), x.grad, gradients(model)]
-
-    want = run(*build(name))
-    assert any(g.abs().sum() > 0 for g in want[2].values())
-    model, inputs = build(name)
-    with apply(model, planned(name, what)), pytest.warns(RuntimeWarning, match="makes a graph of its own") as told:
-        assert_same(run(model, inputs), want)
-    assert len(told) == 1
-
-
-@pytest.mark.parametrize("what", MIXED)
-def test_partial_backward_then_the_rest(what: str) -> None:
-    """The gradient of one stage's output first, then the whole; and graphs that never run backward."""
-
-    def run(model: nn.Module, inputs: torch.Tensor) -> list[Any]:
-        torch.manual_seed(1)
-        kept: list[torch.Tensor] = []
-        hook = model[1].register_forward_hook(lambda _, __, output: kept.append(output))
-        loss = call(model, inputs)
-        hook.remove()
-        part = torch.autograd.grad(kept[0].sum(), list(model[1].parameters()), retain_graph=True)
-        loss.backward()
-        call(model, inputs)  # dropped
-        return [list(part), gradients(model)]
-
-    want = run(*build("mlp"))
-    model, inputs = build("mlp")
-    with apply(model, planned("mlp", what)):
-        for _ in range(2):
-            model.zero_grad()
-            assert_same(run(model, inputs), want)
-
-
-@pytest.mark.parametrize("what", MIXED)
-@pytest.mark.parametrize("name", ["conv_norm", "shared", "routed", "tied"])
-def test_several_forwards_before_one_backward(name: str, what: str) -> None:
-    def run(model: nn.Module, inputs: Any) -> list[Any]:
-        torch.manual_seed(1)
-        losses = [call(model, inputs) for _ in range(3)]
-        (losses[0] + losses[2] - losses[1]).backward()
-        call(model, inputs).backward()  # accumulates
-        return [gradients(model), dict(model.named_buffers())]
-
-    want = run(*build(name))
-    model, inputs = build(name)
-    with apply(model, planned(name, what)) as handle:
-        assert_same(run(model, inputs), want)
-        assert handle.stats().forwards == 4
-        assert handle.stats().recomputed_stages == 4 * handle.stats().planned_recomputed_stages
+    own_graph = pytest.warns(RuntimeWarning, match="makes a graph of its own")
+    with apply(model, planned(name, what)) as handle, own_graph if run is double_backward else contextlib.nullcontext():
+        assert_same(seeded(model, inputs), want)
+        if recomputes is not None:
+            assert handle.stats().recomputed_stages == recomputes * handle.stats().planned_recomputed_stages
 
 
 @pytest.mark.filterwarnings("ignore:the peak may exceed the budget. a forward without gradients")
-@pytest.mark.parametrize("what", ["recompute", "swap"])
-@pytest.mark.parametrize("inside", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize(("what", "inside"), [("recompute", torch.no_grad), ("swap", torch.inference_mode)])
 def test_forwards_that_train_nothing_count_nothing(what: str, inside: Callable[[], Any]) -> None:
     model, inputs = build("transformer")
     with apply(model, planned("transformer", what)) as handle:
@@ -421,18 +297,7 @@ def test_forwards_that_train_nothing_count_nothing(what: str, inside: Callable[[
             model(torch.cat([inputs, inputs]))
 
 
-def test_backward_in_evaluation_mode_recomputes_what_ran() -> None:
-    model, inputs = build("transformer")
-    with apply(model, planned("transformer", "recompute")):
-        torch.manual_seed(3)
-        loss = call(model, inputs)
-        model.eval()
-        loss.backward()
-        assert_same([loss.detach(), gradients(model)], plain_step("transformer"))
-        assert not any(m.training for m in model.modules())
-
-
-@pytest.mark.parametrize("what", MIXED)
+@pytest.mark.parametrize("what", ["recompute", "swap"])
 def test_parameters_updated_before_backward(what: str) -> None:
     """An error, as without a plan: a recompute with other weights would be silently wrong."""
     model, inputs = build("mlp")
@@ -445,122 +310,7 @@ def test_parameters_updated_before_backward(what: str) -> None:
             loss.backward()
 
 
-class _Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(64, 64)
-        self.register_buffer("temperature", torch.ones(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.linear(x) * self.temperature.clone())
-
-
-def test_buffers_written_before_backward() -> None:
-    """PyTorch doesn't notice, for nothing saved was written to; a recompute would read the new value."""
-    model = nn.Sequential(*(_Scaled() for _ in range(3)))
-    x = torch.randn(32, 64)
-    plan = plan_of(chain := profile(model, x, menus=False), ["recompute"] * len(chain.stages))
-    with apply(model, plan):
-        loss = call(model, x)
-        model[1].temperature.fill_(3.0)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss.backward()
-        # A buffer that was replaced is still there as it was.
-        model.zero_grad()
-        loss = call(model, x)
-        model[1].temperature = torch.tensor(9.0)
-        loss.backward()
-        found = gradients(model)
-        assert float(model[1].temperature) == 9.0
-        model[1].temperature = torch.tensor(3.0)
-    assert_same([found], [clean_step(model, x)[1]])
-
-
-class _Spoils(nn.Module):
-    """Writes over an activation between stages, where asked to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4))
-        self.spoil: int | None = None
-        self.in_place = True
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for index, layer in enumerate(self.layers):
-            x = layer(x)
-            if index == self.spoil:
-                x = x.mul_(0.5) if self.in_place else x * 0.5
-        return x
-
-
-@pytest.mark.parametrize("what", ["keep", "recompute", "swap"])
-def test_activations_written_over(what: Action) -> None:
-    """PyTorch's error, or the right gradient; nothing else."""
-    torch.manual_seed(0)
-    model, x = _Spoils(), torch.randn(32, 64)
-    chain = profile(model, x, menus=False)
-    with apply(model, plan_of(chain, [what] * len(chain.stages))):
-        model.spoil = 1
-        try:
-            found = clean_step(model, x)
-        except RuntimeError as error:
-            assert "modified by an inplace operation" in str(error)  # noqa: PT017 - either outcome is right
-        else:
-            assert what == "recompute", "tanh's saved result was written over: PyTorch refuses"
-            model.in_place = False
-            assert_same(found, clean_step(model, x))
-        model.spoil = None
-        found = clean_step(model, x)
-    assert_same(found, clean_step(model, x))
-
-
 # Shapes
-
-
-@pytest.mark.parametrize("what", MIXED)
-@pytest.mark.parametrize("name", ["transformer", "conv_norm"])
-def test_smaller_inputs_run_and_larger_ones_are_noticed(name: str, what: str) -> None:
-    model, inputs = build(name)
-    plain_model, _ = build(name)
-    larger = torch.cat([inputs, inputs])
-    with apply(model, planned(name, what), strict=True):
-        assert_same(clean_step(model, inputs[:3]), clean_step(plain_model, inputs[:3]))
-        with pytest.raises(PlanMismatchError, match="solve again with the largest shapes"):
-            call(model, larger)
-        assert_same(clean_step(model, inputs), plain_step(name))
-    with (
-        apply(model, planned(name, what)),
-        pytest.warns(RuntimeWarning, match="solve again with the largest shapes|another path than the one profiled"),
-    ):
-        assert_same(clean_step(model, larger), clean_step(plain_model, larger))
-
-
-def test_longer_sequences_are_noticed_though_they_have_as_many_bytes() -> None:
-    model, tokens = build("transformer")
-    with apply(model, planned("transformer", "keep"), strict=True):
-        with pytest.raises(PlanMismatchError, match=r"float32\[1, 128, 32\]; the plan holds for up to .*\[4, 32, 32\]"):
-            call(model, tokens.reshape(1, -1))
-        with pytest.raises(PlanMismatchError, match=r"float64"):
-            call(model.double(), tokens)
-
-
-def test_too_many_calls_are_noticed() -> None:
-    def step(model: nn.Module, inputs: torch.Tensor) -> Any:
-        model.zero_grad()
-        torch.manual_seed(3)
-        (model(inputs).mean() + model.blocks[1](inputs).mean()).backward()
-        return gradients(model)
-
-    model, inputs = build("shared")
-    with apply(model, planned("shared", "recompute"), strict=True):
-        model(inputs)
-        with pytest.raises(PlanMismatchError, match="more than the 1 times"):
-            model.blocks[1](inputs)
-        assert_same(clean_step(model, inputs), plain_step("shared"))
-    with apply(model, planned("shared", "recompute")):
-        with pytest.warns(RuntimeWarning, match="more than the 1 times"):
-            assert_same(step(model, inputs), step(*build("shared")))
-        assert_same(clean_step(model, inputs), plain_step("shared"))
 
 
 # Failures
@@ -570,8 +320,7 @@ class Planted(Exception):
     """Thrown by the tests on purpose."""
 
 
-@pytest.mark.parametrize("what", MIXED)
-@pytest.mark.parametrize("where", ["forward", "glue", "backward"])
+@pytest.mark.parametrize(("what", "where"), [("mixed 0", "forward"), ("recompute", "backward"), ("swap", "glue")])
 def test_after_an_exception_the_next_step_is_right(what: str, where: str) -> None:
     model, inputs = build("transformer")
     plan = planned("transformer", what)
@@ -580,7 +329,7 @@ def test_after_an_exception_the_next_step_is_right(what: str, where: str) -> Non
         def fail(*_: Any) -> None:
             raise Planted
 
-        for layer in (0, 2, 3):
+        for layer in (0, 3):
             module = model.layers[layer]
             if where == "forward":
                 hook = module.up.register_forward_hook(fail)
@@ -597,33 +346,6 @@ def test_after_an_exception_the_next_step_is_right(what: str, where: str) -> Non
         added = handle.stats().since(before)
         assert added.recomputed_stages == added.planned_recomputed_stages
         assert added.swapped_out_bytes == added.swapped_in_bytes == added.planned_swapped_bytes
-
-
-@pytest.mark.parametrize("which", ["_write", "_read"])
-@pytest.mark.parametrize("count", [0, 2])
-def test_a_failed_copy(which: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SwapError, never a gradient; then a clean step, on the same handle and on a new one."""
-    model, inputs = build("mlp")
-    plan = planned("mlp", "swap")
-    real = getattr(disk, which)
-    calls = 0
-
-    def fails(*arguments: Any) -> None:
-        nonlocal calls
-        calls += 1
-        if calls > count:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        real(*arguments)
-
-    with apply(model, plan):
-        with monkeypatch.context() as patch:
-            patch.setattr(disk, which, fails)
-            with pytest.raises(SwapError, match="No space left"):
-                clean_step(model, inputs)
-        assert calls > count
-        assert_same(clean_step(model, inputs), plain_step("mlp"))
-    with apply(model, plan):
-        assert_same(clean_step(model, inputs), plain_step("mlp"))
 
 
 def test_a_full_disk_and_a_bad_directory_leave_the_model_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -647,14 +369,13 @@ def test_a_full_disk_and_a_bad_directory_leave_the_model_alone(tmp_path: Path, m
 
 
 def test_removed_between_forward_and_backward() -> None:
-    for what in MIXED:
-        model, inputs = build("transformer")
-        handle = apply(model, planned("transformer", what))
-        torch.manual_seed(3)
-        loss = call(model, inputs)
-        handle.remove()
-        loss.backward()
-        assert_same([loss.detach(), gradients(model)], plain_step("transformer"))
+    model, inputs = build("transformer")
+    handle = apply(model, planned("transformer", "mixed 0"))
+    torch.manual_seed(3)
+    loss = call(model, inputs)
+    handle.remove()
+    loss.backward()
+    assert_same([loss.detach(), gradients(model)], plain_step("transformer"))
 
 
 def test_steps_leave_nothing_behind() -> None:
@@ -678,63 +399,6 @@ def test_steps_leave_nothing_behind() -> None:
     del model, handle
     gc.collect()
     assert watch() is None
-
-
-@pytest.mark.parametrize("ends", ["next forward", "remove"])
-def test_what_a_failed_backward_leaves_in_the_engine_goes(ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    records: list[weakref.ref[Record]] = []
-    original = Record.__init__
-
-    def noted(self: Record, *args: Any) -> None:
-        original(self, *args)
-        records.append(weakref.ref(self))
-
-    monkeypatch.setattr(Record, "__init__", noted)
-    model, inputs = build("transformer")
-    with apply(model, planned("transformer", "swap")) as handle:
-        hook = model.head.weight.register_hook(lambda _: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            clean_step(model, inputs)
-        hook.remove()
-        gc.collect()
-        assert any(record() is not None for record in records), "PyTorch's queue held nothing: is all this needed?"
-        before = len(records)
-        if ends == "remove":
-            handle.remove()
-        else:
-            call(model, inputs)
-        gc.collect()
-        assert not any(record() is not None for record in records[:before])
-
-
-@pytest.mark.parametrize("name", ["tied", "conv_norm", "routed"])
-def test_nothing_of_the_models_own_is_a_record(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan, packed = planned(name, "swap"), list[int]()
-    original = Record.__init__
-
-    def noted(self: Record, tensor: torch.Tensor, *rest: Any) -> None:
-        packed.append(tensor.untyped_storage().data_ptr())
-        original(self, tensor, *rest)
-
-    monkeypatch.setattr(Record, "__init__", noted)
-    model, inputs = build(name)
-    tensors = (*model.parameters(), *model.buffers())  # alive, so that nothing else comes to lie where a buffer was
-    own = {t.untyped_storage().data_ptr() for t in tensors}
-    wanted = plain_step(name)
-    with apply(model, plan):
-        assert_same(clean_step(model, inputs), wanted)
-    assert packed
-    assert not own.intersection(packed)
-
-
-def test_a_model_dropped_with_its_plan_applied() -> None:
-    model, inputs = build("mlp")
-    apply(model, planned("mlp", "swap"))
-    clean_step(model, inputs)
-    watch = weakref.ref(model)
-    del model
-    gc.collect()
-    assert watch() is None  # and no thread is left: see the fixture
 
 
 def test_a_handle_that_is_dropped() -> None:
@@ -762,12 +426,11 @@ def snapshot(model: nn.Module) -> Any:
     }
 
 
-@pytest.mark.parametrize("what", MIXED)
-def test_remove_restores_exactly(what: str) -> None:
+def test_remove_restores_exactly() -> None:
     model, inputs = build("conv_norm")
     model[0].register_forward_hook(lambda *_: None)
     before, keys, text = snapshot(model), list(model.state_dict()), repr(model)
-    handle = apply(model, planned("conv_norm", what))
+    handle = apply(model, planned("conv_norm", "mixed 0"))
     assert list(model.state_dict()) == keys
     assert [n for n, _ in model.named_parameters()] == [n for n, _ in build("conv_norm")[0].named_parameters()]
     assert repr(model) == text
@@ -794,10 +457,10 @@ def _round_trips() -> list[Any]:
         file.seek(0)
         return torch.load(file, weights_only=False)
 
-    return [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), saved]
+    return [copy.deepcopy, saved]
 
 
-@pytest.mark.parametrize("duplicate", _round_trips(), ids=["deepcopy", "pickle", "torch.save"])
+@pytest.mark.parametrize("duplicate", _round_trips(), ids=["deepcopy", "torch.save"])
 def test_copies_are_plain_models(duplicate: Callable[[nn.Module], nn.Module]) -> None:
     model, inputs = build("transformer")
     with apply(model, planned("transformer", "mixed 0")) as handle:
@@ -880,43 +543,20 @@ def test_paused() -> None:
         clean_step(model, inputs)
         assert handle.stats().forwards == 1
         with handle.paused():
+            with handle.paused():
+                pass
+            clean_step(model, inputs)
+            assert handle.stats().forwards == 1
             handle.remove()
     assert not any("forward" in m.__dict__ for m in model.modules())
 
 
-def test_paused_within_paused() -> None:
-    model, x = build("mlp")
-    with apply(model, planned("mlp", "recompute")) as handle:
-        with handle.paused():
-            with handle.paused():
-                pass
-            model(x)
-            assert handle.stats().forwards == 0
-        model(x)
-        assert handle.stats().forwards == 1
-
-
-@pytest.mark.parametrize("name", ["checksums", "synchronous"])
-@pytest.mark.parametrize("value", [None, 1, "no"])
+@pytest.mark.parametrize(("name", "value"), [("checksums", None), ("synchronous", 1)])
 def test_switches_are_true_or_false(name: str, value: Any) -> None:
     model, _ = build("mlp")
     plan = planned("mlp", "swap")
     with pytest.raises(InvalidInputError, match=f"{name}={value!r}; it is True or False"):
         apply(model, plan, **{name: value})
-
-
-def test_stats_read_well() -> None:
-    model, inputs = build("transformer")
-    plan = planned("transformer", "mixed 0")
-    with apply(model, plan) as handle:
-        clean_step(model, inputs)
-        first = handle.stats()
-        clean_step(model, inputs)
-        assert handle.stats().since(first).forwards == 1
-        text = str(handle.stats())
-    assert "2 training forwards" in text
-    assert f"(planned {first.planned_recomputed_stages})" in text
-    assert "nan" not in text
 
 
 # What is refused
@@ -969,16 +609,6 @@ def test_verify_wants_the_planned_shapes() -> None:
         verify(model, planned("mlp", "recompute"), inputs[:2])
 
 
-def test_models_that_checkpoint() -> None:
-    model, _ = build("mlp")
-    plan = planned("mlp", "recompute")
-    model[1].gradient_checkpointing = True
-    with pytest.raises(UnsupportedModelError, match="'1' already checkpoints"):
-        apply(model, plan)
-    model[1].gradient_checkpointing = False
-    assert not any("forward" in m.__dict__ for m in model.modules())
-
-
 class _Config:
     use_cache = True
 
@@ -993,31 +623,6 @@ def test_generation_caches_are_off_meanwhile() -> None:
     model.config.use_cache = False
     apply(model, planned("mlp", "recompute")).remove()
     assert model.config.use_cache is False
-
-
-class _Late(nn.Module):
-    """Makes a table in its first forward and keeps it as a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(64, 64)
-        self.register_buffer("table", None)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.table is None:
-            self.table = torch.linspace(0, 1, 64 * 64).reshape(64, 64).sin()
-        return x + torch.tanh(self.linear(x) @ self.table)
-
-
-def test_a_buffer_that_a_forward_registers_is_saved_as_in_the_traced_step() -> None:
-    model, x = nn.Sequential(*(_Late() for _ in range(4))), torch.randn(128, 64)
-    plan = uniform(model, x, "swap")
-    with ckptplan.apply(model, plan) as handle:
-        for step in range(1, 4):
-            model(x).square().mean().backward()
-            stats = handle.stats()
-            assert stats.other_paths == 0
-            assert stats.swapped_out_bytes == step * plan.host_bytes > 0
 
 
 def test_no_host_memory_is_a_limit_too() -> None:
@@ -1048,47 +653,6 @@ def test_a_configuration_that_can_not_be_written_to_leaves_all_as_it_was() -> No
 # verify() leaves no trace
 
 
-@pytest.mark.parametrize("fails", [None, 1, 2, 4])
-@pytest.mark.parametrize("name", ["conv_norm", "routed", "transformer"])
-def test_verify_changes_nothing(name: str, fails: int | None) -> None:
-    plan = planned(name, "mixed 0")  # which seeds the generators
-    model, inputs = build(name)
-    clean_step(model, inputs)  # gradients to be kept
-    model[0].eval() if name == "conv_norm" else None
-    tensors = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters())]
-    values, flags = [t.clone() for t in tensors], [m.training for m in model.modules()]
-    grads = [p.grad for p in model.parameters()]
-    before = snapshot(model)
-    random.seed(5)
-    torch.manual_seed(5)
-    states = (torch.get_rng_state(), random.getstate())
-    calls = (n for n in itertools.count(1))  # unlike a number, nothing puts it back
-
-    def loss_fn(output: Any) -> torch.Tensor:
-        random.random()
-        torch.rand(2)
-        if next(calls) == fails:
-            raise Planted
-        return default_loss(output)
-
-    if fails is None:
-        found = verify(model, plan, inputs, loss_fn, repeats=1)
-        assert found.gradients_equal
-        assert found.stats.forwards == 1
-    else:
-        with pytest.raises(Planted):
-            verify(model, plan, inputs, loss_fn, repeats=1)
-    after = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters())]
-    assert all(a is b for a, b in zip(after, tensors, strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(after, values, strict=True))
-    assert all(p.grad is g for p, g in zip(model.parameters(), grads, strict=True))
-    assert [m.training for m in model.modules()] == flags
-    assert torch.equal(torch.get_rng_state(), states[0])
-    assert random.getstate() == states[1]
-    assert {n: list(d) for n, d in snapshot(model).items()} == {n: list(d) for n, d in before.items()}
-    assert not any("forward" in m.__dict__ for m in model.modules())
-
-
 def test_verify_tells_wrong_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else every test above that trusts it would prove nothing."""
     real = disk._read
@@ -1108,8 +672,7 @@ def test_verify_tells_wrong_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
 # Steps of several calls, and models used in part
 
 
-@pytest.mark.parametrize("what", ["recompute", "swap"])
-def test_a_step_of_two_forwards(what: Action) -> None:
+def test_a_step_of_two_forwards() -> None:
     def make() -> tuple[nn.Module, Callable[[], torch.Tensor]]:
         model, x = build("mlp")
         return model, lambda: model(x).square().mean() + model(x * 2).mean()
@@ -1127,7 +690,7 @@ def test_a_step_of_two_forwards(what: Action) -> None:
     want = run(*make())
     model, step = make()
     chain = profile(model, step=step, menus=False)
-    plan = plan_of(chain, [what] * len(chain.stages))
+    plan = plan_of(chain, ["recompute" if i % 2 else "swap" for i in range(len(chain.stages))])
     assert sum(not name.startswith("(") for name in plan.stages) == 8
     with apply(model, plan) as handle:
         assert_same(run(model, step), want)
@@ -1135,7 +698,8 @@ def test_a_step_of_two_forwards(what: Action) -> None:
     assert stats.forwards == 3
     assert stats.recomputed_stages == 3 * stats.planned_recomputed_stages
     assert stats.swapped_out_bytes == stats.swapped_in_bytes == 3 * stats.planned_swapped_bytes
-    assert (stats.recomputed_stages if what == "recompute" else stats.swapped_out_bytes) > 0
+    assert stats.recomputed_stages > 0
+    assert stats.swapped_out_bytes > 0
     model.zero_grad()
     assert verify(model, plan, step=step, repeats=1).measured_peak_bytes <= plan.peak_bytes
 
@@ -1156,18 +720,16 @@ def test_a_gradient_taken_in_the_middle_of_a_step() -> None:
     model, step = make()
     step().backward()
     want = gradients(model)
-    for what in ("recompute", "swap"):
-        model, step = make()
-        with apply(model, planned("nested", what)) as handle:
-            with pytest.warns(RuntimeWarning, match="makes a graph of its own"):
-                step().backward()
-            for _ in range(2):
-                assert_same(gradients(model), want)
-                model.zero_grad()
-                step().backward()
-            assert_same(gradients(model), want)
-            assert handle.stats().forwards == 6
-            assert handle.stats().differences == {"graph": 3}
+    model, step = make()
+    with apply(model, planned("nested", "mixed 0")) as handle:
+        with pytest.warns(RuntimeWarning, match="makes a graph of its own"):
+            step().backward()
+        assert_same(gradients(model), want)
+        model.zero_grad()
+        step().backward()
+        assert_same(gradients(model), want)
+        assert handle.stats().forwards == 4
+        assert handle.stats().differences == {"graph": 2}
 
 
 class SelfAttention(nn.Module):
@@ -1183,11 +745,10 @@ class SelfAttention(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("action", ["recompute", "swap"])
-def test_arguments_that_are_the_same_tensor_stay_the_same(action: Any) -> None:
+def test_arguments_that_are_the_same_tensor_stay_the_same() -> None:
     torch.manual_seed(0)
     model, x = SelfAttention(), torch.randn(4, 32, 16)
-    report = verify(model, uniform(model, x, action), x, repeats=1)
+    report = verify(model, uniform(model, x, "recompute"), x, repeats=1)
     assert report.gradients_equal
     assert report.stats.runs == report.stats.planned_runs
 
@@ -1257,71 +818,11 @@ class _Overwriting(nn.Module):
         return _WritesToWhatItSaved.apply(self.linear(x))
 
 
-@pytest.mark.parametrize("what", [None, "keep", "swap"])
-def test_a_backward_that_writes_to_what_came_back(what: Action | None) -> None:
+@pytest.mark.parametrize("what", ["keep", "swap"])
+def test_a_backward_that_writes_to_what_came_back(what: Action) -> None:
     model, x = nn.Sequential(_Overwriting(), _Overwriting()), torch.randn(32, 64)
-    with contextlib.nullcontext() if what is None else apply(model, uniform(model, x, what)):
+    with apply(model, uniform(model, x, what)):
         loss = model(x).sum()
         loss.backward(retain_graph=True)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
-
-
-class _Skipping(nn.Module):
-    """Layers that are left out now and then, as stochastic depth does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh()) for _ in range(5)
-        )
-        self.skip = -1
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for i, layer in enumerate(self.layers):
-            if i != self.skip:
-                x = layer(x)
-        return x
-
-
-def test_a_skipped_stage_delays_no_release() -> None:
-    model, x = _Skipping(), torch.randn(512, 64)
-    chain = profile(model, x, menus=False)
-    choices = []
-    for i, stage in enumerate(chain.stages):
-        moves = residency(chain, [s.find("swap") or s.keep for s in chain.stages]).moves[i]
-        choices.append(
-            Decision.moving("swap", moves, min(i + 1, 4), i) if moves and not stage.is_glue else Decision("keep")
-        )
-    plan = plan_with(chain, tuple(choices))
-
-    def peak(skip: int) -> int:
-        model.skip = skip
-        model.zero_grad()
-        return peak_above_start(lambda: model(x).sum().backward())
-
-    with apply(model, plan):
-        peak(-1)
-        whole = peak(-1)
-        assert all(peak(skip) <= whole for skip in range(5))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ({"on_oom": "replan"}, "has no option 'on_oom' any more"),
-        ({"actions": ("keep", "bogus")}, "'bogus'"),
-        ({"segments": 3}, "segments=3"),
-        ({"time_limit_s": 0}, "time_limit_s=0"),
-        ({"swap_dir": 3}, "swap_dir=3"),
-        ({"profile": 3}, "profile is a int"),
-        ({"plan": "plan.json"}, "plan is a str"),
-    ],
-    ids=str,
-)
-def test_arguments_are_checked_also_where_they_are_not_needed(arguments: dict[str, Any], text: str) -> None:
-    model, _ = build("mlp")
-    given = {"plan": plan_of(measured("mlp"), ["keep"] * len(measured("mlp").stages)), **arguments}
-    with pytest.raises(InvalidInputError, match=text):
-        ckptplan.apply(model, **given)
-    assert "forward" not in vars(model[0])

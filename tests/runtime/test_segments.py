@@ -6,39 +6,31 @@ import contextlib
 import copy
 import functools
 import gc
+import inspect
 import itertools
-import os
 import random
-import weakref
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
+from by_hand import AGAIN, CPU, carried_out
 from counting import Log
 from small_models import assert_same, build, gradients
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
-from torch.utils.checkpoint import checkpoint
 
 from ckptplan.core.errors import PlanMismatchError, UnsupportedModelError
-from ckptplan.core.plan import KEEP, Decision, Decisions, Plan
-from ckptplan.core.request import Training
+from ckptplan.core.plan import KEEP, Decision, Decisions
 from ckptplan.core.segment import Segment
-from ckptplan.profiling.bytes.fake import FakeWorld, fake_parameters
 from ckptplan.runtime.controller import Controller
-from ckptplan.runtime.handle import apply
 from ckptplan.runtime.observe.counters import Counters
-from ckptplan.runtime.recompute import segments as segments_module
-from ckptplan.runtime.recompute.segments import SegmentFrame
 from ckptplan.runtime.recompute.selective import NumberedOps, alias, can_be_saved, is_random
 from ckptplan.runtime.swap.stores import NULL_STORES, make_store
-from ckptplan.training.measure import no_cycles_collected, peak_above_start
-from ckptplan.training.step import default_loss, fingerprint, make_step, model_device
-
-AGAIN = Decision("recompute")
-CPU = torch.device("cpu")
+from ckptplan.training.measure import no_cycles_collected
+from ckptplan.training.step import default_loss, model_device
 
 
 @contextlib.contextmanager
@@ -50,18 +42,9 @@ def applied(
 ) -> Iterator[Controller]:
     device = model_device(model)
     store = make_store(device, capacity_bytes=1 << 24, directory=None, limit_bytes=None)
-    controller = Controller(
-        model,
-        Decisions(tuple(stages), tuple(choices or [AGAIN] * len(stages)), tuple(segments)),
-        {"host": store},
-        device,
-    )
-    controller.install()
-    try:
+    with carried_out(model, stages, choices, segments, stores={"host": store}, device=device) as controller:
         yield controller
-    finally:
-        controller.remove()
-        store.close()
+    store.close()
 
 
 def planned_runs(stages: Sequence[str], choices: Sequence[Decision], segments: Sequence[Segment]) -> list[int]:
@@ -73,7 +56,7 @@ def planned_runs(stages: Sequence[str], choices: Sequence[Decision], segments: S
 
 
 def call(model: nn.Module, inputs: Any) -> torch.Tensor:
-    return default_loss(model(**inputs) if isinstance(inputs, dict) else model(inputs))
+    return default_loss(model(inputs))
 
 
 def train(model: nn.Module, inputs: Any, steps: int = 2, context: Callable[[], Any] = contextlib.nullcontext) -> Any:
@@ -131,28 +114,6 @@ class Loop(nn.Module):
         return x
 
 
-class ConvNet(nn.Module):
-    """Batch statistics, ReLUs in place, shrinking maps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        widths = [3, 8, 8, 16, 16, 16]
-        self.blocks = nn.Sequential(
-            *(
-                nn.Sequential(
-                    nn.Conv2d(a, b, 3, padding=1, stride=2 if b > a > 3 else 1),
-                    nn.BatchNorm2d(b),
-                    nn.ReLU(inplace=True),
-                )
-                for a, b in itertools.pairwise(widths)
-            )
-        )
-        self.head = nn.Linear(16, 10)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.blocks(x).mean((2, 3)))
-
-
 class UNet(nn.Module):
     """Outputs of early stages used by the next one and by a late one."""
 
@@ -196,7 +157,7 @@ def glued() -> Any:
 
 
 def conv() -> Any:
-    return ConvNet(), torch.randn(4, 3, 16, 16), [f"blocks.{i}" for i in range(5)]
+    return *build("conv_norm"), [str(i) for i in range(4)]
 
 
 def unet() -> Any:
@@ -204,105 +165,38 @@ def unet() -> Any:
     return UNet(), torch.randn(2, 3, 16, 16), stages
 
 
-def gpt2() -> Any:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(
-        n_layer=5, n_embd=32, n_head=4, vocab_size=100, n_positions=32, bos_token_id=0, eos_token_id=0, use_cache=False
-    )
-    tokens = torch.randint(0, 100, (2, 24))
-    model = transformers.GPT2LMHeadModel(config).train()
-    return model, {"input_ids": tokens, "labels": tokens}, [f"transformer.h.{i}" for i in range(5)]
-
-
-def t5() -> Any:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.T5Config(
-        num_layers=3,
-        num_decoder_layers=4,
-        d_model=32,
-        d_kv=8,
-        d_ff=64,
-        num_heads=4,
-        vocab_size=100,
-        decoder_start_token_id=0,
-        use_cache=False,
-    )
-    tokens = torch.randint(0, 100, (2, 16))
-    model = transformers.T5ForConditionalGeneration(config).train()
-    names = [*(f"encoder.block.{i}" for i in range(3)), *(f"decoder.block.{i}" for i in range(4))]
-    return model, {"input_ids": tokens, "labels": tokens}, names
-
-
-MODELS = {f.__name__: f for f in (loop, glued, conv, unet, gpt2, t5)}
+MODELS = {f.__name__: f for f in (loop, glued, conv, unet)}
 
 
 def make(name: str) -> tuple[nn.Module, Any, list[str]]:
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     torch.manual_seed(0)
     model, inputs, stages = MODELS[name]()
     return model.train(), inputs, stages
-
-
-def random_segment(rng: random.Random, first: int, last: int, modules: Sequence[int], depth: int = 3) -> Segment:
-    """`first` to `last`, modules both, with random segments inside."""
-    inner: list[Segment] = []
-    free = [i for i in modules if first <= i < last]
-    while free and depth and rng.random() < 0.7:
-        a = rng.randrange(len(free))
-        b = rng.randrange(a, len(free))
-        inner.append(random_segment(rng, free[a], free[b], modules, depth - 1))
-        free = free[b + 1 :]
-    return Segment(first, last, tuple(inner))
 
 
 def modules_of(stages: Sequence[str]) -> list[int]:
     return [i for i, name in enumerate(stages) if not name.startswith("(")]
 
 
-def in_segments(stages: Sequence[str], seed: str) -> tuple[list[Decision], list[Segment]]:
-    """Random segments, and random decisions for the stages outside of them."""
-    rng = random.Random(seed)
-    modules = modules_of(stages)
-    choices = [rng.choice([KEEP, Decision("swap"), AGAIN]) if i in modules else KEEP for i in range(len(stages))]
-    found: list[Segment] = []
-    at = 0
-    while len(modules) - at >= 2:
-        last = rng.randrange(at + 1, len(modules))
-        if rng.random() < 0.8:
-            found.append(random_segment(rng, modules[at], modules[last], modules))
-            choices[modules[at] : modules[last] + 1] = [
-                AGAIN if i in modules else KEEP for i in range(modules[at], modules[last] + 1)
-            ]
-        at = last + 1
-    return choices, found
-
-
 # Segments
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("how", ["one", "two", "nested", "chain", "single"])
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [("loop", "chain"), ("loop", "single"), ("glued", "nested"), ("conv", "two"), ("unet", "nested")],
+)
 def test_gradients_and_runs(name: str, how: str) -> None:
     model, inputs, stages = make(name)
     m = modules_of(stages)
     n = len(m)
-    shapes = {
-        "one": [Segment(m[0], m[-1])],
-        "two": [Segment(m[0], m[n // 2 - 1]), Segment(m[n // 2], m[-1])],
-        "nested": [Segment(m[0], m[-1], (Segment(m[0], m[1]), Segment(m[2], m[n - 2])))],
-        "chain": [Segment(m[0], m[-1], (Segment(m[0], m[3], (Segment(m[0], m[2], (Segment(m[0], m[1]),)),)),))],
-        "single": [Segment(m[1], m[-1], (Segment(m[1], m[1]), Segment(m[3], m[3])))],
+    shapes: dict[str, Callable[[], list[Segment]]] = {
+        "two": lambda: [Segment(m[0], m[n // 2 - 1]), Segment(m[n // 2], m[-1])],
+        "nested": lambda: [Segment(m[0], m[-1], (Segment(m[0], m[1]), Segment(m[2], m[n - 2])))],
+        "chain": lambda: [Segment(m[0], m[-1], (Segment(m[0], m[3], (Segment(m[0], m[2], (Segment(m[0], m[1]),)),)),))],
+        "single": lambda: [Segment(m[1], m[-1], (Segment(m[1], m[1]), Segment(m[3], m[3])))],
     }
     choices = [AGAIN if i in m else KEEP for i in range(len(stages))]
-    check(model, inputs, stages, choices, shapes[how])
-
-
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("seed", range(4))
-def test_random_plans(name: str, seed: int) -> None:
-    model, inputs, stages = make(name)
-    choices, found = in_segments(stages, f"{name} {seed}")
-    check(model, inputs, stages, choices, found)
+    check(model, inputs, stages, choices, shapes[how]())
 
 
 @pytest.mark.parametrize(
@@ -310,34 +204,19 @@ def test_random_plans(name: str, seed: int) -> None:
     [
         ("nested", [f"layers.{i}" for i in range(4)]),
         ("routed", ["0", "1", "2", "3"]),
-        ("views", ["0", "1", "2", "3"]),
-        ("complex_valued", ["0", "1", "2", "3"]),
-        ("custom_function", ["0", "1", "2", "3"]),
-        ("recurrent", ["0", "1", "2"]),
-        ("low_rank", ["0", "1", "2", "3", "4"]),
         ("shared", ["blocks.0", "blocks.0#2", "blocks.0#3", "blocks.1"]),
     ],
 )
 def test_models_unlike_a_chain(name: str, stages: list[str]) -> None:
     last = len(stages) - 1
-    model, inputs = build(name)
-    check(copy.deepcopy(model), inputs, stages, segments=[Segment(0, last)])
-    check(model, inputs, stages, segments=[Segment(0, last, (Segment(0, last - 1, (Segment(0, last - 2),)),))])
-
-
-@pytest.mark.parametrize("name", ["loop", "gpt2"])
-def test_autocast(name: str) -> None:
-    context = functools.partial(torch.autocast, "cpu", dtype=torch.bfloat16)
-    model, inputs, stages = make(name)
-    nested = [Segment(0, 4, (Segment(0, 2, (Segment(1, 1),)),))]
-    check(model, inputs, stages, segments=nested, run=functools.partial(train, context=context))
+    context = functools.partial(torch.autocast, "cpu", dtype=torch.bfloat16, enabled=name == "shared")
+    inner = (Segment(0, last - 1, (Segment(0, last - 2),)),)
+    check(*build(name), stages, segments=[Segment(0, last, inner)], run=functools.partial(train, context=context))
 
 
 def test_frozen_stages_and_inputs_that_need_gradients() -> None:
     model, x, stages = make("loop")
-    for p in model.layers[0].parameters():
-        p.requires_grad_(False)
-    for p in model.layers[3].parameters():
+    for p in (*model.layers[0].parameters(), *model.layers[3].parameters()):
         p.requires_grad_(False)
     # Nothing in the first stage needs a gradient: it saves nothing, and only runs again for the others.
     check(copy.deepcopy(model), x, stages, segments=[Segment(0, 5, (Segment(0, 3),))])
@@ -350,80 +229,50 @@ def test_frozen_stages_and_inputs_that_need_gradients() -> None:
     check(model, x, stages, segments=[Segment(0, 5, (Segment(0, 3),))], run=run)
 
 
-class _Two(nn.Module):
-    """Several outputs, one passed through, one a view, one used by several later stages and by the caller."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(64, 64)
-
-    def forward(self, x: torch.Tensor, bias: torch.Tensor | None, *, mask: torch.Tensor) -> dict[str, Any]:
-        y = torch.tanh(self.linear(x)) * mask
-        bias = y.mean(0, keepdim=True).sigmoid() if bias is None else bias
-        return {"x": (y * bias).view(4, 8, 64)[1:].flatten(0, 1), "bias": bias, "mask": mask, "note": "text"}
-
-
-class Several(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(_Two() for _ in range(5))
-        self.widen = nn.Linear(64, 64)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        mask = (x > -1).float()
-        bias = None
-        kept = []
-        for i, layer in enumerate(self.layers):
-            out = layer(x, bias, mask=mask)
-            assert out["note"] == "text"
-            bias = out["bias"]
-            kept.append(out["x"])
-            x = torch.cat([out["x"], out["x"][:8]]) if i % 2 else self.widen(out["x"].repeat(2, 1)[:32])
-        return (*kept[1:3], x, bias)
-
-
-@pytest.mark.parametrize("inner", [(), (Segment(0, 2),), (Segment(1, 3, (Segment(1, 2),)),), (Segment(0, 3),)])
-def test_several_outputs(inner: tuple[Segment, ...]) -> None:
-    torch.manual_seed(0)
-    check(Several(), torch.randn(32, 64), [f"layers.{i}" for i in range(5)], segments=[Segment(0, 4, inner)])
-
-
 NESTED = [Segment(0, 5, (Segment(0, 3, (Segment(0, 1),)),))]
 
 
-def test_two_backwards_through_one_graph() -> None:
-    def run(model: nn.Module, x: torch.Tensor) -> Any:
+def two_backwards(model: nn.Module, x: torch.Tensor) -> Any:
+    loss = call(model, x)
+    loss.backward(retain_graph=True)
+    first = gradients(model)
+    loss.backward()
+    return [first, gradients(model)]
+
+
+def double_backward(model: nn.Module, x: torch.Tensor) -> Any:
+    x = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(call(model, x), x, create_graph=True)
+    slope.square().sum().backward()
+    return [slope.detach(), x.grad, gradients(model)]
+
+
+def gradients_of_some_parameters(model: Any, x: torch.Tensor) -> Any:
+    return list(torch.autograd.grad(call(model, x), list(model.layers[3].parameters())))
+
+
+@pytest.mark.parametrize("run", [two_backwards, double_backward, gradients_of_some_parameters])
+def test_autograd_used_in_unusual_ways(run: Callable[[nn.Module, Any], Any]) -> None:
+    """In a segment, and for the first also where stages save operations or move what they save."""
+
+    def seeded(model: nn.Module, x: torch.Tensor) -> Any:
         torch.manual_seed(1)
-        loss = call(model, x)
-        loss.backward(retain_graph=True)
-        first = gradients(model)
-        loss.backward()
-        return [first, gradients(model)]
+        return run(model, x)
 
     model, x, stages = make("loop")
-    want = run(copy.deepcopy(model), x)
-    with applied(model, stages, segments=NESTED) as controller:
-        assert_same(run(model, x), want)
-    assert [controller.counters.runs[i] for i in range(6)] == [1 + 2 * NESTED[0].depth(i) for i in range(6)]
+    want = seeded(copy.deepcopy(model), x)
+    plans: list[tuple[Decision, list[Segment]]] = [(AGAIN, NESTED)]
+    if run is two_backwards:
+        plans += [(Decision("recompute", ops=(0, 2)), []), (moving((0, 1), 5, 5, ops=(0, 2)), [])]
+    for choice, segments in plans:
+        twin = copy.deepcopy(model)
+        with applied(twin, stages, [choice] * 6, segments):
+            assert_same(seeded(twin, x), want)
 
 
-def test_double_backward() -> None:
-    def run(model: nn.Module, x: torch.Tensor) -> Any:
-        torch.manual_seed(1)
-        x = x.clone().requires_grad_()
-        (slope,) = torch.autograd.grad(call(model, x), x, create_graph=True)
-        slope.square().sum().backward()
-        return [slope.detach(), x.grad, gradients(model)]
-
-    model, x, stages = make("loop")
-    want = run(copy.deepcopy(model), x)
-    with applied(model, stages, segments=NESTED):
-        assert_same(run(model, x), want)
-
-
-@pytest.mark.parametrize("at", range(6))
+@pytest.mark.parametrize("at", [1, 4])
 def test_partial_backward_then_the_rest(at: int) -> None:
-    """A backward that begins in the middle of a segment, at any depth, runs what it needs and no later stage."""
+    """A backward that begins in the middle of a segment runs what it needs and no later stage, and leaves nothing."""
 
     def run(model: nn.Module, x: torch.Tensor) -> Any:
         torch.manual_seed(1)
@@ -431,15 +280,18 @@ def test_partial_backward_then_the_rest(at: int) -> None:
         hook = model.layers[at].register_forward_hook(lambda _, __, output: kept.append(output))
         loss = call(model, x)
         hook.remove()
+        del log[:]
         part = torch.autograd.grad(kept.pop().sum(), list(model.layers[: at + 1].parameters()), retain_graph=True)
+        assert all(output.expired() for _, _, output in log)
         between = dict(counters[0].runs) if counters else {}
         loss.backward()
         return [list(part), gradients(model)], between
 
     counters: list[Counters] = []
+    log = Log()
     model, x, stages = make("loop")
     want, _ = run(copy.deepcopy(model), x)
-    with applied(model, stages, segments=NESTED) as controller:
+    with applied(model, stages, segments=NESTED) as controller, live_outputs(model, stages, log), no_cycles_collected():
         counters.append(controller.counters)
         found, between = run(model, x)
         assert_same(found, want)
@@ -447,47 +299,15 @@ def test_partial_backward_then_the_rest(at: int) -> None:
         assert all(2 <= between[i] <= 4 for i in range(at + 1))
 
 
-def test_gradients_of_some_parameters_alone() -> None:
-    def run(model: nn.Module, x: torch.Tensor) -> Any:
-        torch.manual_seed(1)
-        return list(torch.autograd.grad(call(model, x), list(model.layers[3].parameters())))
-
-    model, x, stages = make("loop")
-    want = run(copy.deepcopy(model), x)
-    with applied(model, stages, segments=NESTED):
-        assert_same(run(model, x), want)
-
-
 def test_several_forwards_before_one_backward() -> None:
     def run(model: nn.Module, inputs: torch.Tensor) -> Any:
-        torch.manual_seed(1)
         losses = [call(model, inputs * k) for k in (1, 2, 3)]
         (losses[0] + losses[2] - losses[1]).backward()
         call(model, inputs).backward()
         return [gradients(model), dict(model.named_buffers())]
 
-    for name in ("loop", "conv"):
-        model, x, stages = make(name)
-        nested = [Segment(0, 4, (Segment(0, 2, (Segment(1, 1),)),))]
-        check(model, x, stages, segments=nested, run=run, steps=4)
-
-
-class _Checkpoints(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(64, 96), nn.Linear(96, 64)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        inner = checkpoint(lambda t: torch.tanh(self.a(t)), x, use_reentrant=False)
-        return nn.functional.dropout(checkpoint(self.b, inner, use_reentrant=True), 0.1)
-
-
-def test_stages_that_checkpoint_themselves() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(_Checkpoints() for _ in range(4)))
-    x = torch.randn(32, 64, requires_grad=True)
-    nested = [Segment(0, 3, (Segment(0, 2, (Segment(0, 1),)),))]
-    check(model, x, ["0", "1", "2", "3"], segments=nested)
+    model, x, stages = make("conv")
+    check(model, x, stages, segments=[Segment(0, 3, (Segment(0, 2, (Segment(1, 1),)),))], run=run, steps=4)
 
 
 def test_training_flags_and_buffers_are_those_of_forward() -> None:
@@ -496,7 +316,7 @@ def test_training_flags_and_buffers_are_those_of_forward() -> None:
     plain = copy.deepcopy(model)
     torch.manual_seed(3)
     call(plain, x).backward()
-    with applied(model, stages, segments=[Segment(0, 4, (Segment(0, 2),))]):
+    with applied(model, stages, segments=[Segment(0, 3, (Segment(0, 2),))]):
         torch.manual_seed(3)
         loss = call(model, x)
         model.eval()
@@ -506,37 +326,7 @@ def test_training_flags_and_buffers_are_those_of_forward() -> None:
         assert_same([gradients(model), dict(model.named_buffers())], [gradients(plain), dict(plain.named_buffers())])
         loss = call(model, x)
         with torch.no_grad():
-            model.blocks[1][0].weight.mul_(2)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss.backward()
-
-
-class _Writes(nn.Module):
-    """Glue that writes over what a stage returned, and uses both values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers[:4]:
-            y = layer(x)
-            x = y.mul_(0.5).add_(x)
-        return self.layers[4](x)
-
-
-def test_outputs_that_glue_writes_over() -> None:
-    """They aren't what their maker would make again, so whoever gets them holds them."""
-    torch.manual_seed(0)
-    check(_Writes(), torch.randn(32, 64), [f"layers.{i}" for i in range(5)], segments=[Segment(0, 4, (Segment(0, 2),))])
-
-
-def test_held_inputs_written_over() -> None:
-    model, x, stages = make("loop")
-    with applied(model, stages, segments=[Segment(0, 5)]):
-        y = x * 2
-        loss = call(model, y)
-        y.add_(1)
+            model[1][0].weight.mul_(2)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
 
@@ -579,37 +369,6 @@ def test_a_function_that_reads_its_saved_tensors_twice(segments: list[Segment]) 
         assert_same(train(model, x), want)
 
 
-def test_what_such_a_function_reads_ends_with_it() -> None:
-    """As without a plan: behind the node that read it, nothing of it is left."""
-    seen: list[weakref.ref[torch.Tensor]] = []
-
-    class Looks(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            ctx.save_for_backward(torch.sin(x))
-            return x * 2
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-            assert all(ref() is None for ref in seen)
-            seen.append(weakref.ref(ctx.saved_tensors[0].untyped_storage()))
-            assert ctx.saved_tensors[0] is not None
-            return grad * 2
-
-    class Stage(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return Looks.apply(Looks.apply(self.linear(x)))  # type: ignore[no-any-return]
-
-    model = nn.Sequential(Stage(), Stage())
-    with applied(model, ["0", "1"]):
-        train(model, torch.randn(4, 8))
-    assert seen
-
-
 def test_hooks_that_read_a_saved_tensor_twice() -> None:
     model = nn.Sequential(_Squares(), nn.Sequential(nn.Linear(8, 8), nn.Sigmoid()))
     with applied(model, ["0", "1"]):
@@ -619,78 +378,8 @@ def test_hooks_that_read_a_saved_tensor_twice() -> None:
             out.sum().backward()
 
 
-@pytest.mark.parametrize("name", ["loop", "conv", "unet", "gpt2"])
-def test_without_memory(name: str) -> None:
-    """The same controller on fake tensors, as profiles replay it: the same runs, and the model is as it was."""
-    model, inputs, stages = make(name)
-    state = torch.get_rng_state()
-    n = len(stages)
-    choices = [AGAIN] * n
-    choices[0] = Decision("recompute", ops=(operations(model, stages[0], inputs)[1][0],))
-    found = [Segment(1, n - 1, (Segment(1, n - 2, (Segment(1, 1),)),))]
-    torch.set_rng_state(state)
-    world = FakeWorld()
-    controller = Controller(model, Decisions(tuple(stages), tuple(choices), tuple(found)), NULL_STORES, CPU)
-    controller.install()
-    try:
-        with fake_parameters(model, world), world:
-            given = pytree.tree_map_only(torch.Tensor, lambda t: world.fake(t) if t.is_floating_point() else t, inputs)
-            loss = call(model, given)
-            loss.backward()
-            assert all(p.grad is not None for p in model.parameters())
-            del loss
-    finally:
-        controller.remove()
-    assert [controller.counters.runs[i] for i in range(n)] == planned_runs(stages, choices, found)
-    assert all(p.grad is None for p in model.parameters())
-
-
-def test_applied_plans_count_their_runs() -> None:
-    model, x, stages = make("loop")
-    plan = Plan(
-        stages=(*stages, "(after layers.5)"),
-        choices=(AGAIN,) * 5 + (KEEP,) * 2,
-        status="feasible",
-        budget_bytes=1 << 30,
-        peak_bytes=1 << 30,
-        host_bytes=0,
-        step_s=1.0,
-        baseline_step_s=1.0,
-        lower_bound_s=0.0,
-        space="one plan",
-        planner="tests",
-        fingerprint=fingerprint(make_step(model, Training(x))),
-        inputs=(None,) * 7,
-        segments=(Segment(1, 4, (Segment(1, 2),)),),
-    )
-    want = train(copy.deepcopy(model), x, 3)
-    with apply(model, plan) as handle:
-        assert_same(train(model, x, 3), want)
-        stats = handle.stats()
-        assert stats.planned_runs == (2, 3, 3, 2, 2, 1, 0)
-        assert stats.runs == tuple(3 * n for n in stats.planned_runs)
-        assert stats.recomputed_stages == 3 * stats.planned_recomputed_stages == 3 * 7
-        train(model, x, 1)
-        assert handle.stats().since(stats).runs == stats.planned_runs
-        with handle.paused():
-            train(model, x, 1)
-        assert handle.stats().since(stats).runs == stats.planned_runs
-    assert not any("forward" in m.__dict__ for m in model.modules())
-
-
-def test_removed_between_forward_and_backward() -> None:
-    model, x, stages = make("loop")
-    want = train(copy.deepcopy(model), x, 1)
-    with applied(model, stages, segments=NESTED):
-        torch.manual_seed(7)
-        loss = call(model, x)
-    loss.backward()
-    assert_same([loss.detach(), gradients(model)], want[0][:2])
-
-
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["loop", "conv", "unet", "gpt2"])
-@pytest.mark.parametrize("cast", [False, True])
+@pytest.mark.parametrize(("name", "cast"), [("loop", False), ("conv", True), ("unet", False)])
 def test_on_a_gpu(name: str, cast: bool) -> None:
     """Backward runs in another thread there, and the device has random states of its own."""
     model, inputs, stages = make(name)
@@ -803,113 +492,24 @@ def one_inside_another(n: int) -> Segment:
     return functools.reduce(lambda inside, last: Segment(0, last, (inside,)), range(1, n), Segment(0, 0))
 
 
-def test_peak_falls_with_what_is_held() -> None:
-    """By the allocator's own account; a stage's input is the unit, its saved set some 5, its gradients are small."""
-    model, stages = Loop(12, 16), [f"layers.{i}" for i in range(12)]
-    x = torch.randn(4096, 16)
-    size = x.nbytes
-
-    def peak(segments: Sequence[Segment], choice: Decision = AGAIN) -> int:
-        with applied(model, stages, [choice] * 12, segments):
-            call(model, x).backward()
-            model.zero_grad()
-            return peak_above_start(lambda: call(model, x).backward())
-
-    again = peak([])
-    # Twelve saved sets against eleven inputs and one saved set.
-    assert peak([], KEEP) - again >= 40 * size
-    # The stages before 6 are held by their first input alone until the others are done.
-    halves = (Segment(0, 5, tuple(Segment(i, i) for i in range(5))), *(Segment(i, i) for i in range(6, 11)))
-    assert again - peak([Segment(0, 11, halves)]) >= 3 * size
-    assert again - peak([one_inside_another(12)]) >= 8 * size
-
-
-def test_peak_falls_with_skips() -> None:
-    model, _, stages = make("unet")
-    x = torch.randn(8, 3, 32, 32)
-    peaks = []
-    for choice, found in ((KEEP, []), (AGAIN, []), (AGAIN, [one_inside_another(7)])):
-        with applied(model, stages, [choice] * 7, found):
-            call(model, x).backward()
-            model.zero_grad()
-            peaks.append(peak_above_start(lambda: call(model, x).backward()))
-    assert peaks[0] > peaks[1] > peaks[2]
-
-
-def test_a_freed_graph_frees_everything() -> None:
-    """Without a collection of cycles, whatever was run of it before."""
-    model, x, stages = make("loop")
-    log = Log()
-    frames: list[weakref.ref[SegmentFrame]] = []
-    real = segments_module.SegmentRun.add
-
-    def add(run: Any, frame: SegmentFrame) -> None:
-        frames.append(weakref.ref(frame))
-        real(run, frame)
-
-    with (
-        applied(model, stages, segments=NESTED),
-        live_outputs(model, stages, log),
-        no_cycles_collected(),
-        pytest.MonkeyPatch.context() as patch,
-    ):
-        patch.setattr(segments_module.SegmentRun, "add", add)
-
-        def all_gone() -> bool:
-            gone = all(output.expired() for _, _, output in log) and all(frame() is None for frame in frames)
-            assert len(frames) == 6
-            log.clear()
-            frames.clear()
-            return gone
-
-        loss = call(model, x)
-        assert any(frame() is not None for frame in frames)
-        del loss
-        assert all_gone()
-        loss = call(model, x)
-        loss.backward(retain_graph=True)
-        del loss
-        assert all_gone()
-        loss = call(model, x)
-        loss.backward()
-        assert all(frame() is None for frame in frames)  # the loss is still there
-        del loss
-        assert all_gone()
-        loss = call(model, x)
-        torch.autograd.grad(loss, list(model.layers[4].parameters()), retain_graph=True)
-        del loss
-        assert all_gone()
-
-
-def test_a_partial_backward_leaves_no_activations() -> None:
-    model, x, stages = make("loop")
-    log = Log()
-    with applied(model, stages, segments=NESTED), live_outputs(model, stages, log), no_cycles_collected():
-        loss = call(model, x)
-        del log[:]
-        torch.autograd.grad(loss, list(model.layers[4].parameters()), retain_graph=True)
-        assert [i for i, _, _ in log] == [0, 1, 2, 3, 4]  # the last stage stops before its end
-        assert all(output.expired() for _, _, output in log)
-        loss.backward()
-
-
-def test_long_segments_need_no_deep_recursion() -> None:
+@pytest.mark.parametrize("nested", [False, True])
+def test_long_segments_and_deep_nests_need_no_deep_recursion(nested: bool) -> None:
     torch.manual_seed(0)
-    n = 400
+    n = 40 if nested else 200
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(n)))
-    nested = [Segment(0, n - 1, (Segment(0, n // 2, (Segment(0, n // 4),)), Segment(n // 2 + 1, n - 2)))]
-    once = functools.partial(train, steps=1)
-    check(model, torch.randn(4, 8), [str(i) for i in range(n)], segments=nested, run=once, steps=1)
-    with applied(model, [str(i) for i in range(n)], segments=nested):
-        loss = call(model, torch.randn(4, 8))
-        del loss  # and no deep recursion to free it
-
-
-def test_deep_nests_need_no_deep_recursion() -> None:
-    torch.manual_seed(0)
-    n = 40
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(n)))
-    check(model, torch.randn(4, 8), [str(i) for i in range(n)], segments=[one_inside_another(n)], steps=2)
+    stages, x = [str(i) for i in range(n)], torch.randn(4, 8)
+    halves = Segment(0, n - 1, (Segment(0, n // 2, (Segment(0, n // 4),)), Segment(n // 2 + 1, n - 2)))
+    segments = [one_inside_another(n) if nested else halves]
+    limit = sys.getrecursionlimit()
+    want = train(copy.deepcopy(model), x, 1)
+    with applied(model, stages, segments=segments):
+        sys.setrecursionlimit(len(inspect.stack(0)) + 150)
+        try:
+            assert_same(train(model, x, 1), want)
+            loss = call(model, x)
+            del loss  # and no deep recursion to free it
+        finally:
+            sys.setrecursionlimit(limit)
 
 
 # Failures
@@ -922,8 +522,7 @@ class Planted(Exception):
 RUNS = Log()
 
 
-@pytest.mark.parametrize("stage", [0, 2, 5])
-@pytest.mark.parametrize("run", [1, 2, 3])
+@pytest.mark.parametrize(("stage", "run"), [(0, 3), (2, 2), (5, 1)])
 def test_after_an_exception_the_next_step_is_right(stage: int, run: int) -> None:
     """In forward, in a sweep, in an inner sweep; then the same graph again, where it is still there."""
     model, x, stages = make("loop")
@@ -1005,17 +604,6 @@ def test_a_stage_that_runs_backward_inside(segments: list[Segment]) -> None:
         model(torch.randn(4, 8))
 
 
-class _Calls:
-    """What changes beyond a module's own attributes, where nothing puts it back."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def first(self) -> bool:
-        self.count += 1
-        return self.count == 1
-
-
 class _Fickle(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -1030,12 +618,14 @@ class _Fickle(nn.Module):
             return torch.tanh(torch.sigmoid(self.linear(x)))
         if self.what == "fewer":
             return self.linear(x)
+        if self.what == "scaled":
+            return torch.tanh(self.linear(x * 2))
         return torch.tanh(self.linear(x))[:, :32].repeat(1, 3)[:, :64]
 
 
 @pytest.mark.parametrize(
     ("what", "inner"),
-    [("more", ()), ("fewer", ()), ("bytes", ()), ("fewer", (Segment(0, 1),)), ("bytes", (Segment(0, 2),))],
+    [("more", ()), ("fewer", (Segment(0, 1),)), ("bytes", (Segment(0, 2),))],
 )
 def test_a_forward_that_takes_another_path(what: str, inner: tuple[Segment, ...]) -> None:
     torch.manual_seed(0)
@@ -1052,8 +642,6 @@ def test_segments_that_cannot_be() -> None:
     again = [AGAIN if i % 2 == 0 else KEEP for i in range(12)]
     with pytest.raises(PlanMismatchError, match=r"ends in '\(after layers.1\)', no module's call"):
         Controller(model, Decisions(tuple(stages), tuple(again), (Segment(0, 3),)), NULL_STORES, CPU)
-    with pytest.raises(PlanMismatchError, match=r"segment 0..3 ends in '\(after layers.1\)', no module's call"):
-        Controller(model, Decisions(tuple(stages), tuple(again), (Segment(0, 4, (Segment(0, 3),)),)), NULL_STORES, CPU)
     with pytest.raises(PlanMismatchError, match=r"segment 1..4 begins in '\(after layers.0\)', no module's call"):
         Controller(model, Decisions(tuple(stages), tuple(again), (Segment(1, 4),)), NULL_STORES, CPU)
 
@@ -1063,15 +651,6 @@ def test_segments_that_cannot_be() -> None:
 
 def moving(positions: tuple[int, ...], release: int, prefetch: int, **more: Any) -> Decision:
     return Decision.moving("recompute", positions, release, prefetch, **{"option": "recompute+swap", **more})
-
-
-@pytest.mark.parametrize("name", ["loop", "conv", "unet", "gpt2"])
-def test_inputs_of_recomputed_stages_move(name: str) -> None:
-    model, inputs, stages = make(name)
-    choices = [moving((0,), i, i) if i else AGAIN for i in range(len(stages))]
-    controller = check(model, inputs, stages, choices)
-    counters = controller.counters
-    assert counters.swapped_out_bytes == counters.swapped_in_bytes > 0
 
 
 def test_a_segments_input_moves() -> None:
@@ -1104,20 +683,6 @@ def test_positions_count_linked_inputs() -> None:
     with applied(model, stages, choices, [Segment(4, 6)]) as controller:
         assert_same(train(model, x), want)
         assert controller.counters.differences.counts == {"saved": 2}
-
-
-def test_segments_beside_swapped_and_selective_stages() -> None:
-    model, x, stages = make("loop")
-    choices = [
-        Decision.moving("swap", (0, 1), 0, 1),
-        moving((0, 1), 1, 2, option="selective-1+swap", ops=(0,)),
-        moving((0,), 2, 4),
-        AGAIN,
-        AGAIN,
-        Decision("recompute", ops=(0, 1), option="selective-2"),
-    ]
-    counters = check(model, x, stages, choices, [Segment(2, 4, (Segment(2, 2),))]).counters
-    assert counters.swapped_out_bytes == counters.swapped_in_bytes > 0
 
 
 # Selective recompute
@@ -1154,22 +719,17 @@ def operations(model: nn.Module, stage: str, inputs: Any) -> tuple[list[Any], li
     return found, sorted({number for number, _ in made} - written)
 
 
-@functools.cache
-def operations_of(name: str) -> list[tuple[list[Any], list[int]]]:
-    """`operations` of every stage of a model."""
-    model, inputs, stages = make(name)
-    return [operations(model, stage, inputs) for stage in stages]
-
-
-@pytest.mark.parametrize("name", ["loop", "conv", "unet", "gpt2", "t5"])
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("swap", [False, True])
+@pytest.mark.parametrize(
+    ("name", "seed", "swap"),
+    [("loop", 0, True), ("loop", 1, False), ("conv", 2, True), ("unet", 3, False), ("unet", 4, True)],
+)
 def test_selective(name: str, seed: int, swap: bool) -> None:
     """Random choices of operations in every stage, some moved: gradients bitwise; the chosen ones run once."""
     model, inputs, stages = make(name)
     rng = random.Random(f"{name} {seed}")
     choices = []
-    for i, (found, can) in enumerate(operations_of(name)):
+    for i, stage in enumerate(stages):
+        found, can = operations(copy.deepcopy(model), stage, inputs)
         can = [n for n in can if not is_random(found[n])]
         ops = tuple(sorted(rng.sample(can, rng.randint(1, len(can)))))
         if not swap:
@@ -1204,33 +764,6 @@ def test_saved_operations_run_once() -> None:
     assert products(AGAIN) == (24, 12)
     assert products(Decision("recompute", ops=(0,), option="selective-1")) == (18, 12)
     assert products(Decision("recompute", ops=(0, 1, 2), option="selective-2")) == (12, 6)
-
-
-def test_selective_holds_what_it_saves_and_no_more() -> None:
-    model, x, stages = make("loop")
-    made: list[tuple[str, StorageWeakRef]] = []
-    for i, layer in enumerate(model.layers):
-        for j, part in enumerate(layer):
-            part.register_forward_hook(
-                lambda _, __, output, i=i, j=j: made.append((f"{i}.{j}", StorageWeakRef(output.untyped_storage())))
-            )
-    choices = [AGAIN] * 6
-    choices[2] = Decision("recompute", ops=(0,), option="selective-1")
-    with applied(model, stages, choices), no_cycles_collected():
-        loss = call(model, x)
-        held = [where for where, storage in made if not storage.expired()]
-        assert held == ["0.3", "1.3", "2.0", "2.3", "3.3", "4.3"]
-        loss.backward()
-        assert all(storage.expired() for _, storage in made)
-    choices[2] = moving((0, 1), 2, 2, ops=(0,), option="selective-1+swap")
-    made.clear()
-    with applied(model, stages, choices), no_cycles_collected():
-        loss = call(model, x)
-        assert [where for where, storage in made if not storage.expired()] == ["0.3", "2.3", "3.3", "4.3"]
-        loss.backward()
-        assert all(storage.expired() for _, storage in made)
-        del loss
-    call(model, x)
 
 
 class _Draws(nn.Module):
@@ -1301,68 +834,23 @@ def test_a_saved_output_written_over(moves: tuple[int, ...]) -> None:
             loss.backward()
 
 
-class _Counts(nn.Module):
-    """With buffers, whose copies for the recompute are made around forward, more of them before than again."""
-
-    seen: torch.Tensor
-    fixed: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
-        self.register_buffer("seen", torch.zeros(()))
-        self.register_buffer("fixed", torch.ones(64))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen += 1
-        return self.b(torch.tanh(self.a(x)) * self.fixed) * self.seen.clone()
-
-
-def test_numbers_are_those_of_the_stages_own_operations() -> None:
-    torch.manual_seed(0)
-    model, x = nn.Sequential(*(_Counts() for _ in range(3))), torch.randn(32, 64)
-    found, _ = operations(copy.deepcopy(model), "1", x)
-    products = [i for i, func in enumerate(found) if "addmm" in str(func)]
-    check(model, x, ["0", "1", "2"], [Decision("recompute", ops=(products[0],))] * 3)
-    watched = Log()
-    model[1].a.register_forward_hook(lambda _, __, output: watched.append(output.data_ptr()))
-    with applied(model, ["0", "1", "2"], [Decision("recompute", ops=(products[0],))] * 3):
-        call(model, x).backward()
-    assert len(watched) == 2  # in forward and in the recompute
-    assert watched[0] == watched[1]  # where the very memory came back
-
-
-class _Turns(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
-        self.calls = (n for n in itertools.count())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        first = next(self.calls) == 0
-        return self.b(torch.tanh(self.a(x)) if first else torch.sigmoid(self.a(x * 2)))
-
-
 def test_a_selective_stage_that_takes_another_path() -> None:
-    model = nn.Sequential(_Turns())
-    with applied(model, ["0"], [Decision("recompute", ops=(2,))]):
+    model = nn.Sequential(_Fickle())
+    model[0].what = "scaled"
+    with applied(model, ["0"], [Decision("recompute", ops=(1,))]):
         loss = call(model, torch.randn(32, 64))
         with pytest.raises(PlanMismatchError, match=r"number 0 was aten\.addmm\.default .* and is aten\.mul\.Tensor"):
             loss.backward()
 
 
-@pytest.mark.parametrize("inside", [False, True])
-def test_selective_under_autocast(inside: bool) -> None:
-    """A recompute casts parameters that forward found in autocast's cache, or inside of it the other way round."""
+def test_selective_under_autocast() -> None:
+    """A recompute casts parameters that forward found in autocast's cache."""
 
     def run(model: nn.Module, x: torch.Tensor) -> Any:
         torch.manual_seed(1)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = call(model, x)
-            if inside:
-                loss.backward()
-        if not inside:
-            loss.backward()
+        loss.backward()
         return gradients(model)
 
     model, x = build("shared")
@@ -1378,47 +866,16 @@ def test_selective_under_autocast(inside: bool) -> None:
     check(copy.deepcopy(model), x, stages, choices, run=run, steps=1)
 
 
-def test_selective_with_two_backwards() -> None:
-    def run(model: nn.Module, x: torch.Tensor) -> Any:
-        torch.manual_seed(1)
-        loss = call(model, x)
-        loss.backward(retain_graph=True)
-        first = gradients(model)
-        loss.backward()
-        return [first, gradients(model)]
-
-    model, x, stages = make("loop")
-    for choice in (Decision("recompute", ops=(0, 2)), moving((0, 1), 5, 5, ops=(0, 2))):
-        twin = copy.deepcopy(model)
-        want = run(copy.deepcopy(model), x)
-        with applied(twin, stages, [choice] * 6):
-            assert_same(run(twin, x), want)
-
-
-def test_steps_leave_nothing_behind() -> None:
+def test_segments_beside_swapped_and_selective_stages() -> None:
     model, x, stages = make("loop")
     choices = [
-        moving((0, 1), 0, 0, ops=(0,)),
-        Decision("recompute", ops=(0, 1)),
-        moving((0,), 2, 5),
+        Decision.moving("swap", (0, 1), 0, 1),
+        moving((0, 1), 1, 2, option="selective-1+swap", ops=(0,)),
+        moving((0,), 2, 4),
         AGAIN,
         AGAIN,
-        AGAIN,
+        Decision("recompute", ops=(0, 1), option="selective-2"),
     ]
-
-    def alive() -> int:
-        gc.collect()
-        return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
-
-    with applied(model, stages, choices, [Segment(2, 5, (Segment(2, 3),))]) as controller:
-        train(model, x, 1)
-        before = alive()
-        for _ in range(3):
-            train(model, x, 1)
-            call(model, x)
-        assert alive() == before
-        assert not controller._stores["host"].used_bytes  # type: ignore[attr-defined]
-    watch = weakref.ref(model)
-    del model, controller
-    gc.collect()
-    assert watch() is None
+    segments = [Segment(2, 4, (Segment(2, 2),))]
+    counters = check(copy.deepcopy(model), x, stages, choices, segments).counters
+    assert counters.swapped_out_bytes == counters.swapped_in_bytes > 0

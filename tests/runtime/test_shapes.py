@@ -8,11 +8,11 @@ import functools
 import gc
 import math
 import random
+import re
 import tracemalloc
 import warnings
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +25,6 @@ from torch.utils import _pytree as pytree
 
 import ckptplan
 from ckptplan.core.errors import InfeasibleBudgetError, InvalidInputError, PlanMismatchError
-from ckptplan.core.option import Action
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.request import Training
@@ -41,7 +40,7 @@ from ckptplan.runtime.swap.record import Whereabouts
 from ckptplan.runtime.swap.session import SwapSession
 from ckptplan.runtime.swap.stores import NULL_STORES
 from ckptplan.tensors.storages import unique_bytes
-from ckptplan.training.inputs import input_tensors, read_inputs, tensors_at
+from ckptplan.training.inputs import input_tensors, read_inputs, stage_inputs, tensors_at
 from ckptplan.training.measure import held_tensors, peak_above_start, run_step
 from ckptplan.training.step import default_loss, make_step
 
@@ -52,8 +51,8 @@ from ckptplan.training.step import default_loss, make_step
 def planned(name: str, what: str) -> Plan:
     chain = measured(name)
     stages = chain.stages
-    if what.startswith("menu"):
-        rng = random.Random(f"{name} {what}")
+    if what == "menu":
+        rng = random.Random(f"{name} menu 0")
         return scheduled(chain, [rng.choice(stage.options) for stage in stages])
     if what == "segment":
         modules = [i for i, stage in enumerate(stages) if stage.find("recompute") is not None]
@@ -68,11 +67,11 @@ def planned(name: str, what: str) -> Plan:
     return plan_of(chain, [what] * len(stages))  # type: ignore[list-item]
 
 
-def results(model: nn.Module, inputs: torch.Tensor) -> list[torch.Tensor]:
+def results(model: nn.Module, inputs: torch.Tensor, *, by_name: bool = False) -> list[torch.Tensor]:
     """Loss, gradients, buffers and the next random number."""
     model.zero_grad(set_to_none=True)
     torch.manual_seed(3)
-    loss = run_step(make_step(model, Training(inputs)))
+    loss = run_step(make_step(model, Training({"tokens": inputs} if by_name else inputs)))
     gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     return [loss, *gradients, *(b.clone() for b in model.buffers()), torch.rand(1)]
 
@@ -91,8 +90,12 @@ def smaller(name: str, inputs: torch.Tensor) -> Iterator[torch.Tensor]:
         yield from (inputs[..., :8, :8], inputs[..., :4, :12])
 
 
-@pytest.mark.parametrize("what", ["swap", "recompute+swap", "segment", "selective", "menu 0"])
-@pytest.mark.parametrize("name", ["transformer", "unet", "conv_norm", "shared"])
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("transformer", "segment"), ("unet", "selective"), ("conv_norm", "menu"), ("shared", "recompute+swap"),
+    ],
+)  # fmt: skip
 def test_smaller_inputs_are_bitwise_right_and_within_the_peak(name: str, what: str) -> None:
     plan = planned(name, what)
     model, inputs = build(name)
@@ -125,35 +128,24 @@ class Steps(nn.Module):
         return torch.stack(outputs)
 
 
-@pytest.mark.parametrize("action", ["swap", "recompute"])
-def test_fewer_calls_keep_the_peak_although_stages_with_release_points_are_left_out(action: Action) -> None:
+def test_fewer_calls_keep_the_peak_although_stages_with_release_points_are_left_out() -> None:
     torch.manual_seed(0)
     model, x = Steps(), torch.randn(8, 64, 64)
-    chain = profile(model, (x,))
+    chain = profile(model, (x,), menus=False)
     plain = copy.deepcopy(model)
-    for plan in ckptplan.frontier(chain, points=6, actions=("keep", action), time_limit_s=2):
-        with apply(model, plan):
-            for count in (8, 7, 6, 5, 2):
+    for plan in ckptplan.frontier(chain, points=3, actions=("keep", "swap"), time_limit_s=1):
+        with apply(model, plan) as handle:
+            for count in (8, 6, 5, 2):
+                output = model(x[:count])
+                left = states_of_swapped(handle)  # when the forward ends: the loss has the room that it had
+                assert left <= {Whereabouts.AWAY}
+                del output
                 step = make_step(model, Training(x[:count]))
                 held = unique_bytes([*held_tensors(model), x[:count]])
                 peak = held + peak_above_start(lambda step=step: run_step(step))  # type: ignore[misc]
                 assert peak <= plan.peak_bytes, count
                 assert same(results(model, x[:count]), results(plain, x[:count]))
                 model.zero_grad(set_to_none=True)
-
-
-def test_what_was_to_leave_has_left_when_the_forward_ends() -> None:
-    """The loss has the room that it had with all calls."""
-    torch.manual_seed(0)
-    model, x = Steps(), torch.randn(8, 64, 64)
-    plan = ckptplan.frontier(profile(model, (x,), menus=False), points=4, actions=("keep", "swap"), time_limit_s=2)[0]
-    with apply(model, plan) as handle:
-        for count in (8, 6):
-            output = model(x[:count])
-            assert states_of_swapped(handle) == {Whereabouts.AWAY}
-            output.sum().backward()
-            model.zero_grad()
-            del output
 
 
 def test_one_sample_takes_another_path_within_the_planned_bytes() -> None:
@@ -185,93 +177,16 @@ class Carried:
     before: list[Carried] = dataclasses.field(default_factory=list)
 
 
-class Carries(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(64, 64)
+def test_larger_tensors_in_objects_are_noticed() -> None:
+    def given(count: int, *before: Carried) -> tuple[Carried]:
+        x = torch.zeros(count, 64)
+        return (Carried(x, {"all": [x]}, list(before)),)
 
-    def forward(self, carried: Carried) -> Carried:
-        y = carried.x + torch.tanh(self.linear(carried.inner["all"][0]))
-        return Carried(y, {"all": [y]}, [carried])
-
-
-@pytest.mark.parametrize("what", ["keep", "recompute"])
-def test_larger_tensors_in_objects_are_noticed(what: Action) -> None:
-    def given(count: int) -> tuple[Carried]:
-        x = torch.randn(count, 64)
-        return (Carried(x, {"all": [x]}),)
-
-    model = nn.Sequential(*(Carries() for _ in range(3)))
-    chain = profile(model, given(32), loss_fn=lambda carried: carried.x.mean(), menus=False)
-    plan = plan_of(chain, [what] * len(chain.stages))
-    with apply(model, plan, strict=True):
-        for count in (32, 7):
-            model(*given(count)).x.mean().backward()
-            model.zero_grad()
-        with pytest.raises(
-            PlanMismatchError, match=r"got \[0\]\[0\]->x .*\[33, 64\]; the plan holds for up to .*\[32, 64\]"
-        ):
-            model(*given(33))
-        first = given(32)[0]
-        more = Carried(first.x, first.inner, [Carried(torch.randn(99, 99), {})])  # nothing was there when planned
-        model(more).x.mean().backward()
-
-
-class Forked(nn.Module):
-    """Saves more, and other storages, for fewer rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(64, 64)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.linear(x)
-        if len(x) < 32:
-            for _ in range(12):
-                y = torch.sin(y)
-        return torch.tanh(y)
-
-
-def test_what_a_path_saves_beyond_the_plan_leaves_with_the_rest() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(Forked() for _ in range(3)))
-    plain = copy.deepcopy(model)
-    x = torch.randn(32, 64)
-    chain = profile(model, x, menus=False)
-    plan = plan_of(chain, ["swap"] * len(chain.stages))
-    text = r"saved 14 storages .* another path than the one profiled"
-    with apply(model, plan, strict=True), pytest.raises(PlanMismatchError, match=text):
-        model(x[:31])
-    with apply(model, plan) as handle:
-        with pytest.warns(RuntimeWarning, match=text) as told:
-            assert same(results(model, x[:31]), results(plain, x[:31]))
-        assert len(told) == 1
-        for n in (32, 31):
-            assert same(results(model, x[:n]), results(plain, x[:n]))
-        assert handle.stats().differences == {"saved": 4}  # two stages move what they save
-
-
-def test_selective_stages_on_another_path_hold_least() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(Forked() for _ in range(3)))
-    plain = nn.Sequential(*(Forked() for _ in range(3)))
-    plain.load_state_dict(model.state_dict())
-    x = torch.randn(32, 64)
-    chain = profile(model, x, menus=False)
-    plan = plan_of(chain, ["recompute"] * len(chain.stages))
-    # The output of operation 1, the tanh, is to be saved; with fewer rows that number is a sine's.
-    choices = [dataclasses.replace(c, ops=(1,)) if c.action == "recompute" else c for c in plan.choices]
-    saved = [(8192, 8192) if choice.ops else () for choice in choices]
-    with apply(model, dataclasses.replace(plan, choices=tuple(choices), saved_bytes=tuple(saved))) as handle:
-        assert same(results(model, x), results(plain, x))
-        assert handle._applied.controller.counters.other_paths == 0
-        with pytest.warns(RuntimeWarning, match="stage '2' saves .*another path"):
-            assert same(results(model, x[:31]), results(plain, x[:31]))
-        assert handle._applied.controller.counters.other_paths == 0  # a sine of fewer rows holds no more
-    short = [(4096, 4096) if choice.ops else () for choice in choices]
-    with apply(model, dataclasses.replace(plan, choices=tuple(choices), saved_bytes=tuple(short))) as handle:
-        assert same(results(model, x[:31]), results(plain, x[:31]))
-        assert handle._applied.controller.counters.other_paths == 3
+    limits = InputLimits(stage_inputs(given(32), {}))
+    for fits in (given(32), given(7), given(32, *given(99))):  # nothing was there before when it was planned
+        assert limits.beyond("s", fits, {}) is None
+    text = r"got \[0\]\[0\]->x .*\[33, 64\]; the plan holds for up to .*\[32, 64\]"
+    assert re.search(text, str(limits.beyond("s", given(33), {})))
 
 
 def session(planned: list[int]) -> SwapSession:
@@ -491,72 +406,34 @@ def test_larger_inputs_are_planned_for(profiles: list[str]) -> None:
         held = unique_bytes([*held_tensors(model), text(4, 25)])
         step = make_step(model, Training(text(4, 25)))
         assert held + peak_above_start(lambda: run_step(step)) <= plan.budget_bytes
-        for shape in [(4, 16), (3, 25), (1, 1), (4, 25)]:
+        for shape in [(4, 16), (3, 25), (1, 1)]:
             assert same(results(model, text(*shape)), results(plain, text(*shape)))
+        assert same(results(model, text(4, 25), by_name=True), results(plain, text(4, 25)))
         assert len(handle.replans) == 1
         assert handle.stats().forwards == 7
     assert "forward" not in model.__dict__
 
 
-def test_the_same_call_in_another_form_is_no_larger(profiles: list[str]) -> None:
-    model = made()
-    with warnings.catch_warnings(), applied(model, text_plan(4, 16, 0.7)):
-        warnings.simplefilter("error")
-        model(tokens=text(4, 16))
-    assert profiles == []
+def accumulating(model: nn.Module) -> None:
+    for x in (text(4, 16), text(4, 20), text(2, 16)):
+        default_loss(model(x)).backward()
 
 
-def test_accumulated_gradients_and_random_states_survive(profiles: list[str]) -> None:
-    def accumulate(model: nn.Module) -> list[torch.Tensor]:
+def with_a_graph_from_before(model: nn.Module) -> None:
+    first = default_loss(model(text(4, 16)))
+    (first + default_loss(model(text(4, 20)))).backward()
+
+
+@pytest.mark.parametrize("run", [accumulating, with_a_graph_from_before])
+def test_gradients_graphs_and_random_states_survive(run: Callable[[nn.Module], None], profiles: list[str]) -> None:
+    def found(model: nn.Module) -> list[torch.Tensor]:
         torch.manual_seed(5)
-        for x in (text(4, 16), text(4, 20), text(2, 16)):
-            default_loss(model(x)).backward()
+        run(model)
         return [*(p.grad for p in model.parameters() if p.grad is not None), torch.rand(3)]
 
     model = made()
     with applied(model, text_plan(4, 16, 0.7)), pytest.warns(RuntimeWarning, match="goes beyond"):
-        assert same(accumulate(model), accumulate(made()))
-    assert profiles == ["[4, 20]"]
-
-
-def test_a_graph_from_before_a_new_plan_runs_backward(profiles: list[str]) -> None:
-    model, plain = made(), made()
-
-    def both(model: nn.Module) -> list[torch.Tensor]:
-        torch.manual_seed(5)
-        first = default_loss(model(text(4, 16)))
-        second = default_loss(model(text(4, 20)))
-        (first + second).backward()
-        return [p.grad for p in model.parameters() if p.grad is not None]
-
-    with applied(model, text_plan(4, 16, 0.7)), pytest.warns(RuntimeWarning, match="goes beyond"):
-        assert same(both(model), both(plain))
-
-
-SEEN = SimpleNamespace(dtype=None)
-"""Global, and no container, so that profiling doesn't put it back as it was."""
-
-
-def test_loss_and_autocast_are_those_of_the_step(profiles: list[str]) -> None:
-    SEEN.dtype = None
-
-    def loss(output: torch.Tensor) -> torch.Tensor:
-        SEEN.dtype = output.dtype
-        return output.float().square().mean()
-
-    def step(model: nn.Module) -> list[torch.Tensor]:
-        torch.manual_seed(5)
-        with torch.autocast("cpu", torch.bfloat16):
-            output = model(text(4, 20))
-        assert torch.clear_autocast_cache() is None
-        output.float().square().mean().backward()
-        return [p.grad for p in model.parameters() if p.grad is not None]
-
-    model = made()
-    with applied(model, text_plan(4, 16, 0.7), loss_fn=loss), pytest.warns(RuntimeWarning, match="goes beyond"):
-        assert same(step(model), step(made()))
-    assert SEEN.dtype
-    # The last layer of `body` gives bfloat16 under autocast, to which float32 positions are added.
+        assert same(found(model), found(made()))
     assert profiles == ["[4, 20]"]
 
 
@@ -596,14 +473,6 @@ def test_without_a_plan_within_the_budget_the_former_one_goes_on(profiles: list[
         assert handle.plan is plan
         assert handle.replans == ()
         assert same(results(model, text(4, 16)), results(plain, text(4, 16)))
-    profiles.clear()
-    with applied(model, plan) as handle, warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        for shape in [(64, 64), (65, 64), (64, 64), (4, 16)]:
-            assert same(results(model, text(*shape)), results(plain, text(*shape)))
-        assert len(profiles) == tried
-        assert (handle.plan, handle.replans) == (plan, ())
-    assert len([w for w in told if "former plan stays applied" in str(w.message)]) == 1
 
 
 def test_growing_lengths_are_planned_for_a_logarithm_of_times(profiles: list[str]) -> None:
@@ -615,8 +484,8 @@ def test_growing_lengths_are_planned_for_a_logarithm_of_times(profiles: list[str
     with warnings.catch_warnings(), ckptplan.apply(model, plan, on_larger="replan") as handle:
         warnings.simplefilter("ignore", RuntimeWarning)
         longest = 0
-        for i in range(200):
-            length = max(1, int(8 + i / 200 * 56) - rng.randrange(4))
+        for i in range(40):
+            length = max(1, int(8 + i / 40 * 56) - rng.randrange(4))
             longest = max(longest, length)
             default_loss(model(text(2, length))).backward()
         most = math.ceil(math.log(longest / 8, 1.25))
@@ -624,23 +493,14 @@ def test_growing_lengths_are_planned_for_a_logarithm_of_times(profiles: list[str
         assert len(profiles) == len(handle.replans)
 
 
-def test_shapes_in_turn_are_met_by_one_plan_or_by_two_that_are_kept(profiles: list[str]) -> None:
-    model = made()
-    with warnings.catch_warnings(), applied(model, text_plan(4, 16, 1.0)) as handle:
-        warnings.simplefilter("ignore", RuntimeWarning)
-        for _ in range(3):
-            for shape in [(1, 30), (4, 16)]:
-                model.zero_grad()
-                default_loss(model(text(*shape))).backward()
-        assert (len(handle.replans), handle.returns, profiles) == (1, 0, ["[4, 30]"])
-    profiles.clear()
+def test_shapes_in_turn_are_met_by_two_plans_that_are_kept(profiles: list[str]) -> None:
     model, plain = made(), made()
     with warnings.catch_warnings(), applied(model, text_plan(16, 4, 0.6)) as handle:
         warnings.simplefilter("ignore", RuntimeWarning)
-        for _ in range(3):
+        for _ in range(2):
             for shape in [(2, 32), (16, 4)]:  # 16 x 32 is beyond the budget
                 assert same(results(model, text(*shape)), results(plain, text(*shape)))
-        assert (len(handle.replans), handle.returns) == (1, 5)
+        assert (len(handle.replans), handle.returns) == (1, 3)
         assert profiles == ["[16, 32]", "[2, 32]"]
 
 
@@ -652,20 +512,3 @@ def test_what_can_not_be_planned_anew_is_refused_at_once() -> None:
     with pytest.raises(InvalidInputError, match="plan was made for a step="):
         applied(model, plan)
     assert "forward" not in model.__dict__
-
-
-def test_a_storage_at_a_freed_ones_address_is_another_one() -> None:
-    session = SwapSession(NULL_STORES, torch.device("cpu"), lambda storage: False, Counters())
-    packing = session.packing()
-    x = torch.randn(2048)
-    away = packing.pack(x)
-    session.leave(0, packing.saved, one_transfer((0,)))
-    session.release(0)
-    del x
-    assert away.record is not None
-    assert away.record.is_gone
-    y = torch.randn(2048)
-    stays = packing.pack(y)
-    session._records[y.untyped_storage()._cdata, y._version] = session._records.popitem()[1]
-    session.leave(1, packing.saved, ())
-    assert stays.value is y

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +20,7 @@ from ckptplan.core.profile import Profile
 from ckptplan.core.segment import Segment
 from ckptplan.profiling.profiler import profile
 from ckptplan.runtime.observe import meter as meters
-from ckptplan.runtime.observe.meter import BACKWARD, FORWARD, KINDS, RECOMPUTE, STALL, Meter
+from ckptplan.runtime.observe.meter import BACKWARD, KINDS, RECOMPUTE, STALL, Meter
 from ckptplan.runtime.observe.stats import Peaks, Stats, stage_stats
 from ckptplan.runtime.swap import stores
 from ckptplan.tensors import accelerator
@@ -204,7 +203,7 @@ def test_copies_are_counted_with_their_own_seconds(made: Made, monkeypatch: pyte
     real = stores.disk._write
     monkeypatch.setattr(stores.disk, "_write", lambda *a: (time.sleep(0.01), real(*a)))
     with ckptplan.apply(made.model, made.plan("swap", "swap", "keep", "keep")) as handle:
-        for _ in range(4):
+        for _ in range(2):
             made.step()
         stats = handle.stats()
         copies = sum(len(choice.moves) for choice in handle.plan.choices)
@@ -231,26 +230,6 @@ def test_what_is_no_step_is_not_timed(made: Made) -> None:
     assert stats.step_s == pytest.approx(0.39, abs=1e-12)
 
 
-def test_memory_of_steps_is_bounded() -> None:
-    clock = itertools.count()
-    meter = Meter(CPU, clock=lambda: float(next(clock)))
-    for _ in range(200):
-        meter.begin()
-        for account in (FORWARD, KINDS + FORWARD, KINDS + BACKWARD, BACKWARD):
-            meter.mark(account)
-        meter.backward_ended()
-    steps = meter.steps()
-    assert 8 <= len(steps) <= 17
-    while meter.begin() is None:
-        meter.backward_ended()
-    for k in range(meters._MOST_MARKS + 10):
-        meter.mark(k % 2 * KINDS)
-    meter.backward_ended()
-    assert meter.last is not None
-    assert len(meter.last.marks) == meters._MOST_MARKS
-    assert meter.steps() == steps[-16:]  # what has marks left out is no step
-
-
 class Parts(nn.Module):
     """Three outputs, each of stages of its own behind the first one."""
 
@@ -264,8 +243,7 @@ class Parts(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:the peak may exceed the budget. the graph of stage")
-@pytest.mark.parametrize("action", ["keep", "recompute", "swap"])
-@pytest.mark.parametrize(("which", "also"), [(-1, None), (2, None), (1, None), (2, 1), (2, 0)])
+@pytest.mark.parametrize(("which", "also", "action"), [(-1, None, "keep"), (2, 1, "recompute"), (1, None, "swap")])
 def test_a_backward_by_few_stages_is_noticed_also_when_not_all_are_watched(
     which: int, also: int | None, action: str
 ) -> None:
@@ -327,22 +305,6 @@ def test_only_some_steps_are_measured(device: str, monkeypatch: pytest.MonkeyPat
     assert 170 <= len(later) <= 230
     for passes in range(2, 17):  # that make one step: each has its turn
         assert {k % passes for k in later} == set(range(passes))
-
-
-def test_no_other_thread_s_wait_is_a_stall(made: Made) -> None:
-    """A graph freed with copies under way waits for them, but in nobody's name."""
-    with ckptplan.apply(made.model, made.plan("swap", "swap", "swap", "swap")) as handle:
-        made.step()
-        meter = handle._applied.controller.counters.meter
-        output = made.model(made.inputs)
-        session = handle._applied.controller._session
-        assert session is not None
-        for i in made.modules:
-            session.prefetch(i)
-        assert meter._step is not None
-        before = len(meter._step.marks)
-        del output
-        assert len(meter._step.marks) == before
 
 
 def test_pools_and_peaks_are_laid_beside_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import functools
 import gc
 import itertools
 import os
@@ -22,16 +21,17 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from small_models import build
-from test_runtime import assert_same, clean_step, plain_step, planned
-from torch.multiprocessing.reductions import StorageWeakRef
+from small_models import assert_same, build
+from test_runtime import clean_step, plain_step, planned
 
 from ckptplan import apply
 from ckptplan.core.errors import InvalidInputError, SwapError
 from ckptplan.profiling.times import links
 from ckptplan.runtime.observe.counters import Counters
 from ckptplan.runtime.swap.record import Record, Whereabouts, finish_leaving, start_leaving, start_returning
-from ckptplan.runtime.swap.stores import DiskStore, Ticket, disk
+from ckptplan.runtime.swap.stores import DiskStore, disk
+
+pytestmark = pytest.mark.usefixtures("no_leak")
 
 CHUNKS = [None, 1000]  # straight from memory; through staging, as for a device
 
@@ -48,10 +48,6 @@ def round_trip(store: Any, value: float = 3.0) -> bool:
     store.finish_in(ticket)
     store.free(ticket)
     return torch.equal(source, target)
-
-
-def swap_threads() -> list[str]:
-    return [t.name for t in threading.enumerate() if t.name.startswith("ckptplan")]
 
 
 def raises(number: int) -> Any:
@@ -84,32 +80,9 @@ def test_the_file_grows_to_its_limit_and_no_further(tmp_path: Path, chunk_bytes:
     store.close()
     with pytest.raises(InvalidInputError, match="disk_gb"):
         store_in(tmp_path, chunk_bytes, capacity_bytes=8192, limit_bytes=8191)
-    assert swap_threads() == []
 
 
-def test_disk_limit_of_an_applied_plan() -> None:
-    model, inputs = build("mlp")
-    plan = planned("mlp", "swap")
-    with pytest.raises(InvalidInputError, match="disk_gb"):
-        apply(model, plan, disk_gb=plan.host_bytes / 2 / 2**30)
-    enough = (plan.host_bytes + 4096 * sum(len(c.moves) for c in plan.choices)) / 2**30
-    for strict in (False, True):
-        with apply(model, plan, disk_gb=enough, strict=strict) as handle:
-            assert_same(clean_step(model, inputs), plain_step("mlp"))
-            assert not handle.stats().differences
-            kept = model(inputs).sum()  # a second graph alive would need a larger file
-            if strict:
-                with pytest.raises(SwapError, match="raise disk_gb="):
-                    clean_step(model, inputs)
-            else:
-                with pytest.warns(RuntimeWarning, match="stay on the device, since the swap space is full.*disk_gb="):
-                    assert_same(clean_step(model, inputs), plain_step("mlp"))
-                assert handle.stats().differences["full"] > 0
-            del kept
-            assert_same(clean_step(model, inputs), plain_step("mlp"))
-
-
-def test_a_larger_batch_than_the_swap_space_holds() -> None:
+def test_more_than_the_swap_space_holds() -> None:
     """With every copy checked: what stays on the device is right, and leaves again in a later step."""
     model, inputs = build("mlp")
     plan = planned("mlp", "swap")
@@ -121,13 +94,16 @@ def test_a_larger_batch_than_the_swap_space_holds() -> None:
         return [p.grad for p in model.parameters()]
 
     wanted = step()
-    enough = plan.host_bytes + 4096 * sum(len(c.moves) for c in plan.choices)
-    with apply(model, plan, disk_gb=enough / 2**30, check="always") as handle:
+    with pytest.raises(InvalidInputError, match="disk_gb"):
+        apply(model, plan, disk_gb=plan.host_bytes / 2 / 2**30)
+    enough = (plan.host_bytes + 4096 * sum(len(c.moves) for c in plan.choices)) / 2**30
+    with apply(model, plan, disk_gb=enough, check="always") as handle:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             found = step()
-        assert sum("stay on the device" in str(each.message) for each in said) == 1
+        assert sum("stay on the device, since the swap space is full" in str(each.message) for each in said) == 1
         assert all(map(torch.equal, found, wanted))
+        assert handle.stats().differences["full"] > 0
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             found = step()  # said once
@@ -135,6 +111,12 @@ def test_a_larger_batch_than_the_swap_space_holds() -> None:
         moved = handle.stats().swapped_out_bytes
         assert_same(clean_step(model, inputs), plain_step("mlp"))
         assert handle.stats().swapped_out_bytes - moved == plan.host_bytes
+    with apply(model, plan, disk_gb=enough, strict=True):
+        kept = model(inputs).sum()  # a second graph alive would need a larger file
+        with pytest.raises(SwapError, match="raise disk_gb="):
+            clean_step(model, inputs)
+        del kept
+        assert_same(clean_step(model, inputs), plain_step("mlp"))
 
 
 def test_no_disk_tier_on_the_cpu() -> None:
@@ -145,59 +127,26 @@ def test_no_disk_tier_on_the_cpu() -> None:
     choices = tuple(dataclasses.replace(c, tier="disk") if c.moves else c for c in plan.choices)
     with pytest.raises(InvalidInputError, match="where the host tier is the swap file itself"):
         apply(model, dataclasses.replace(plan, choices=choices))
-    assert swap_threads() == []
 
 
-@pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.EINVAL])
-def test_file_systems_that_cannot_reserve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    monkeypatch.setattr(os, "posix_fallocate", raises(number))
-    with pytest.raises(InvalidInputError, match=rf"no room for 8.00 KiB.*{os.strerror(number)}"):
-        store_in(tmp_path, capacity_bytes=8192)
-    assert swap_threads() == []
-
-
-@pytest.mark.parametrize("chunk_bytes", CHUNKS)
-def test_short_writes_go_on_where_they_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int | None
+@pytest.mark.parametrize(
+    ("chunk_bytes", "call", "number"),
+    [(None, "pwrite", errno.ENOSPC), (None, "preadv", errno.EIO), (1000, "pwrite", errno.EIO), (1000, "preadv", 0)],
+)
+def test_a_disk_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int | None, call: str, number: int
 ) -> None:
+    """An error, also where less is written or read than asked for in the end; short ones go on where they stopped."""
     real, back = os.pwrite, os.preadv
     monkeypatch.setattr(os, "pwrite", lambda fd, view, at: real(fd, view[:700], at))
     monkeypatch.setattr(os, "preadv", lambda fd, views, at: back(fd, [views[0][:900]], at))
     store = store_in(tmp_path, chunk_bytes)
-    assert round_trip(store)
-    monkeypatch.setattr(os, "pwrite", lambda fd, view, at: 0)
-    with pytest.raises(SwapError, match=r"takes no more after 0 of"):
-        round_trip(store)
-    store.close()
-
-
-@pytest.mark.parametrize("chunk_bytes", CHUNKS)
-@pytest.mark.parametrize("call", ["pwrite", "preadv"])
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.ESTALE])
-def test_a_disk_that_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int | None, call: str, number: int
-) -> None:
-    store = store_in(tmp_path, chunk_bytes)
     with monkeypatch.context() as patch:
-        patch.setattr(os, call, raises(number))
-        remedy = "swap_dir=" if number == errno.ENOSPC else "discard this step"
-        with pytest.raises(SwapError, match=f"{os.strerror(number)}.*{remedy}"):
+        patch.setattr(os, call, raises(number) if number else lambda fd, view, at: 0)
+        said = f"{os.strerror(number)}.*{'swap_dir=' if number == errno.ENOSPC else 'discard this step'}"
+        with pytest.raises(SwapError, match=said if number else "early"):
             round_trip(store)
     assert round_trip(store), "the next step is right"
-    store.close()
-
-
-@pytest.mark.parametrize("chunk_bytes", CHUNKS)
-def test_a_file_that_was_cut(tmp_path: Path, chunk_bytes: int | None) -> None:
-    store = store_in(tmp_path, chunk_bytes)
-    ticket = store.start_out(torch.randn(2500))
-    store.finish_out(ticket)
-    os.ftruncate(store._file.fileno(), 1100)
-    store.start_in(ticket, torch.empty(2500))
-    with pytest.raises(SwapError, match="early"):
-        store.finish_in(ticket)
-    store.free(ticket)
-    assert round_trip(store)
     store.close()
 
 
@@ -220,24 +169,6 @@ def test_damage_in_the_file_is_found(tmp_path: Path, chunk_bytes: int | None) ->
     store.free(other)
     assert round_trip(store)
     store.close()
-    assert swap_threads() == []
-
-
-def test_checksums_of_an_applied_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, inputs = build("transformer")
-    real = disk._read
-
-    def spoilt(fd: int, view: memoryview, offset: int) -> None:
-        real(fd, view, offset)
-        view[len(view) // 2] ^= 1
-
-    with apply(model, planned("transformer", "swap"), checksums=True):
-        assert_same(clean_step(model, inputs), plain_step("transformer"))
-        with monkeypatch.context() as patch:
-            patch.setattr(disk, "_read", spoilt)
-            with pytest.raises(SwapError, match="damaged"):
-                clean_step(model, inputs)
-        assert_same(clean_step(model, inputs), plain_step("transformer"))
 
 
 @pytest.mark.parametrize("chunk_bytes", CHUNKS)
@@ -262,29 +193,28 @@ def test_synchronous_mode_leaves_no_copy_under_way(
     store.close()
 
 
-def test_synchronous_steps_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, inputs = build("transformer")
-    pending = []
-    start = DiskStore.start_in
+def test_checksums_and_synchronous_copies_of_an_applied_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = build("mlp")
+    real = disk._read
 
-    def noted(self: DiskStore, ticket: Ticket, *targets: torch.Tensor, **options: Any) -> Any:
-        pending.append(not ticket.out_done.event.is_set())
-        return start(self, ticket, *targets, **options)
+    def spoilt(fd: int, view: memoryview, offset: int) -> None:
+        real(fd, view, offset)
+        view[len(view) // 2] ^= 1
 
-    monkeypatch.setattr(DiskStore, "start_in", noted)
-    with apply(model, planned("transformer", "swap"), synchronous=True) as handle:
-        assert_same(clean_step(model, inputs), plain_step("transformer"))
-        assert handle.stats().swapped_in_bytes > 0
-    assert pending
-    assert not any(pending)
+    with apply(model, planned("mlp", "swap"), checksums=True, synchronous=True, check="off"):
+        assert_same(clean_step(model, inputs), plain_step("mlp"))
+        with monkeypatch.context() as patch:
+            patch.setattr(disk, "_read", spoilt)
+            with pytest.raises(SwapError, match="damaged"):
+                clean_step(model, inputs)
+        assert_same(clean_step(model, inputs), plain_step("mlp"))
 
 
 # Threads that die, interrupts
 
 
 @pytest.mark.timeout(300)  # far more than it takes: a hang is what fails
-@pytest.mark.parametrize("chunk_bytes", CHUNKS)
-@pytest.mark.parametrize("lane", ["_out", "_in"])
+@pytest.mark.parametrize(("lane", "chunk_bytes"), [("_out", None), ("_in", 1000)])
 def test_a_thread_that_dies_leaves_nobody_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lane: str, chunk_bytes: int | None
 ) -> None:
@@ -318,30 +248,6 @@ def test_a_thread_that_dies_leaves_nobody_waiting(
         store.free(ticket)
     assert round_trip(store), "another thread takes its place"
     store.close()
-    assert swap_threads() == []
-
-
-@pytest.mark.timeout(300)  # far more than it takes: a hang is what fails
-def test_a_step_after_a_thread_died(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, inputs = build("mlp")
-    with apply(model, planned("mlp", "swap")) as handle:
-        store: Any = handle._applied.stores["host"]
-        with monkeypatch.context() as patch:
-            start, started = DiskStore.start_out, []
-
-            def kill_then_start(self: DiskStore, *sources: torch.Tensor, **options: Any) -> Ticket:
-                if not started:
-                    self._out.submit(functools.partial(time.sleep, 0.1))
-                    self._out.jobs.put(None)  # the thread ends behind its nap; the group is queued behind that
-                started.append(len(sources))
-                return start(self, *sources, **options)
-
-            patch.setattr(DiskStore, "start_out", kill_then_start)
-            with pytest.raises(SwapError, match="has died"):
-                clean_step(model, inputs)
-        assert_same(clean_step(model, inputs), plain_step("mlp"))
-        assert not store.used_bytes
-    assert swap_threads() == []
 
 
 @pytest.mark.usefixtures("python_handles_interrupts")
@@ -373,41 +279,6 @@ def test_an_interrupt_while_waiting(name: str, monkeypatch: pytest.MonkeyPatch) 
             thread.join()
         assert_same(clean_step(model, inputs), plain_step("mlp"))
         assert not store.used_bytes, "nothing is left of the step that was interrupted"
-    assert swap_threads() == []
-
-
-@pytest.mark.parametrize("chunk_bytes", CHUNKS)
-def test_a_return_waits_for_its_own_copy_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int | None
-) -> None:
-    real = disk._write
-    monkeypatch.setattr(disk, "_write", lambda *a: (time.sleep(0.05), real(*a)))
-    store = store_in(tmp_path, chunk_bytes)
-    source, target = torch.randn(2500), torch.empty(2500)
-    ticket = store.start_out(source)
-    store.start_in(ticket, target)
-    store.finish_in(ticket)
-    assert torch.equal(source, target)
-    store.free(ticket)
-    store.close()
-
-
-@pytest.mark.parametrize("chunk_bytes", CHUNKS)
-@pytest.mark.parametrize("name", ["_write", "_read"])
-def test_free_waits_so_that_this_thread_frees_the_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, chunk_bytes: int | None
-) -> None:
-    real = getattr(disk, name)
-    monkeypatch.setattr(disk, name, lambda *a: (time.sleep(0.05), real(*a)))
-    store = store_in(tmp_path, chunk_bytes)
-    source, target = torch.randn(2500), torch.empty(2500)
-    watches = [StorageWeakRef(t.untyped_storage()) for t in (source, target)]
-    ticket = store.start_out(source)
-    store.start_in(ticket, target)
-    del source, target
-    store.free(ticket)
-    assert [watch.expired() for watch in watches] == [True, True]
-    store.close()
 
 
 # Processes
@@ -433,8 +304,7 @@ BUSY = """
     for ticket in kept:
         store.finish_out(ticket)
     print("ready", flush=True)
-    sys.stdin.readline() if sys.argv[3] == "wait" else None
-    for number in range(200):
+    for number in range(100):
         for ticket in kept:
             target = torch.empty(20000)
             store.start_in(ticket, target)
@@ -446,13 +316,16 @@ BUSY = """
 """
 
 
-def test_nothing_is_left_of_a_process_that_was_killed(tmp_path: Path) -> None:
-    child = python(BUSY, str(tmp_path), "1", "go")
-    assert child.stdout is not None
-    assert child.stdout.readline() == "ready\n"
-    child.kill()
-    child.communicate()
-    assert child.returncode == -signal.SIGKILL
+def test_processes_in_one_directory_and_one_that_is_killed(tmp_path: Path) -> None:
+    child, killed = (python(BUSY, str(tmp_path), str(number)) for number in range(2))
+    assert killed.stdout is not None
+    assert killed.stdout.readline() == "ready\n"
+    killed.kill()
+    killed.communicate()
+    assert killed.returncode == -signal.SIGKILL
+    out, errors = child.communicate(timeout=600)
+    assert child.returncode == 0, errors[-2000:]
+    assert out == "ready\nright\n"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -471,23 +344,14 @@ def test_file_systems_without_unnamed_files(tmp_path: Path, monkeypatch: pytest.
     store.close()
 
 
-def test_several_processes_in_one_directory(tmp_path: Path) -> None:
-    children = [python(BUSY, str(tmp_path), str(number), "go") for number in range(2)]
-    for child in children:
-        out, errors = child.communicate(timeout=600)
-        assert child.returncode == 0, errors[-2000:]
-        assert out == "ready\nright\n"
-    assert list(tmp_path.iterdir()) == []
-
-
 FORK = """
-    import gc, os, signal, sys, threading, warnings, weakref
+    import gc, os, signal, threading, warnings, weakref
     warnings.simplefilter("ignore")
     import torch
-    from small_models import build
+    from small_models import assert_same, build
     from ckptplan import apply
     from ckptplan.core.errors import SwapError
-    from test_runtime import assert_same, clean_step, plain_step, planned
+    from test_runtime import clean_step, plain_step, planned
 
     model, inputs = build("mlp")
     handle = apply(model, planned("mlp", "swap"))
@@ -516,8 +380,7 @@ FORK = """
             os._exit(4)
         del loss
         gc.collect()
-        if sys.argv[1] == "remove":
-            handle.remove()
+        handle.remove()
         # What runs at exit. Not the exit itself: libraries' own hang in a fork once a profile was recorded.
         weakref.finalize._exitfunc()
         os._exit(0)
@@ -534,26 +397,11 @@ FORK = """
 """
 
 
-@pytest.mark.parametrize("way", ["exit", "remove"])
-def test_a_forked_process_leaves_its_parents_copies_alone(way: str) -> None:
-    child = python(FORK, way)
+def test_a_forked_process_leaves_its_parents_copies_alone() -> None:
+    child = python(FORK)
     out, errors = child.communicate(timeout=600)
     assert child.returncode == 0, errors[-2000:]
     assert out == "right\n"
-
-
-def test_workers_of_a_data_loader_come_and_go() -> None:
-    model, inputs = build("mlp")
-    with apply(model, planned("mlp", "swap")), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Python's own warning about forks of processes with threads
-        loss = model(inputs).sum()
-        loader = torch.utils.data.DataLoader(list(range(8)), num_workers=2, multiprocessing_context="fork")
-        assert sum(int(batch) for batch in loader) == 28
-        loss.backward()
-        model.zero_grad()
-        del loss
-        assert_same(clean_step(model, inputs), plain_step("mlp"))
-    assert swap_threads() == []
 
 
 # Bandwidth
@@ -588,7 +436,6 @@ def test_a_link_through_staging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert "at once run at" in (links.sharing_note("disk", alone, together) or "")
     assert links.sharing_note("disk", alone, alone) is None
     assert made[0].peak_bytes == 8 * 61_440
-    assert swap_threads() == []
 
 
 # Any order, any delay, any failure
@@ -614,7 +461,7 @@ class Disturbed:
         return copy
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     program=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 50)), max_size=60),
     rng=st.randoms(use_true_random=False),
@@ -677,7 +524,6 @@ def test_any_program_of_records(
         record = None  # type: ignore[assignment]
         assert not store.used_bytes
         store.close()
-    assert swap_threads() == []
 
 
 def test_a_file_stays_open_for_copies_that_are_queued(tmp_path: Path) -> None:

@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_plans import one_transfer
 
-from ckptplan.core.errors import InvalidInputError, SwapError
+from ckptplan.core.errors import SwapError
 from ckptplan.runtime.observe.counters import Counters
 from ckptplan.runtime.swap.record import Record, Whereabouts, finish_leaving, start_leaving, start_returning
 from ckptplan.runtime.swap.session import SwapSession
-from ckptplan.runtime.swap.stores import DiskStore, Ticket, disk
+from ckptplan.runtime.swap.stores import DiskStore, disk
 from ckptplan.runtime.swap.stores.arena import Arena, Extent
 from ckptplan.training.measure import recorded_blocks
 
@@ -46,6 +46,7 @@ def store(tmp_path: Path) -> Any:
     made.close()
 
 
+@settings(max_examples=25)
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 5 * 4096)), max_size=60), st.randoms(use_true_random=False))
 def test_extents_never_overlap_and_are_free_when_nobody_holds_them(
     steps: list[tuple[bool, int]], rng: random.Random
@@ -85,7 +86,7 @@ def test_every_step_puts_its_groups_at_the_same_offsets_whatever_leaves_beside()
 
     arena = Arena(1)
     arena.blocks = [(12, None)]
-    shapes = [(6, 2, 2), (6, 4, 2), (3, 4, 5), (12,), (1, 1, 10), (5, 5, 2)]
+    shapes = [(6, 4, 2), (3, 4, 5), (12,), (1, 1, 10)]
     for order in itertools.permutations(shapes):
         for sizes in (*order, *order):
             held = [arena.take(nbytes, full) for nbytes in sizes]
@@ -139,9 +140,7 @@ def test_extents_survive_an_interrupt_anywhere() -> None:
     assert number > 10
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64, torch.uint8]
-)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex64])
 def test_round_trip_in_another_order(store: DiskStore, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     tensors = [(torch.randn(n) * 3).to(dtype) for n in (1, 1000, 4096, 5000, 100_000)]
@@ -152,24 +151,6 @@ def test_round_trip_in_another_order(store: DiskStore, dtype: torch.dtype) -> No
         store.finish_in(tickets[i])
         assert torch.equal(target, tensors[i])
     for ticket in tickets:
-        store.free(ticket)
-
-
-def test_many_blocks_at_once(store: DiskStore) -> None:
-    rng = random.Random(1)
-    alive: list[tuple[Ticket, torch.Tensor]] = []
-    for step in range(300):
-        if not alive or rng.random() < 0.55:
-            tensor = torch.full((rng.randrange(1, 20_000),), float(step))
-            alive.append((store.start_out(tensor.clone()), tensor))
-        else:
-            ticket, tensor = alive.pop(rng.randrange(len(alive)))
-            target = torch.empty_like(tensor)
-            store.start_in(ticket, target)
-            store.finish_in(ticket)
-            assert torch.equal(target, tensor)
-            store.free(ticket)
-    for ticket, _ in alive:
         store.free(ticket)
 
 
@@ -207,31 +188,6 @@ def test_a_dropped_store_ends_its_threads(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_reserves_its_capacity_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes: list[int] = []
-    real = os.posix_fallocate
-    monkeypatch.setattr(os, "posix_fallocate", lambda fd, at, n: (sizes.append(n), real(fd, at, n)))
-    store = DiskStore(tmp_path, capacity_bytes=1 << 20)
-    store.free(store.start_out(torch.randn(1000)))
-    assert sizes == [1 << 20]
-    store.close()
-
-
-def test_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    files, before = open_files(), swap_threads()
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "posix_fallocate", full)
-        with pytest.raises(InvalidInputError, match="no room"):
-            DiskStore(tmp_path, capacity_bytes=1 << 20)
-        assert open_files() == files
-        assert swap_threads() == before
-    with pytest.raises(InvalidInputError, match="can't be written"):
-        DiskStore(tmp_path / "absent")
-
-
 def test_room_that_was_reserved_stays_usable_after_an_overflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = DiskStore(tmp_path, capacity_bytes=8192)
 
@@ -250,77 +206,6 @@ def test_room_that_was_reserved_stays_usable_after_an_overflow(tmp_path: Path, m
     assert torch.equal(target, tensor)
     store.free(ticket)
     store.close()
-
-
-def test_a_failed_write_reaches_everyone_who_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    store = DiskStore(tmp_path)
-    with monkeypatch.context() as patch:
-        patch.setattr(disk, "_write", fail)
-        ticket = store.start_out(torch.randn(2048))
-    with pytest.raises(SwapError, match="writing") as caught:
-        store.finish_out(ticket)
-    assert isinstance(caught.value.__cause__, OSError)
-    store.start_in(ticket, torch.empty(2048))
-    for _ in range(2):
-        with pytest.raises(SwapError, match="reading"):
-            store.finish_in(ticket)
-    store.free(ticket)
-    # The worker lives on.
-    tensor, target = torch.randn(2048), torch.empty(2048)
-    ticket = store.start_out(tensor)
-    store.start_in(ticket, target)
-    store.finish_in(ticket)
-    assert torch.equal(target, tensor)
-    store.free(ticket)
-    store.close()
-    assert not store._out.thread.is_alive()
-
-
-def test_a_truncated_file_is_an_error(store: DiskStore) -> None:
-    ticket = store.start_out(torch.randn(2048))
-    store.finish_out(ticket)
-    os.ftruncate(store._file.fileno(), 100)
-    store.start_in(ticket, torch.empty(2048))
-    with pytest.raises(SwapError, match="early"):
-        store.finish_in(ticket)
-    store.free(ticket)
-
-
-@pytest.mark.timeout(300)  # far more than it takes: a hang is what fails
-def test_garbage_collected_in_a_worker_does_not_wait_for_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store, counters = DiskStore(tmp_path), Counters()
-    real = disk._write
-    begin = threading.Event()
-
-    def collect_first(*arguments: Any) -> None:
-        begin.wait()
-        gc.collect()
-        real(*arguments)
-
-    monkeypatch.setattr(disk, "_write", collect_first)
-    gc.disable()
-    try:
-        ticket = store.start_out(torch.randn(2048))
-        record = Record(torch.randn(4096), counters)
-        start_leaving([record], store)  # its copy is queued behind the one that will collect it
-        cycle: list[Any] = [record]
-        cycle.append(cycle)
-        del record, cycle
-        begin.set()
-        assert ticket.out_done.event.wait(5), "the worker waits for its own queue"
-        later = store.start_out(torch.randn(16))  # the queue goes on behind it
-        assert later.out_done.event.wait(5)
-    finally:
-        gc.enable()
-    store.free(ticket)
-    store.free(later)
-    store.close()
-    assert not store._out.thread.is_alive()
 
 
 @pytest.fixture
@@ -362,43 +247,6 @@ def test_record_states(record: Record, store: DiskStore) -> None:
     assert record._counters.swapped_out_bytes == record._counters.swapped_in_bytes == 4 * 4096
 
 
-def moved(record: Record, store: DiskStore, step: str) -> None:
-    """Take one step of NOTE [States of a swapped storage]."""
-    steps = {
-        "start_leaving": lambda: start_leaving([record], store),
-        "finish_leaving": lambda: finish_leaving([record]),
-        "start_returning": lambda: start_returning([record]),
-        "finish_returning": record.finish_returning,
-    }
-    steps[step]()
-
-
-@pytest.mark.parametrize(
-    "path", [(), ("start_leaving",), ("start_leaving", "finish_leaving"), ("start_leaving", "start_returning")]
-)
-def test_any_state_gives_the_bytes(record: Record, store: DiskStore, path: tuple[str, ...]) -> None:
-    for step in path:
-        moved(record, store, step)
-    assert torch.equal(record.whole(), torch.arange(4096.0))
-    assert torch.equal(record.whole().view(torch.int32), torch.arange(4096.0).view(torch.int32))
-    assert record.state is (Whereabouts.LEAVING if path == ("start_leaving",) else Whereabouts.ON_DEVICE)
-
-
-@pytest.mark.parametrize("steps", range(5))
-def test_a_record_gives_its_host_bytes_back_in_any_state(
-    tmp_path: Path, steps: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = disk._write
-    monkeypatch.setattr(disk, "_write", lambda *a: (time.sleep(0.02), real(*a)))
-    store = DiskStore(tmp_path)
-    record = Record(torch.arange(4096.0), Counters())
-    for step in ("start_leaving", "finish_leaving", "start_returning", "finish_returning")[:steps]:
-        moved(record, store, step)
-    store.close()
-    del record
-    assert not store._out.thread.is_alive(), "the last block was freed, so the store is closed"
-
-
 CPU = torch.device("cpu")
 
 
@@ -437,9 +285,9 @@ def test_who_drops_a_record_frees_its_bytes_though_they_are_being_copied(
     assert max(nbytes for _, nbytes, _ in events) == 4 << 14
 
 
-@pytest.mark.parametrize("moves", [(), (0,)])
-@pytest.mark.parametrize("through", ["itself", "detached", "view"])
-@pytest.mark.parametrize("released", [True, False])
+@pytest.mark.parametrize(
+    ("moves", "through", "released"), [((), "itself", False), ((0,), "detached", True), ((0,), "view", False)]
+)
 def test_modified_before_it_left(
     store: DiskStore, monkeypatch: pytest.MonkeyPatch, moves: tuple[int, ...], through: str, released: bool
 ) -> None:
@@ -467,18 +315,6 @@ def test_modified_after_it_left(store: DiskStore) -> None:
         y.mul_(2)
     loss.backward()
     assert torch.equal(x.grad, want)
-
-
-def test_small_tensors_kept_under_hooks_are_checked_too(store: DiskStore) -> None:
-    x = torch.randn(3, requires_grad=True)
-    run = session(store)
-    with run.stage(0, one_transfer(())):
-        y = x.exp()
-    loss = y.sum()
-    with torch.no_grad():
-        y.mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
 
 
 def test_what_a_stage_before_holds_leaves_as_well(store: DiskStore) -> None:

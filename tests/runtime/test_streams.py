@@ -27,18 +27,17 @@ import ckptplan
 from ckptplan.core.errors import InvalidInputError, SwapError
 from ckptplan.runtime.observe.counters import Counters
 from ckptplan.runtime.swap.packing import Held, unpack
-from ckptplan.runtime.swap.record import Record, Whereabouts, finish_leaving, start_leaving, start_returning
+from ckptplan.runtime.swap.record import Record, finish_leaving, start_leaving, start_returning
 from ckptplan.runtime.swap.session import SwapSession
 from ckptplan.runtime.swap.stores import (
     DiskStore,
     PinnedStore,
-    Ticket,
     handing_over,
     keep_pinned_memory,
     pinned,
 )
 
-SEEDS = range(25)
+SEEDS = range(6)
 SIZES = (100, 512, 3000, 5000)
 KINDS = ("pinned", "disk")
 
@@ -75,53 +74,6 @@ def made(gpu: FakeCuda, value: int) -> torch.Tensor:
 
 def record_of(gpu: FakeCuda, value: int) -> Record:
     return Record(made(gpu, value), Counters())
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", SEEDS)
-def test_records_in_random_order(seed: int, kind: str, tmp_path: Path) -> None:
-    """Several graphs alive, each record at another point of its life, memory taken again as soon as it is free."""
-    looks: list[Callable[[], bool]] = []
-    with on_device(seed, kind, tmp_path) as (gpu, store):
-        other = gpu.Stream()
-        values = itertools.cycle(range(1, 200))
-        living: list[tuple[Record, int]] = []
-        record: Record | None
-        junk: list[torch.Tensor] = []
-        for _ in range(80 if kind == "pinned" else 40):
-            action = gpu.rng.randrange(8)
-            if action <= 1 or not living:
-                value = next(values)
-                record = record_of(gpu, value)
-                start_leaving([record], store)
-                living.append((record, value))
-                record = None
-                continue
-            chosen = gpu.rng.randrange(len(living))
-            record, value = living[chosen]
-            if action == 2:
-                finish_leaving([record])
-            elif action == 3:
-                junk.append(made(gpu, 255))  # what lies in freed memory from now on
-                if gpu.rng.random() < 0.5:
-                    junk.clear()
-            elif action == 4:
-                start_returning([record])
-            elif action in (5, 6):
-                looks.append(gpu.look(record.whole(), value))
-                if action == 6:
-                    del living[chosen]
-            else:
-                with gpu.stream(other):  # a graph may be dropped wherever its last variable goes
-                    record = None
-                    del living[chosen]
-            record = None
-        record = None
-        looks += [gpu.look(kept.whole(), value) for kept, value in living]
-        living.clear()
-        junk.clear()
-    assert looks
-    assert all(look() for look in looks)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -191,66 +143,9 @@ def test_records_of_several_streams(seed: int, kind: str, tmp_path: Path) -> Non
     assert all(look() for look in looks)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_memory_given_back_under_a_copy_is_written_only_behind_it(seed: int, tmp_path: Path) -> None:
-    """As where an interrupt keeps anybody from waiting for the copy in."""
-    looks: list[Callable[[], bool]] = []
-    with on_device(seed, "pinned", tmp_path) as (gpu, store):
-        targets = []
-        for value in range(1, 12):
-            source = made(gpu, value)
-            ticket = store.start_out(source)
-            store.finish_out(ticket)
-            target = gpu.empty(source.numel(), torch.uint8)
-            store.start_in(ticket, target)
-            targets.append((ticket.in_done, target, value))
-            store.free(ticket)  # the next copy out takes this memory
-        for in_done, target, value in targets:
-            gpu.current_stream().wait_event(in_done)
-            looks.append(gpu.look(target, value))
-        gpu.synchronize()
-        del targets, target, source
-    assert all(look() for look in looks)
-
-
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", SEEDS)
-def test_copies_in_any_order(seed: int, kind: str, tmp_path: Path) -> None:
-    """The store alone: a return asked for before its copy out was waited for, extents taken again while copies run."""
-    looks: list[Callable[[], bool]] = []
-    with on_device(seed, kind, tmp_path) as (gpu, store):
-        living: list[tuple[Ticket, torch.Tensor, int]] = []
-        for value in range(1, 60 if kind == "pinned" else 30):
-            source = made(gpu, value)
-            ticket = store.start_out(source)
-            if gpu.rng.random() < 0.5:
-                store.finish_out(ticket)
-                gpu.fill(source, 255)
-            living.append((ticket, source, value))
-            while living and gpu.rng.random() < 0.55:
-                ticket, source, want = living.pop(gpu.rng.randrange(len(living)))
-                target = gpu.empty(source.numel(), torch.uint8)
-                gpu.fill(target, 254)
-                store.start_in(ticket, target)
-                store.finish_in(ticket)
-                looks.append(gpu.look(target, want))
-                store.finish_out(ticket)
-                store.free(ticket)
-        for ticket, _, _ in living:
-            store.finish_out(ticket)
-            store.free(ticket)
-        del living, source
-        with contextlib.suppress(NameError):
-            del target
-        assert not store.used_bytes
-    assert looks
-    assert all(look() for look in looks)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", range(6))
-def test_synchronous_mode_leaves_no_copy_under_way(seed: int, kind: str, tmp_path: Path) -> None:
-    with on_device(seed, kind, tmp_path, synchronous=True) as (gpu, store):
+def test_synchronous_mode_leaves_no_copy_under_way(kind: str, tmp_path: Path) -> None:
+    with on_device(1, kind, tmp_path, synchronous=True) as (gpu, store):
         source, target = made(gpu, 7), None
         ticket = store.start_out(source)
         assert not any(s.queue for s in gpu.streams)
@@ -263,20 +158,6 @@ def test_synchronous_mode_leaves_no_copy_under_way(seed: int, kind: str, tmp_pat
         assert bytes(target.tolist()) == fake_cuda.pattern(7, target.numel())
         store.free(ticket)
         del source, target
-
-
-def test_damage_in_pinned_memory_is_found(tmp_path: Path) -> None:
-    with on_device(0, "pinned", tmp_path, checksums=True, synchronous=True) as (gpu, store):
-        record = record_of(gpu, 9)
-        gpu.synchronize()
-        start_leaving([record], store)
-        finish_leaving([record])
-        store._arena.blocks[0][1][7] += 1
-        for _ in range(2):  # whoever asks again is told again
-            with pytest.raises(SwapError, match=r"at byte 0 of the host memory.*damaged"):
-                record.whole()
-        assert record.state is Whereabouts.RETURNING
-        del record
 
 
 def test_pool_is_exact_bounded_and_given_back(tmp_path: Path) -> None:
@@ -307,24 +188,12 @@ def test_pool_is_exact_bounded_and_given_back(tmp_path: Path) -> None:
         del sources
 
 
-def test_more_than_the_limit_is_refused_at_once(tmp_path: Path) -> None:
-    with FakeCuda(0).installed() as gpu:
-        with pytest.raises(InvalidInputError, match="host_gb"):
-            PinnedStore(fake_cuda.DEVICE, capacity_bytes=8192, limit_bytes=8191)
-        assert gpu.registered == {}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_without_page_locking_ordinary_memory_serves(kind: str, tmp_path: Path) -> None:
+def test_without_page_locking_ordinary_memory_serves() -> None:
     gpu = FakeCuda(0)
     gpu.register_code = 2
     with gpu.installed():
-        make: Callable[[], Any] = {
-            "pinned": lambda: PinnedStore(fake_cuda.DEVICE, capacity_bytes=4096),
-            "disk": lambda: DiskStore(tmp_path, device=fake_cuda.DEVICE, chunk_bytes=1024),
-        }[kind]
         with pytest.warns(RuntimeWarning, match=r"page-locking .* failed \(CUDA error 2\).*ulimit") as warned:
-            store = make()
+            store = PinnedStore(fake_cuda.DEVICE, capacity_bytes=4096)
         assert len(warned) == 1
         looks = []
         for value in range(1, 9):  # grows on the way: no further warning, which would be an error here
@@ -353,7 +222,7 @@ def test_a_failed_copy_leaves_nothing_running(direction: str, tmp_path: Path, mo
             raise OSError(5, "on purpose")
         real(*arguments)
 
-    for seed in range(10):
+    for seed in range(3):
         calls = 0
         with on_device(seed, "disk", tmp_path) as (gpu, store):
             record = Record(gpu.empty(5000, torch.uint8), Counters())
@@ -399,35 +268,8 @@ def test_what_leaves_goes_to_the_tier_of_its_decision(tier: Any, tmp_path: Path)
         stores["disk"].close()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", range(10))
-def test_the_stream_that_computes_now_is_asked(seed: int, kind: str, tmp_path: Path) -> None:
-    """Each record has its compute stream; none may wait for another one's work instead of its own."""
-    looks: list[Callable[[], bool]] = []
-    with on_device(seed, kind, tmp_path) as (gpu, store):
-        streams = [gpu.Stream() for _ in range(3)]
-        memory = [[gpu.empty(3000, torch.uint8) for _ in range(3)] for _ in streams]  # the allocator has one list
-        for number in range(20):
-            which = gpu.rng.randrange(3)
-            with gpu.stream(streams[which]):
-                source, target = memory[which][number % 3], memory[which][(number + 1) % 3]
-                gpu.fill(source, number)
-                ticket = store.start_out(source)
-                store.finish_out(ticket)
-                gpu.fill(source, 255)
-                gpu.fill(target, 254)
-                store.start_in(ticket, target)
-                store.finish_in(ticket)
-                looks.append(gpu.look(target, number))
-                store.free(ticket)
-        del source, target
-        memory.clear()
-    assert all(look() for look in looks)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_forked_copy_of_a_store_touches_nothing(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with on_device(0, kind, tmp_path) as (gpu, store):
+def test_a_forked_copy_of_a_store_touches_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with on_device(0, "pinned", tmp_path) as (gpu, store):
         source, target = made(gpu, 4), gpu.empty(5000, torch.uint8)
         ticket = store.start_out(source)
         store.start_in(ticket, target[: source.numel()])
@@ -435,32 +277,20 @@ def test_a_forked_copy_of_a_store_touches_nothing(kind: str, tmp_path: Path, mon
         registered, issued = dict(gpu.registered), [s.issued for s in gpu.streams]
         with monkeypatch.context() as patch:
             patch.setattr(os, "getpid", lambda: store._pid + 1)
-            with pytest.raises(SwapError, match="forked from it"):
-                store.start_out(source)
-            with pytest.raises(SwapError, match="forked from it"):
-                store.start_in(ticket, source)
-            for finish in (store.finish_out, store.finish_in):
+            uses = [(store.start_out, source), (store.start_in, ticket, source)]
+            for use, *arguments in [*uses, (store.finish_out, ticket), (store.finish_in, ticket)]:
                 with pytest.raises(SwapError, match="forked from it"):
-                    finish(ticket)
+                    use(*arguments)
+            del uses, use, arguments
             endings = [each.peek() for each in weakref.finalize._registry]  # type: ignore[attr-defined]
-            calls = [ending[1:3] for ending in endings if ending[0] is store._arena]
+            ((_, at_exit, arguments, *_),) = [ending for ending in endings if ending[0] is store._arena]
             del endings
-            assert len(calls) == (1 if kind == "pinned" else 2)
-            for at_exit, arguments in calls:
-                at_exit(*arguments)
-            if kind == "pinned":
-                store.free(ticket)
+            at_exit(*arguments)
+            store.free(ticket)
         assert gpu.registered == registered
         assert [s.issued for s in gpu.streams] == issued
-        assert kind == "pinned" or (store._out.thread.is_alive() and not store._file.closed)
         store.free(ticket)
-        again = record_of(gpu, 8)
-        start_leaving([again], store)
-        finish_leaving([again])
-        look = gpu.look(again.whole(), 8)
-        gpu.synchronize()
-        assert look()
-        del again, source, target
+        del source, target
 
 
 def test_pinned_memory_is_kept_as_long_as_asked_for() -> None:
@@ -490,7 +320,7 @@ def test_pinned_memory_is_kept_as_long_as_asked_for() -> None:
         assert gpu.registered == {}
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(4))
 def test_a_store_that_takes_over_anothers_memory(seed: int) -> None:
     """Both copy through the same memory, each on its streams, until the graphs of the first are gone."""
     looks: list[Callable[[], bool]] = []
@@ -553,34 +383,12 @@ def test_a_plan_in_anothers_place_locks_no_pages() -> None:
             p.data = torch.empty(0)
 
 
-def test_pages_are_there_before_they_are_locked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Made by several threads, every one of them."""
-
-    def resident() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-    pools: list[int] = []
-    pool = pinned.ThreadPoolExecutor
-    monkeypatch.setattr(pinned, "_SLICE_BYTES", 8 << 20)
-    monkeypatch.setattr(
-        pinned, "ThreadPoolExecutor", lambda threads, name: pools.append(threads) or pool(threads, name)
-    )
-    before = resident()
-    memory = pinned._pages(64 << 20)
-    assert resident() - before > 60 << 20
-    assert pools == [min(os.cpu_count() or 1, 8)]
-    assert memory.numel() == 64 << 20
-    del memory
-    with pytest.raises(SwapError, match=r"no host memory for .*lower host_gb="):
-        pinned._pages(1 << 60)
-
-
 @functools.cache
 def plainly_trained() -> stream_programs.Run:
     return stream_programs.train(Device.prompt(0), 0, None)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_plans_on_several_streams_give_the_gradients_of_the_plain_model(seed: int) -> None:
     """Whole steps of swaps, recompute and segments; experiments/streams.py has a thousand of them."""
     plan = stream_programs.random_plan(0, random.Random(seed))
@@ -590,18 +398,9 @@ def test_plans_on_several_streams_give_the_gradients_of_the_plain_model(seed: in
     assert run.left_bytes == 0
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_a_segment_whose_backward_begins_on_a_stages_own_stream(seed: int) -> None:
-    """It is run again on the stream of its forward, not on that of the operation that asked first."""
-    plan = stream_programs.random_plan(0, random.Random(16))
-    assert stream_programs.built(0)[0].ends_aside(plan.segments[-1].last, plan.stages)
-    run = stream_programs.train(Device(seed), 0, plan)
-    assert stream_programs.differing(run, plainly_trained()) == 0
-
-
 def test_the_plain_model_is_right_however_late_the_device_is() -> None:
     """So that whatever differs under a plan is the plan's."""
-    for seed in range(4):
+    for seed in range(2):
         run = stream_programs.train(Device(seed), 0, None)
         assert stream_programs.differing(run, plainly_trained()) == 0
         assert run.left_bytes == 0
@@ -643,3 +442,8 @@ def test_memory_goes_when_all_devices_that_copied_are_done(monkeypatch: pytest.M
         store.close()
         assert set(waited) == set(gpu.streams).difference(made), "those of both stores"
         assert not gpu.registered
+
+
+def test_more_host_memory_than_there_is() -> None:
+    with pytest.raises(SwapError, match=r"no host memory for .*lower host_gb="):
+        pinned._pages(1 << 60)

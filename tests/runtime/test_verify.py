@@ -54,26 +54,7 @@ def marks(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return found
 
 
-def test_timed_steps_are_not_metered(marks: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    model, inputs = build("transformer")
-    inside: list[int] = []
-    real = verifying.timed
-
-    def watched(run: Callable[[], Any], device: torch.device) -> float:
-        before = len(marks)
-        seconds = real(run, device)
-        inside.append(len(marks) - before)
-        return seconds
-
-    monkeypatch.setattr(verifying, "timed", watched)
-    found = verify(model, planned("transformer", "recompute"), inputs, repeats=2)
-    assert found.gradients_equal
-    assert found.timed_steps == 2
-    assert inside[2:] == [0] * 4
-    assert inside[1], "the planned step that is compared is metered, for stats"
-
-
-@pytest.mark.parametrize(("allowed", "steps", "wanted"), [("none", 1, 4), ("one", 1, 6), ("all", 3, 10)])
+@pytest.mark.parametrize(("allowed", "steps", "wanted"), [("none", 1, 4), ("all", 3, 10)])
 def test_fewer_steps_are_timed_where_they_are_long(
     allowed: str, steps: int, wanted: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,7 +62,7 @@ def test_fewer_steps_are_timed_where_they_are_long(
     model, inputs = build("mlp")
     took_s = iter(range(1, 100))
     monkeypatch.setattr(verifying, "timed", lambda run, device: (run(), float(next(took_s)))[1])
-    monkeypatch.setattr(verifying, "TIMED_S", {"none": 2.9, "one": 3.0, "all": 9.0}[allowed])  # the first two take 3
+    monkeypatch.setattr(verifying, "TIMED_S", {"none": 2.9, "all": 9.0}[allowed])  # the first two take 3
     ran: list[TrainingStep] = []
     real = verifying.run_step
     monkeypatch.setattr(verifying, "run_step", lambda step, **how: ran.append(step) or real(step, **how))
@@ -90,7 +71,7 @@ def test_fewer_steps_are_timed_where_they_are_long(
     assert found.gradients_equal
     assert found.timed_steps == steps
     assert len(ran) == wanted
-    assert (found.plain_step_s, found.measured_step_s) == {"none": (1, 2), "one": (3, 4), "all": (5, 6)}[allowed]
+    assert (found.plain_step_s, found.measured_step_s) == {"none": (1, 2), "all": (5, 6)}[allowed]
     assert ("median of 3 steps" if steps == 3 else "one step") in str(found)
     timing = [text for text in told if "timing" in text]
     assert timing == [f"timing {k + 1} of {steps} steps of each kind" for k in range((wanted - 4) // 2)]
@@ -206,12 +187,11 @@ def verified(plan: Plan, memory: FakeMemory, before: Callable[[], Any] = lambda:
 
 @functools.cache
 def alone(action: Any) -> Verification:
-    return verified(uniform(action), FakeMemory())
+    return verified(uniform("recompute"), FakeMemory())
 
 
-@pytest.mark.parametrize("action", ["keep", "recompute"])
-def test_each_account_has_its_own_peak(action: Any) -> None:
-    plan, found = uniform(action), alone(action)
+def test_each_account_has_its_own_peak() -> None:
+    plan, found = uniform("recompute"), alone("recompute")
     measured = found.measured
     assert found.gradients_equal
     # As on the CPU, by the chain's own bytes: tensors alone, without cuBLAS's workspaces.
@@ -225,6 +205,8 @@ def test_each_account_has_its_own_peak(action: Any) -> None:
     # Tensors fit the budget and what is reserved doesn't, which is what counts.
     assert plan.budget_bytes < measured.reserved_bytes == measured.needed_bytes
     assert not found.within_budget
+    assert found.plain is not None
+    assert found.plain.requested_bytes == found.plain_peak_bytes != measured.requested_bytes
     text = str(found)
     assert [line.split()[0] for line in text.splitlines()[1:4]] == ["requested", "allocated", "reserved"]
     assert text.count("not predicted") == 2
@@ -232,28 +214,20 @@ def test_each_account_has_its_own_peak(action: Any) -> None:
     assert f"{format_bytes(WORKSPACE_BYTES)}  of them cuBLAS's workspaces" in text
 
 
-def test_the_plain_step_has_its_own() -> None:
-    found = alone("recompute")
-    assert found.plain is not None
-    assert found.plain.requested_bytes == found.plain_peak_bytes == alone("keep").measured_peak_bytes
-    assert found.plain.requested_bytes != found.measured.requested_bytes
-
-
-@pytest.mark.parametrize("action", ["keep", "recompute"])
-def test_a_prediction_beside_each_account(action: Any) -> None:
+def test_a_prediction_beside_each_account() -> None:
     """As a plan that is solved for a model has it, by a replay of that model on the allocator's model."""
     model, x = subject()
     predicted = TrainingBytes(model, find_target(model, "a100-40gb")).peaks(
-        make_step(model, Training(x)), uniform(action)
+        make_step(model, Training(x)), uniform("recompute")
     )
     found = dataclasses.replace(
-        alone(action),
+        alone("recompute"),
         predicted_allocated_bytes=predicted.allocated_bytes,
         predicted_reserved_bytes=predicted.reserved_bytes,
         budget_bytes=predicted.reserved_bytes,
     )
     measured, own = found.measured, found.measured.other_bytes
-    assert found.predicted_peak_bytes == uniform(action).peak_bytes
+    assert found.predicted_peak_bytes == uniform("recompute").peak_bytes
     assert measured.requested_bytes == predicted.requested_bytes - WORKSPACE_BYTES
     assert measured.allocated_bytes is not None
     # The handle's own few numbers have blocks of 512 bytes.
@@ -372,19 +346,17 @@ def test_released_blocks_from_before_count_nothing() -> None:
     assert recorded_allocations(held.clear)[0] == []
 
 
-@pytest.mark.parametrize("kind", ["adamw", "foreach", "adafactor"])
-@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize(("kind", "begun"), [("adamw", True), ("adafactor", False)])
 def test_a_measured_step_has_the_optimizer_s_state_and_its_update(kind: str, *, begun: bool) -> None:
     """Whether or not the optimizer has state, and the model gradients: both stay as they are."""
     make: dict[str, Callable[..., torch.optim.Optimizer]] = {
         "adamw": torch.optim.AdamW,
-        "foreach": functools.partial(torch.optim.AdamW, foreach=True),
         "adafactor": torch.optim.Adafactor,
     }
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)))
     optimizer = make[kind](model.parameters())
     x = torch.randn(64, 64)
-    plan = ckptplan.solve(model, budget="30%", inputs=x, optimizer=optimizer, time_limit_s=0.5, menus=False)
+    plan = ckptplan.solve(model, budget="30%", inputs=x, optimizer=optimizer, time_limit_s=0.2, menus=False)
     if begun:
         model(x).mean().backward()
         optimizer.step()
