@@ -19,8 +19,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from odd.harness import BATCH, STEPS, WIDTH, Extras, Odd, case, loss_of, one_forward_around, update
-from odd.layers import DEPTH, Layer, batch, chain
+from odd.harness import BATCH, WIDTH, Extras, Odd, between, case, in_steps, loss_of, one_forward_around, plain_step
+from odd.layers import Around, Factored, Layer, batch, chain, layers_of
 
 
 @contextlib.contextmanager
@@ -33,23 +33,6 @@ def _set(put: Callable[[Any], Any], value: Any, before: Any) -> Iterator[None]:
 
 
 # ---------------------------------------------------------------- flags
-
-
-@case("3")
-def mkldnn_flags() -> Odd:
-    """Convolutions without oneDNN in forward alone."""
-
-    class Stage(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.convolution = nn.Conv2d(8, 8, 3, padding=1)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + torch.tanh(self.convolution(x))
-
-    without = functools.partial(torch.backends.mkldnn.flags, enabled=False)
-    model = nn.Sequential(*(Stage() for _ in range(DEPTH)))
-    return Odd(model, torch.randn(4, 8, 12, 12), one_forward_around(without))
 
 
 @case("3")
@@ -69,9 +52,9 @@ def matmul_precision() -> Odd:
 def default_dtype() -> Odd:
     """Numbers are made in float64 in forward alone."""
 
-    class Stage(Layer):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + torch.tanh(self.linear(x) * torch.full((WIDTH,), 0.1).sin().float())
+    class Stage(Factored):
+        def factor(self) -> torch.Tensor:
+            return torch.full((WIDTH,), 0.1).sin().float()
 
     double = functools.partial(_set, torch.set_default_dtype, torch.float64, torch.float32)
     return chain(Stage, one_forward_around(double))
@@ -84,18 +67,6 @@ class _Attention(Layer):
 
 
 @case("3")
-def attention_kernel_in_the_model() -> Odd:
-    """A model that runs its layers inside `sdpa_kernel`."""
-
-    class Model(nn.Sequential):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-            with sdpa_kernel([SDPBackend.MATH]):
-                return super().forward(x)
-
-    return Odd(Model(*(_Attention() for _ in range(DEPTH))), batch())
-
-
-@case("3")
 def attention_kernel() -> Odd:
     """`sdpa_kernel` around forward alone, of a model that is profiled without."""
     return chain(_Attention, one_forward_around(lambda: sdpa_kernel([SDPBackend.MATH])))
@@ -105,9 +76,9 @@ def attention_kernel() -> Odd:
 def numpy_bit_generator() -> Odd:
     """numpy's own generator draws other bits in backward than in forward."""
 
-    class Stage(Layer):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + torch.tanh(self.linear(x) * np.random.randn())  # noqa: NPY002
+    class Stage(Factored):
+        def factor(self) -> float:
+            return np.random.randn()  # noqa: NPY002
 
     @contextlib.contextmanager
     def other_bits() -> Iterator[None]:
@@ -146,17 +117,7 @@ def dispatch_mode() -> Odd:
 @case("3")
 def dispatch_mode_in_backward() -> Odd:
     """A mode on operations around backward alone, which has none of those that it changes."""
-
-    def loop(model: nn.Module, x: torch.Tensor) -> Iterator[Extras]:
-        for _ in range(STEPS):
-            model.zero_grad()
-            loss = loss_of(model(x))
-            with _SmallerTanh():
-                loss.backward()
-            update(model)
-            yield [loss.detach()]
-
-    return chain(Layer, loop)
+    return chain(Layer, one_forward_around(contextlib.nullcontext, _SmallerTanh))
 
 
 @case("3")
@@ -164,20 +125,18 @@ def context_variable() -> Odd:
     """A context variable of forward, whose backward runs in another thread."""
     scale: contextvars.ContextVar[float] = contextvars.ContextVar("scale", default=1.0)
 
-    class Stage(Layer):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + torch.tanh(self.linear(x) * scale.get())
+    class Stage(Factored):
+        def factor(self) -> float:
+            return scale.get()
 
-    def loop(model: nn.Module, x: torch.Tensor) -> Iterator[Extras]:
-        for _ in range(STEPS):
-            model.zero_grad()
-            token = scale.set(3.0)
-            loss = loss_of(model(x))
-            scale.reset(token)
-            with ThreadPoolExecutor(1) as other:
-                other.submit(loss.backward).result()
-            update(model)
-            yield [loss.detach()]
+    @in_steps
+    def loop(model: nn.Module, x: torch.Tensor) -> Extras:
+        token = scale.set(3.0)
+        loss = loss_of(model(x))
+        scale.reset(token)
+        with ThreadPoolExecutor(1) as other:
+            other.submit(loss.backward).result()
+        return [loss.detach()]
 
     return chain(Stage, loop)
 
@@ -207,26 +166,27 @@ def saved_tensors_hooks_that_draw() -> Odd:
     return chain(Layer, one_forward_around(hooks))
 
 
+def _larger(module: nn.Module, given: Any, output: torch.Tensor) -> torch.Tensor:
+    return output * 1.5
+
+
 @case("3")
 def hooks_that_remove_themselves() -> Odd:
     """A forward hook of a layer's module that runs once in a step."""
 
-    def loop(model: nn.Module, x: torch.Tensor) -> Iterator[Extras]:
-        for _ in range(STEPS):
-            model.zero_grad()
-            for layer in model:  # type: ignore[attr-defined]
+    @in_steps
+    def loop(model: nn.Module, x: torch.Tensor) -> Extras:
+        for layer in model:  # type: ignore[attr-defined]
 
-                def once(module: nn.Module, given: Any, output: torch.Tensor, layer: Any = layer) -> torch.Tensor:
-                    layer.hook.remove()
-                    return output * 1.5
+            def once(module: nn.Module, given: Any, output: torch.Tensor, layer: Any = layer) -> torch.Tensor:
+                layer.hook.remove()
+                return output * 1.5
 
-                layer.hook = layer.linear.register_forward_hook(once)
-            loss = loss_of(model(x))
-            loss.backward()
-            for layer in model:  # type: ignore[attr-defined]
-                del layer.hook
-            update(model)
-            yield [loss.detach()]
+            layer.hook = layer.linear.register_forward_hook(once)
+        loss = plain_step(model, x)
+        for layer in model:  # type: ignore[attr-defined]
+            del layer.hook
+        return [loss]
 
     return chain(Layer, loop)
 
@@ -235,19 +195,14 @@ def hooks_that_remove_themselves() -> Odd:
 def hooks_that_come_and_go() -> Odd:
     """A forward hook of a layer's module that is there in forward alone."""
 
-    def loop(model: nn.Module, x: torch.Tensor) -> Iterator[Extras]:
-        for _ in range(STEPS):
-            model.zero_grad()
-            hooks = [
-                layer.linear.register_forward_hook(lambda module, given, output: output * 1.5)
-                for layer in model  # type: ignore[attr-defined]
-            ]
-            loss = loss_of(model(x))
-            for hook in hooks:
-                hook.remove()
-            loss.backward()
-            update(model)
-            yield [loss.detach()]
+    @in_steps
+    def loop(model: nn.Module, x: torch.Tensor) -> Extras:
+        hooks = [layer.linear.register_forward_hook(_larger) for layer in model]  # type: ignore[attr-defined]
+        loss = loss_of(model(x))
+        for hook in hooks:
+            hook.remove()
+        loss.backward()
+        return [loss.detach()]
 
     return chain(Layer, loop)
 
@@ -256,17 +211,15 @@ def hooks_that_come_and_go() -> Odd:
 def forward_patched_for_a_while() -> Odd:
     """Another forward of a layer's module in the model's forward alone."""
 
-    def loop(model: nn.Module, x: torch.Tensor) -> Iterator[Extras]:
-        for _ in range(STEPS):
-            model.zero_grad()
-            for layer in model:  # type: ignore[attr-defined]
-                layer.linear.forward = lambda x, former=layer.linear.forward: former(x) * 1.5
-            loss = loss_of(model(x))
-            for layer in model:  # type: ignore[attr-defined]
-                del layer.linear.forward
-            loss.backward()
-            update(model)
-            yield [loss.detach()]
+    @in_steps
+    def loop(model: nn.Module, x: torch.Tensor) -> Extras:
+        for layer in model:  # type: ignore[attr-defined]
+            layer.linear.forward = lambda x, former=layer.linear.forward: former(x) * 1.5
+        loss = loss_of(model(x))
+        for layer in model:  # type: ignore[attr-defined]
+            del layer.linear.forward
+        loss.backward()
+        return [loss.detach()]
 
     return chain(Layer, loop)
 
@@ -277,20 +230,10 @@ def hooks_registered_in_forward() -> Odd:
 
     class Stage(Layer):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.linear.register_forward_hook(lambda module, given, output: output * 1.1)
+            self.linear.register_forward_hook(_larger)
             return super().forward(x)
 
-    def loop(model: nn.Module, x: torch.Tensor) -> Iterator[Extras]:
-        for _ in range(STEPS):
-            model.zero_grad()
-            loss = loss_of(model(x))
-            for layer in model:  # type: ignore[attr-defined]
-                layer.linear._forward_hooks.clear()
-            loss.backward()
-            update(model)
-            yield [loss.detach()]
-
-    return chain(Stage, loop)
+    return chain(Stage, between(lambda model: [layer.linear._forward_hooks.clear() for layer in model]))
 
 
 @contextlib.contextmanager
@@ -341,12 +284,8 @@ def stages_without_tensor_arguments() -> Odd:
             x = torch.full((BATCH, WIDTH), float(number)) + torch.rand(BATCH, WIDTH)
             return self.drop(torch.tanh(self.linear(x)))
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(Stage() for _ in range(DEPTH))
+    def forward(layers: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([layer(i).float() for i, layer in enumerate(layers)]).sum(0) * x
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.stack([layer(i).float() for i, layer in enumerate(self.layers)]).sum(0) * x
-
-    return Odd(Model(), torch.randn(BATCH, WIDTH), one_forward_around(lambda: torch.autocast("cpu", torch.bfloat16)))
+    model = Around(layers_of(Stage), forward)
+    return Odd(model, batch(), one_forward_around(lambda: torch.autocast("cpu", torch.bfloat16)))
