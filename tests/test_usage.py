@@ -25,7 +25,6 @@ from ckptplan.core.request import Training
 from ckptplan.core.segment import Segment
 from ckptplan.profiling import profiler
 from ckptplan.profiling.bytes import trace
-from ckptplan.profiling.bytes.fake import FakeWorld, fake_parameters
 from ckptplan.profiling.profiler import profile
 from ckptplan.profiling.values.repeatable import is_repeatable
 from ckptplan.runtime.handle import Handle, apply
@@ -308,32 +307,6 @@ def test_state_in_attributes(what: str) -> None:
         return [gradients(model), [(m.calls, list(m.sizes), float(m.mean)) for m in model]]
 
     check(lambda: (nn.Sequential(*(_Counts() for _ in range(4))), torch.randn(32, 64)), what, run)
-
-
-class _Lazy(nn.Module):
-    """Makes a table when it runs first, as rotary embeddings do, and uses it in place of its input then."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(64, 64)
-        self.table: torch.Tensor | None = None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.table is None:
-            self.table = torch.linspace(0, 1, x.numel()).view_as(x).exp()
-        return torch.tanh(self.linear(x) * self.table)
-
-
-@pytest.mark.parametrize("what", WHATS)
-def test_tables_made_when_first_needed(what: str) -> None:
-    """Every replay of a profile makes its own, and none stays."""
-    model = nn.Sequential(_Lazy())
-    world = FakeWorld()
-    with fake_parameters(model, world), world:
-        model(torch.empty(2, 64))
-        assert model[0].table is not None
-    assert model[0].table is None
-    check(lambda: (nn.Sequential(*(_Lazy() for _ in range(4))), torch.randn(32, 64)), what, step)
 
 
 def test_profiling_leaves_attributes_alone() -> None:
@@ -788,30 +761,6 @@ def test_functional_call(what: str) -> None:
         found = step(model, inputs)
     torch.manual_seed(5)
     assert_same(found, step(plain, inputs))
-
-
-def test_function_transforms() -> None:
-    model, inputs = build("views")
-    plain, _ = build("views")
-    parameters = {n: p.detach() for n, p in model.named_parameters()}
-
-    def run(model: nn.Module) -> Any:
-        return torch.func.grad(lambda p: torch.func.functional_call(model, p, (inputs,)).mean())(parameters)
-
-    wanted = run(plain)
-    with apply(model, planned("views", "mixed"), strict=True):
-        with pytest.raises(PlanMismatchError, match=r"inside a transform of torch\.func"):
-            run(model)
-        assert_same(step(model, inputs), step(plain, inputs))
-    with apply(model, planned("views", "mixed")) as handle:
-        with pytest.warns(RuntimeWarning, match=r"torch\.func.*runs without the plan") as told:
-            assert_same(run(model), wanted)
-        assert len(told) == 1
-        assert_same(run(model), wanted)
-        with handle.paused():
-            assert_same(run(model), wanted)
-        assert_same(step(model, inputs), step(plain, inputs))
-        really_did(handle, "mixed")
 
 
 def test_two_models_in_two_threads() -> None:

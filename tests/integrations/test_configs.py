@@ -105,10 +105,7 @@ def test_inputs_follow_from_the_head(kind: str, run: Run, tmp_path: Path) -> Non
     path.write_text(json.dumps(config.to_dict()))
     make, _ = configs.make_inputs(configs.make_model(configs.Job(str(path))), None)
     assert {name: tuple(t.shape) for name, t in make(3).items()} == shapes
-    if kind == "image":
-        found = run("fit", "--config", str(path), *SMALL, "--optimizer", "adamw")
-        assert found.exit_code == 0, found.output
-    else:
+    if kind == "sequence":
         assert_clean_error(run("fit", "--config", str(path), "--seq", "64"), "the model has 48 positions")
 
 
@@ -329,6 +326,3 @@ def test_sharded_models_of_files(adapter: str, run: Run, folder: Path) -> None:
         state = next(line for line in found.stdout.splitlines() if line.startswith("optimizer state"))
         values = 2 * (ATTENTION + MLP) + EMBEDDINGS + NORMS
         assert state.split()[2:] == [f"{2 * 4 * values // 2 / 2**10:.2f}", "KiB"]
-    else:
-        fits = run("fit", "--axolotl", path, "--fsdp", "2", *SMALL)
-        assert fits.exit_code == 0, fits.output

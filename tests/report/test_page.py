@@ -196,27 +196,6 @@ def test_hover_click_and_zoom(opened: Any) -> None:
     assert chosen != before
 
 
-def test_a_step_that_takes_no_time_is_drawn(opened: Any) -> None:
-    """Its bytes are a line at its moment: here the peak, which wouldn't be seen otherwise."""
-    profile = Profile.from_chain(
-        [0.0093, 0.0, 0.01], [0.02, 0.0, 0.02], [1 << 20] * 3, [8 << 20] * 3, input_bytes=1 << 20, out_bytes_per_s=3e8,
-        in_bytes_per_s=3e8,
-    )  # fmt: skip
-    stages = list(profile.stages)
-    lean = replace(stages[1].options[0], forward_bytes=100 << 20)
-    stages[1] = replace(stages[1], options=(lean, *stages[1].options[1:]))
-    profile = replace(profile, stages=tuple(stages))
-    plan = plan_of(profile, ["keep"] * 3, budget_bytes=1 << 30)
-    peak = max(ckptplan.simulate(profile, plan).steps, key=lambda step: step.peak_bytes)
-    assert (peak.stage, peak.start_s) == ("s1", 0.0093)  # not at a line of the grid
-    page = opened(plan.report(profile))
-    opaque = """([s, bytes]) => { const u = report.charts.waterline, x = Math.round(u.valToPos(s, "x", true));
-        const row = u.ctx.getImageData(0, u.valToPos(0.93 * bytes, "y", true), u.ctx.canvas.width, 1).data;
-        return [0, 100].map((far) => row.slice(4 * (x + far - 3), 4 * (x + far + 4)).filter((_, k) => k % 4 === 3)
-            .some((n) => n > 100)); }"""
-    assert page.evaluate(opaque, [peak.start_s, peak.peak_bytes]) == [True, False]
-
-
 def test_a_bound_is_shown_for_the_budgets_that_it_holds_for(run: Run, tmp_path: Path) -> None:
     profile = chain()
     plan = solved(profile)
@@ -242,14 +221,22 @@ def test_plans_for_other_budgets_are_of_the_same_model() -> None:
 
 
 @pytest.mark.usefixtures("short_search")
-def test_the_frame_of_a_plan_with_fragments() -> None:
-    """Tensors are drawn below the budget that is left for them; the verdict counts what is reserved."""
-    profile = chain()
+def test_what_a_report_says_of_budgets_and_while_it_is_made() -> None:
+    profile, seen = chain(4), []
     plan = solved(profile)
+    plan.report(profile, time_limit_s=1, on_progress=lambda text: seen.append(str(text)))
+    assert any(text.startswith("budget ") for text in seen)
+    assert any("another rule: uniform" in text for text in seen)
+    assert "explaining the plan" in seen
+    # Tensors are drawn below the budget that is left for them; the verdict counts what is reserved.
     more = replace(plan, reserved_bytes=plan.peak_bytes + (4 << 20), budget_bytes=plan.peak_bytes + (5 << 20))
-    data = more.report(profile).data
+    data = plan_report(profile, more).data
     assert data["budget"] == plan.peak_bytes + (1 << 20)
     assert data["budget_name"] != "budget"
+    view = plan_report(profile, replace(plan, budget_bytes=plan.peak_bytes // 2)).view
+    assert view.answer.startswith("Doesn't fit: ")
+    assert not view.fits
+    assert "proven" not in view.verdict
 
 
 @pytest.mark.parametrize(
@@ -267,20 +254,27 @@ def test_a_malformed_estimate_is_an_error(changed: dict[str, Any], run: Run, tmp
 
 
 @pytest.mark.usefixtures("short_search")
-def test_what_a_report_waits_for_is_told() -> None:
-    profile, seen = chain(4), []
-    solved(profile).report(profile, time_limit_s=1, on_progress=lambda text: seen.append(str(text)))
-    assert any(text.startswith("budget ") for text in seen)
-    assert any("another rule: uniform" in text for text in seen)
-    assert "explaining the plan" in seen
-
-
-@pytest.mark.usefixtures("short_search")
 def test_the_frontier_has_a_slider(opened: Any) -> None:
     profile = chain()
     plan = solved(profile)
     plans = ckptplan.frontier(profile, points=3, time_limit_s=1)
     page = opened(plan.report(profile, frontier=plans))
+    # Legends have values without a pointer: at the plan that the budget allows, at the peak, and where it last was.
+    found = values(page, "frontier")
+    chosen = max((p for p in plans if p.counted_bytes <= plan.budget_bytes), key=lambda p: p.counted_bytes)
+    assert found["peak"] == format_bytes(chosen.peak_bytes)
+    assert found["chosen"] == found["best plan found"] == f"{100 * chosen.overhead:.1f} %"
+    timeline = ckptplan.simulate(profile, plan)
+    stacked = waterline(profile, plan, timeline).stacked
+    steps = [step.peak_bytes for step in timeline.steps]
+    for step in (steps.index(max(steps)), 0):
+        wanted = {
+            name: format_bytes(int(row[step])) for name, row in zip(CATEGORIES, stacked, strict=True) if row.any()
+        }
+        assert values(page, "waterline").items() >= wanted.items()
+        page.locator("#waterline .u-over").hover(position={"x": 5, "y": 50})
+        page.mouse.move(0, 0)
+        page.evaluate(DRAWN)
     peaks, ours, *_ = drawn(page, "frontier")
     at = dict(zip(peaks, ours, strict=True))
     for found in plans:
@@ -348,53 +342,6 @@ def values(page: Any, chart: str) -> dict[str, str]:
     rows = page.locator(f"#{chart} .u-legend .u-series")
     texts = [rows.nth(k).locator(part).inner_text() for k in range(rows.count()) for part in (".u-label", ".u-value")]
     return dict(zip(texts[::2], texts[1::2], strict=True))
-
-
-@pytest.mark.usefixtures("short_search")
-def test_legends_have_values_without_a_pointer(opened: Any) -> None:
-    """At the peak, at the plan of the slider, and at the highest phase; after the pointer, where it last was."""
-    profile = chain()
-    plan = solved(profile)
-    plans = ckptplan.frontier(profile, points=3, time_limit_s=1)
-    page = opened(plan.report(profile, frontier=plans))
-    timeline = ckptplan.simulate(profile, plan)
-    stacked = waterline(profile, plan, timeline).stacked
-    peaks = [step.peak_bytes for step in timeline.steps]
-    step = peaks.index(max(peaks))
-
-    def at(step: int) -> dict[str, str]:
-        return {name: format_bytes(int(row[step])) for name, row in zip(CATEGORIES, stacked, strict=True) if row.any()}
-
-    assert values(page, "waterline").items() >= at(step).items()
-    found = values(page, "frontier")
-    chosen = max((p for p in plans if p.counted_bytes <= plan.budget_bytes), key=lambda p: p.counted_bytes)
-    assert found["peak"] == format_bytes(chosen.peak_bytes)
-    assert found["chosen"] == found["best plan found"] == f"{100 * chosen.overhead:.1f} %"
-    page.locator("#waterline .u-over").hover(position={"x": 5, "y": 50})
-    page.mouse.move(0, 0)
-    page.evaluate(DRAWN)
-    assert values(page, "waterline").items() >= at(0).items()
-
-
-def test_words_and_colours_are_explained(opened: Any) -> None:
-    profile = chain(4)
-    *stages, last = profile.stages
-    kept = replace(last.options[0], forward_bytes=100 << 20)
-    profile = replace(profile, stages=(*stages, replace(last, name="(after s2)", options=(kept,), linked=())))
-    page = opened(plan_report(profile, plan_of(profile, ["keep", "recompute", "keep", "keep"], budget_bytes=1 << 30)))
-    assert "The peak is in the forward of what runs after s2; " in page.locator("#verdict").inner_text()
-    assert page.locator("#moment").inner_text().startswith("forward of what runs after s2: ")
-    assert "A name in brackets, such as (after s2), stands for" in page.locator("#stages").inner_text()
-    assert (
-        "what runs after s2, outside of all stages' modules; it can only be kept" in page.locator("#why").inner_text()
-    )
-    assert page.locator("#memory .legend").inner_text().split() == ["forward", "forward", "again", "backward"]
-    explained = [text.strip() for text in page.locator("#memory dt").all_text_contents()]
-    drawn = page.evaluate("report.charts.waterline.series.slice(1, -1).map((s) => s.label)")
-    assert explained == drawn[::-1]
-    assert not page.locator("#memory dd").first.is_visible()
-    page.evaluate("dispatchEvent(new Event('beforeprint'))")
-    assert page.locator("#memory dd").first.is_visible()
 
 
 @pytest.mark.usefixtures("short_search")
@@ -530,15 +477,6 @@ def test_what_notebooks_show(browser: Any) -> None:
     widths = [float(page.locator("svg").nth(1).locator("rect").nth(k).get_attribute("width")) for k in range(3)]
     assert sum(widths) == pytest.approx(640, abs=0.2)
     page.close()
-
-
-def test_a_budget_that_is_too_small_says_so() -> None:
-    profile = chain(3)
-    plan = ckptplan.solve(profile, 1.0, time_limit_s=1)
-    report = replace(plan, budget_bytes=plan.peak_bytes // 2).report(profile)
-    assert report.view.answer.startswith("Doesn't fit: ")
-    assert not report.view.fits
-    assert "proven" not in report.view.verdict
 
 
 @pytest.mark.usefixtures("short_search")
