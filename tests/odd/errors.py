@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from odd.harness import BATCH, STEPS, WIDTH, Extras, Odd, case, in_steps, loss_of, plain_step
-from odd.layers import Around, Layer, around, batch, chain, layers_of, passing
+from odd.layers import Around, Bounded, Layer, around, batch, chain, layers_of, passing
 
 # ---------------------------------------------------------------- weights
 
@@ -79,11 +79,6 @@ def optimizer_in_backward() -> Odd:
     return chain(Stage, loop)
 
 
-class _Bounded(nn.Module):
-    def forward(self, weight: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(weight)
-
-
 @case("errors")
 def cached_parametrization() -> Odd:
     """`parametrize.cached()` around two forwards of layers that use a weight twice, and around one of two backwards."""
@@ -102,7 +97,7 @@ def cached_parametrization() -> Odd:
 
     odd = chain(Stage, loop)
     for layer in odd.model:  # type: ignore[union-attr]
-        parametrize.register_parametrization(layer.linear, "weight", _Bounded())
+        parametrize.register_parametrization(layer.linear, "weight", Bounded())
     return odd
 
 

@@ -49,6 +49,13 @@ class Normed(Layer):
         return x + torch.tanh(self.norm(self.linear(x)))
 
 
+class Bounded(nn.Module):
+    """A parametrization."""
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(weight)
+
+
 class Around(nn.Module):
     """Layers, run by `forward`, which is given them and the inputs."""
 

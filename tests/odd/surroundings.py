@@ -24,7 +24,8 @@ from odd.layers import Around, Factored, Layer, batch, chain, layers_of
 
 
 @contextlib.contextmanager
-def _set(put: Callable[[Any], Any], value: Any, before: Any) -> Iterator[None]:
+def setting(put: Callable[[Any], Any], value: Any, before: Any) -> Iterator[None]:
+    """Inside, what `put` sets is `value`."""
     put(value)
     try:
         yield
@@ -44,7 +45,7 @@ def matmul_precision() -> Odd:
             exact = torch.get_float32_matmul_precision() == "highest"
             return x + torch.tanh(self.linear(x) if exact else self.linear(x).bfloat16().float())
 
-    medium = functools.partial(_set, torch.set_float32_matmul_precision, "medium", "highest")
+    medium = functools.partial(setting, torch.set_float32_matmul_precision, "medium", "highest")
     return chain(Stage, one_forward_around(medium))
 
 
@@ -56,7 +57,7 @@ def default_dtype() -> Odd:
         def factor(self) -> torch.Tensor:
             return torch.full((WIDTH,), 0.1).sin().float()
 
-    double = functools.partial(_set, torch.set_default_dtype, torch.float64, torch.float32)
+    double = functools.partial(setting, torch.set_default_dtype, torch.float64, torch.float32)
     return chain(Stage, one_forward_around(double))
 
 
@@ -82,7 +83,7 @@ def numpy_bit_generator() -> Odd:
 
     @contextlib.contextmanager
     def other_bits() -> Iterator[None]:
-        with _set(np.random.set_bit_generator, np.random.PCG64(3), np.random.get_bit_generator()):
+        with setting(np.random.set_bit_generator, np.random.PCG64(3), np.random.get_bit_generator()):
             yield
 
     return chain(Stage, one_forward_around(other_bits))
@@ -91,12 +92,16 @@ def numpy_bit_generator() -> Odd:
 # ---------------------------------------------------------------- modes
 
 
-class _SineForTanh(TorchFunctionMode):
+class SineForTanh(TorchFunctionMode):
+    """A mode on PyTorch's functions."""
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return (torch.sin if func is torch.tanh else func)(*args, **(kwargs or {}))
 
 
-class _SmallerTanh(TorchDispatchMode):
+class SmallerTanh(TorchDispatchMode):
+    """A mode on operations."""
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         return result * 0.5 if func is torch.ops.aten.tanh.default else result
@@ -105,19 +110,19 @@ class _SmallerTanh(TorchDispatchMode):
 @case("3")
 def function_mode() -> Odd:
     """A mode on PyTorch's functions around forward alone."""
-    return chain(Layer, one_forward_around(_SineForTanh))
+    return chain(Layer, one_forward_around(SineForTanh))
 
 
 @case("3")
 def dispatch_mode() -> Odd:
     """A mode on operations around forward alone."""
-    return chain(Layer, one_forward_around(_SmallerTanh))
+    return chain(Layer, one_forward_around(SmallerTanh))
 
 
 @case("3")
 def dispatch_mode_in_backward() -> Odd:
     """A mode on operations around backward alone, which has none of those that it changes."""
-    return chain(Layer, one_forward_around(contextlib.nullcontext, _SmallerTanh))
+    return chain(Layer, one_forward_around(contextlib.nullcontext, SmallerTanh))
 
 
 @case("3")
@@ -237,7 +242,8 @@ def hooks_registered_in_forward() -> Odd:
 
 
 @contextlib.contextmanager
-def _larger_products() -> Iterator[None]:
+def larger_products() -> Iterator[None]:
+    """Inside, a hook on all modules enlarges what linear ones give."""
     hook = nn.modules.module.register_module_forward_hook(
         lambda module, given, output: output * 1.5 if isinstance(module, nn.Linear) else None
     )
@@ -248,7 +254,7 @@ def _larger_products() -> Iterator[None]:
 @case("3")
 def hook_on_all_modules() -> Odd:
     """A hook on all modules in forward alone."""
-    return chain(Layer, one_forward_around(_larger_products))
+    return chain(Layer, one_forward_around(larger_products))
 
 
 @case("3")

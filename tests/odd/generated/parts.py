@@ -24,6 +24,8 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
+from odd.layers import Bounded
+
 BATCH, LENGTH, WIDTH = 8, 8, 32
 """Of what goes from stage to stage: 8 KiB."""
 WORDS = 16
@@ -577,11 +579,6 @@ def _shared_norm(m: Any, y: torch.Tensor) -> Any:
     return m.norm(y.transpose(1, 2)).transpose(1, 2)
 
 
-class _Bounded(nn.Module):
-    def forward(self, weight: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(weight)
-
-
 def _with_linear(name: str, change: Callable[[nn.Linear], Any]) -> None:
     """Register a part with a product whose weight is made in some way."""
     attribute = name.replace(" ", "_")
@@ -594,7 +591,7 @@ def _with_linear(name: str, change: Callable[[nn.Linear], Any]) -> None:
     part(name, set_up)(lambda m, y: getattr(m, attribute)(y))
 
 
-_with_linear("parametrization", lambda linear: parametrize.register_parametrization(linear, "weight", _Bounded()))
+_with_linear("parametrization", lambda linear: parametrize.register_parametrization(linear, "weight", Bounded()))
 _with_linear("weight norm", parametrizations.weight_norm)
 _with_linear("spectral norm", parametrizations.spectral_norm)
 _with_linear("weight norm by hooks", nn.utils.weight_norm)
