@@ -517,25 +517,6 @@ def test_hooks(what: str) -> None:
     check(functools.partial(build, "transformer"), what, run)
 
 
-@pytest.mark.parametrize("what", WHATS)
-def test_saved_tensors_hooks_around_the_step(what: str) -> None:
-    """The user's hooks get what no stage saves; the plan's own lie inside of them."""
-
-    def run(model: nn.Module, x: Any) -> Any:
-        out = []
-        model.zero_grad()
-        with torch.autograd.graph.save_on_cpu():
-            default_loss(model(x)).backward()
-        out.append(gradients(model))
-        model.zero_grad()
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: (t * 1, t.shape), lambda packed: packed[0]):
-            default_loss(model(x)).backward()
-        out.append(gradients(model))
-        return out
-
-    check(functools.partial(build, "transformer"), what, run)
-
-
 def test_what_a_stage_runs_again_from_is_checked_for_writes_where_hooks_keep_it() -> None:
     """`save_on_cpu` makes no copy of what is on the CPU."""
     model, x = build("mlp")
