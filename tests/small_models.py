@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,10 @@ from ckptplan.core.profile import Profile
 from ckptplan.core.segment import Segment
 from ckptplan.profiling.profiler import profile
 from ckptplan.runtime.handle import Handle
+from ckptplan.runtime.patching import PatchedForward, installed
+from ckptplan.runtime.recompute.selective import NumberedOps
 from ckptplan.runtime.swap.record import Whereabouts
+from ckptplan.state.restore import restored
 
 Built = tuple[nn.Module, Any]
 
@@ -359,6 +363,51 @@ def assert_same(found: Any, wanted: Any) -> None:
             assert_same(a, b)
     else:
         assert found == wanted
+
+
+PRODUCTS = ("addmm", "mm", "bmm", "convolution")
+
+
+def products(
+    model: nn.Module, inputs: Any, stages: Iterable[str], sought: Sequence[str] = PRODUCTS
+) -> dict[str, tuple[int, ...]]:
+    """Per stage, as plans name its calls, the numbers of the operations whose outputs a selective plan may save.
+
+    Parameters
+    ----------
+    inputs : tensor, tuple or dict
+        As `profile` takes them.
+    sought : sequence of str
+        Names of operations, by default those of matrix products.
+    """
+    found: dict[str, tuple[int, ...]] = {}
+    calls: Counter[str] = Counter()
+
+    def runner(name: str) -> Callable[..., Any]:
+        def run(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            numbers: list[int] = []
+
+            def note(number: int, func: Any, given: Any, more: Any) -> Any:
+                if str(func).split(".")[1] in sought:
+                    numbers.append(number)
+                return func(*given, **more)
+
+            calls[name] += 1
+            with NumberedOps(note):
+                result = original(*args, **kwargs)
+            found[name if calls[name] == 1 else f"{name}#{calls[name]}"] = tuple(numbers)
+            return result
+
+        return run
+
+    modules = dict(model.named_modules())
+    names = {stage.partition("#")[0] for stage in stages} & modules.keys()
+    with restored(model), installed([PatchedForward(modules[name], runner(name)) for name in names]):
+        if isinstance(inputs, dict):
+            model(**inputs)
+        else:
+            model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+    return found
 
 
 def states_of_swapped(handle: Handle) -> set[Whereabouts]:

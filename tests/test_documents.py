@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import re
 import shlex
@@ -17,10 +18,6 @@ ROOT = Path(__file__).parent.parent
 README, GUIDE = ROOT / "README.md", ROOT / "docs" / "guide.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-
-"""Folders that the first run on a GPU writes (docs/gpu.md)."""
-
-page = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 
 
 def blocks(path: Path) -> list[str]:
@@ -107,16 +104,12 @@ def test_blocks_of_the_guide_run(
     }  # fmt: skip
 
 
-@pytest.mark.planning
-@page
-def test_code_blocks_are_python(page: Path) -> None:
+def code_blocks_are_python(page: Path) -> None:
     for block in blocks(page):
         ast.parse(block)
 
 
-@pytest.mark.planning
-@page
-def test_links_lead_somewhere(page: Path) -> None:
+def links_lead_somewhere(page: Path) -> None:
     links = re.findall(r"\]\(([^)]+)\)", re.sub(r"`[^`]*`", "", prose(page)))
     for link in links:
         if link.startswith("https://"):
@@ -129,6 +122,7 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(target), link
 
 
+@functools.cache
 def commands() -> dict[str, set[str]]:
     """By command of the command line: its options."""
     from typer.main import get_command
@@ -143,9 +137,7 @@ def commands() -> dict[str, set[str]]:
     return found
 
 
-@pytest.mark.planning
-@page
-def test_commands_and_their_options_exist(page: Path) -> None:
+def commands_and_their_options_exist(page: Path) -> None:
     known = commands()
     for text in code(page):
         for name, rest in re.findall(r"\bckptplan +([a-z]+)\b([^|&;]*)", text):
@@ -164,9 +156,7 @@ def test_the_page_of_the_command_line_has_every_command() -> None:
         assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", row)) <= known[name], name
 
 
-@pytest.mark.planning
-@page
-def test_scripts_and_their_options_exist(page: Path) -> None:
+def scripts_and_their_options_exist(page: Path) -> None:
     """So no figure stands there without a command that prints it."""
     for text in code(page):
         for script, rest in re.findall(r"\bpython ((?:experiments|examples|docs)/\S+\.py)([^|&;]*)", text):
@@ -178,9 +168,7 @@ def test_scripts_and_their_options_exist(page: Path) -> None:
             assert command in (ROOT / module.replace(".", "/") / "__main__.py").read_text(), text
 
 
-@pytest.mark.planning
-@page
-def test_files_exist(page: Path) -> None:
+def files_exist(page: Path) -> None:
     """Paths of the repository, or of the package without its name."""
     for text in code(page):
         for path in re.findall(r"^(?:[\w.-]+/)+(?:[\w-]+\.(?:py|json|md|toml|png))?$", text):
@@ -188,9 +176,7 @@ def test_files_exist(page: Path) -> None:
                 assert (ROOT / path).exists() or (ROOT / "ckptplan" / path).exists(), path
 
 
-@pytest.mark.planning
-@page
-def test_tests_and_experiments_exist(page: Path) -> None:
+def cited_tests_exist(page: Path) -> None:
     """Tests are named from `tests/`; the page of guarantees names experiments by their script alone."""
     for text in code(page):
         for path, test in re.findall(r"^([\w/]+\.py)::(test_\w+)$", text):
@@ -199,26 +185,34 @@ def test_tests_and_experiments_exist(page: Path) -> None:
             assert (ROOT / "experiments" / text).exists(), text
 
 
-@pytest.mark.planning
-@page
-def test_notes_exist(page: Path) -> None:
+@functools.cache
+def notes() -> list[str]:
+    """The names of all notes of the package."""
+    pattern = re.compile(r"^NOTE \[([^]]+)\]", re.MULTILINE)
+    return [note for path in (ROOT / "ckptplan").rglob("*.py") for note in pattern.findall(path.read_text())]
+
+
+def notes_exist(page: Path) -> None:
     """A NOTE that is named is defined, once."""
-    defined = [
-        note
-        for path in (ROOT / "ckptplan").rglob("*.py")
-        for note in re.findall(r"^NOTE \[([^]]+)\]", path.read_text(), re.MULTILINE)
-    ]
     for note in re.findall(r"NOTE \[([^]]+)\]", " ".join(prose(page).split())):
-        assert defined.count(note) == 1, note
+        assert notes().count(note) == 1, note
 
 
-@pytest.mark.planning
-@page
-def test_public_names_exist(page: Path) -> None:
+def public_names_exist(page: Path) -> None:
     for text in [*code(page), *blocks(page)]:
         for name in re.findall(r"(?<![\w./-])ckptplan\.([A-Za-z_]+)(?![\w/])", text):
             is_schema = re.search(rf"ckptplan\.{name}/\d", text) is not None
             assert is_schema or name in ckptplan.__all__ or importlib.util.find_spec(f"ckptplan.{name}"), text
+
+
+@pytest.mark.planning
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_what_a_page_names_is_there(page: Path) -> None:
+    for check in (
+        code_blocks_are_python, links_lead_somewhere, commands_and_their_options_exist, scripts_and_their_options_exist,
+        files_exist, cited_tests_exist, notes_exist, public_names_exist,
+    ):  # fmt: skip
+        check(page)
 
 
 @pytest.mark.planning

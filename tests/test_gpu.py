@@ -160,18 +160,18 @@ def assert_same(found: list[list[torch.Tensor]], wanted: list[list[torch.Tensor]
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True)), f"step {number} differs"
 
 
-@pytest.mark.parametrize("mix", MIXES)
-@pytest.mark.parametrize("kind", [Net, ConvNet])
+@pytest.mark.parametrize(("mix", "kind"), [("swap", Net), ("recompute", ConvNet), ("mixed", Net), ("mixed", ConvNet)])
 def test_gradients_are_bitwise_those_of_the_plain_model(mix: str, kind: type[nn.Module], slow_copies: None) -> None:
     model, x = make(kind)
     wanted = train(model, x)
-    buffers = [b.clone() for b in model.buffers()]
+    buffers, state = [b.clone() for b in model.buffers()], torch.cuda.get_rng_state(DEVICE)
     model, x = make(kind)
     plan = plan_for(profiled(model, x), mix)
     with ckptplan.apply(model, plan) as handle:
         found = train(model, x)
         stats = handle.stats()
     assert_same(found, wanted)
+    assert torch.equal(torch.cuda.get_rng_state(DEVICE), state)
     assert all(torch.equal(a, b) for a, b in zip(model.buffers(), buffers, strict=True))
     assert mix != "swap" or plan.host_bytes > 0
     assert (stats.swapped_out_bytes > 0) == (plan.host_bytes > 0)
@@ -204,12 +204,6 @@ def test_peak_is_within_the_budget(mix: str) -> None:
         after = torch.cuda.memory_stats()
         assert after["requested_bytes.all.current"] == before
     assert held + after["requested_bytes.all.peak"] - before <= plan.budget_bytes
-
-
-@pytest.mark.parametrize("mix", MIXES)
-def test_verify_agrees(mix: str) -> None:
-    model, x = make()
-    plan = plan_for(profiled(model, x), mix)
     found = ckptplan.verify(model, plan, inputs=x, loss_fn=loss_of)
     assert found.gradients_equal, found.differing
     assert found.other_paths == 0
@@ -230,22 +224,9 @@ def test_profiling_leaves_no_trace() -> None:
     torch.cuda.synchronize()
 
 
-@pytest.mark.parametrize("mix", MIXES)
-def test_random_state_goes_on_as_in_the_plain_model(mix: str) -> None:
+def test_compute_on_another_stream(slow_copies: None) -> None:
     model, x = make()
-    plan = plan_for(profiled(model, x), mix)
-    wanted = step(model, x, 3)
-    state = torch.cuda.get_rng_state(DEVICE)
-    with ckptplan.apply(model, plan):
-        found = step(model, x, 3)
-    assert_same([found], [wanted])
-    assert torch.equal(torch.cuda.get_rng_state(DEVICE), state)
-
-
-@pytest.mark.parametrize("mix", MIXES)
-def test_compute_on_another_stream(mix: str, slow_copies: None) -> None:
-    model, x = make()
-    plan = plan_for(profiled(model, x), mix)
+    plan = plan_for(profiled(model, x), "mixed")
     wanted = [step(model, x, seed) for seed in range(3)]
     side = torch.cuda.Stream(DEVICE)
     side.wait_stream(torch.cuda.current_stream(DEVICE))
@@ -271,7 +252,7 @@ def test_backward_twice_through_one_graph(slow_copies: None) -> None:
         assert_same([twice()], [wanted])
 
 
-@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("mix", ["recompute", "mixed"])
 def test_clean_step_after_an_exception_in_backward(mix: str, slow_copies: None) -> None:
     model, x = make()
     plan = plan_for(profiled(model, x), mix)
@@ -344,7 +325,7 @@ def store(capacity_bytes: int) -> Iterator[PinnedStore]:
         made.close()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.complex64])
 def test_round_trip(dtype: torch.dtype, slow_copies: None) -> None:
     source = torch.randint(0, 2, (100_003,), device=DEVICE).to(dtype)
     wanted = source.clone()
@@ -432,7 +413,7 @@ def test_page_locking_that_fails_leaves_the_device_usable(monkeypatch: pytest.Mo
         assert torch.ones(1000, device=DEVICE).sum().item() == 1000
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
 def test_round_trip_through_the_file(dtype: torch.dtype, tmp_path: Path) -> None:
     """Through chunks of which a block has many, while compute overwrites what was freed."""
     tier = DiskStore(tmp_path, device=DEVICE, chunk_bytes=1 << 16)
@@ -456,9 +437,14 @@ def test_round_trip_through_the_file(dtype: torch.dtype, tmp_path: Path) -> None
     tier.close()
 
 
-@pytest.mark.parametrize("mix", ["swap", "mixed"])
-@pytest.mark.parametrize("mode", [{}, {"checksums": True}, {"synchronous": True}])
-@pytest.mark.parametrize("tiers", [("disk",), ("host", "disk")])
+@pytest.mark.parametrize(
+    ("mix", "mode", "tiers"),
+    [
+        ("swap", {}, ("host", "disk")),
+        ("mixed", {"checksums": True}, ("disk",)),
+        ("mixed", {"synchronous": True}, ("host", "disk")),
+    ],
+)
 def test_gradients_with_a_disk_tier(mix: str, mode: dict[str, bool], tiers: tuple[str, ...], tmp_path: Path) -> None:
     model, x = make()
     wanted = train(model, x)
@@ -491,13 +477,6 @@ def test_links_through_the_file(tmp_path: Path) -> None:
     model, x = make()
     assert ckptplan.profile(model, x, swap_dir=tmp_path).disk is not None
     assert ckptplan.profile(model, x).disk is None
-
-
-def test_limit_on_pinned_memory() -> None:
-    model, x = make()
-    plan = plan_for(profiled(model, x), "swap")
-    with pytest.raises(ckptplan.InvalidInputError, match="host_gb"):
-        ckptplan.apply(model, plan, host_gb=plan.host_bytes / 2 / 2**30)
 
 
 def test_link_is_plausible() -> None:

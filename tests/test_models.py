@@ -39,26 +39,6 @@ def gpt2(layers: int = 2) -> Made:
     return transformers.GPT2LMHeadModel(config), ids(4, 128, 500)
 
 
-def bert(layers: int = 2) -> Made:
-    config = transformers.BertConfig(
-        num_hidden_layers=layers, hidden_size=128, num_attention_heads=4, intermediate_size=512, vocab_size=500
-    )
-    return transformers.BertForMaskedLM(config), ids(4, 96, 500)
-
-
-def vit() -> Made:
-    config = transformers.ViTConfig(
-        num_hidden_layers=2,
-        hidden_size=96,
-        num_attention_heads=3,
-        intermediate_size=384,
-        image_size=64,
-        hidden_dropout_prob=0.1,
-        attention_probs_dropout_prob=0.1,
-    )
-    return transformers.ViTForImageClassification(config), images(32, 64)
-
-
 def resnet() -> Made:
     config = transformers.ResNetConfig(embedding_size=32, hidden_sizes=[128, 256, 512, 1024], depths=[1, 1, 1, 1])
     return transformers.ResNetForImageClassification(config), images(4, 64)
@@ -66,20 +46,13 @@ def resnet() -> Made:
 
 def llama(layers: int = 2) -> Made:
     config = transformers.LlamaConfig(
-        num_hidden_layers=layers,
-        hidden_size=128,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=344,
-        vocab_size=500,
-        attention_dropout=0.1,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
+        num_hidden_layers=layers, hidden_size=128, num_attention_heads=4, num_key_value_heads=2, intermediate_size=344,
+        vocab_size=500, attention_dropout=0.1, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
     return transformers.LlamaForCausalLM(config), ids(4, 128, 500)
 
 
-@pytest.mark.parametrize("make", [gpt2, bert, vit, resnet, llama])
+@pytest.mark.parametrize("make", [gpt2, resnet, llama])
 def test_the_promises_hold(make: Callable[[], Made]) -> None:
     torch.manual_seed(0)
     model, inputs = make()
@@ -139,15 +112,15 @@ def routers() -> tuple[Made, None]:
     return (transformers.MixtralForCausalLM(config), ids(4, 48, 200)), None
 
 
+@pytest.mark.usefixtures("short_search")
 @pytest.mark.parametrize("make", [features, routers])
 def test_what_hooks_collect_inside_of_stages(make: Callable[[], tuple[Made, Any]]) -> None:
     torch.manual_seed(0)
     (model, inputs), loss_fn = make()
     model.train()
     profile = ckptplan.profile(model, inputs, loss_fn=loss_fn)
-    least = smallest_peak(profile, Limits(actions=("keep", "swap", "recompute"))).peak_bytes
-    for actions in (("keep", "swap"), ("keep", "recompute"), ("keep", "swap", "recompute")):
-        budget_bytes = max(least, smallest_peak(profile, Limits(actions=actions)).peak_bytes)
+    for actions in (("keep", "swap"), ("keep", "recompute")):
+        budget_bytes = smallest_peak(profile, Limits(actions=actions)).peak_bytes
         plan = ckptplan.solve(profile, budget_bytes / 2**30, actions=actions)
         report = ckptplan.verify(model, plan, inputs, loss_fn=loss_fn, repeats=1)
         assert report.gradients_equal, report.differing
@@ -155,17 +128,20 @@ def test_what_hooks_collect_inside_of_stages(make: Callable[[], tuple[Made, Any]
         assert report.measured_peak_bytes <= budget_bytes
 
 
+def bart(encoders: int, decoders: int, **options: Any) -> Made:
+    config = transformers.BartConfig(
+        vocab_size=500, d_model=64, encoder_layers=encoders, decoder_layers=decoders, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=256, decoder_ffn_dim=256, max_position_embeddings=64, **options,
+    )  # fmt: skip
+    return transformers.BartForConditionalGeneration(config).train(), ids(4, 32, 500)
+
+
 @pytest.mark.usefixtures("short_search")
 def test_layers_that_are_left_out_at_random_are_planned_as_if_they_ran() -> None:
     torch.manual_seed(0)
-    config = transformers.BartConfig(
-        vocab_size=500, d_model=64, encoder_layers=1, decoder_layers=4, encoder_attention_heads=2,
-        decoder_attention_heads=2, encoder_ffn_dim=256, decoder_ffn_dim=256, max_position_embeddings=64,
-        decoder_layerdrop=0.4,
-    )  # fmt: skip
-    model, inputs = transformers.BartForConditionalGeneration(config).train(), ids(4, 32, 500)
+    model, inputs = bart(1, 4, decoder_layerdrop=0.4)
     left_out, layers = 0, [f"model.decoder.layers.{k}" for k in range(4)]
-    for seed in range(3):
+    for seed in range(2):
         torch.manual_seed(seed)
         profile = ckptplan.profile(model, inputs)
         assert {*layers} <= {stage.name for stage in profile.stages}
@@ -179,16 +155,12 @@ def test_layers_that_are_left_out_at_random_are_planned_as_if_they_ran() -> None
             left_out += sum(model.get_submodule(name).fc1.weight.grad is None for name in layers)
         model.zero_grad()
     assert left_out > 0
-    assert model.model.decoder.layerdrop == config.decoder_layerdrop == 0.4
+    assert model.model.decoder.layerdrop == 0.4
 
 
 def test_a_floating_mask_that_a_model_makes_itself_is_that_of_training() -> None:
     torch.manual_seed(0)
-    config = transformers.BartConfig(
-        vocab_size=500, d_model=64, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2,
-        decoder_attention_heads=2, encoder_ffn_dim=256, decoder_ffn_dim=256, max_position_embeddings=64,
-    )  # fmt: skip
-    model, inputs = transformers.BartForConditionalGeneration(config).train(), ids(4, 32, 500)
+    model, inputs = bart(2, 2)
     profile = ckptplan.profile(model, inputs, device="a100-40gb")
     layers = [stage for stage in profile.stages if ".layers." in stage.name and not stage.is_glue]
     assert len(layers) == 4
@@ -237,7 +209,7 @@ def test_both_halves_of_an_encoder_decoder_leave_their_caches() -> None:
 
 
 def test_a_model_that_checkpoints_already_is_refused() -> None:
-    model, inputs = bert(1)
+    model, inputs = gpt2(1)
     model.train()
     # Renamed in transformers 5.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable

@@ -98,7 +98,6 @@ CALLS = """
 
     for command in (
         "solve profile.json --budget-gb 0.12 -o plan.json",
-        "solve profile.json --max-overhead 0.2",
         "frontier profile.json --points 2 --time-limit 2 -o plans",
         "explain profile.json plan.json",
         "show profile.json --options",

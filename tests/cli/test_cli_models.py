@@ -37,14 +37,19 @@ def test_compare_takes_a_model(run: Run, tmp_path: Path, monkeypatch: pytest.Mon
     assert_clean_error(run("compare", "tiny_model:number", "--budgets", "50"), "int", "torch.nn.Module")
 
 
-def test_demo_trains_with_identical_losses_within_its_budget(capsys: pytest.CaptureFixture[str]) -> None:
+def test_demo_trains_with_identical_losses_within_its_budget(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a row without swaps where its plan may swap."""
     threads = torch.get_num_threads()
+    monkeypatch.setattr("ckptplan.cli.demo.is_accelerator", lambda device: True)
     size = Size(narrow=16, hidden=64, outer=2, wide=64, heads=2, inner=2, context=256, batch=4)
-    assert demonstrate("cpu", steps=3, size=size, time_limit_s=2.0, console=Console(width=160))
+    assert demonstrate("cpu", steps=3, size=size, time_limit_s=0.5, console=Console(width=160))
     out = capsys.readouterr().out
     assert "Every loss and weight is bitwise that of plain training, every peak within budget." in out
-    for row in ("plain", "uniform", "greedy", "ckptplan"):
-        assert row in out
+    for row in ("plain", "uniform", "greedy", "recompute", "ckptplan"):
+        assert re.search(rf"^ *{row} .*MiB", out, re.MULTILINE)
+    assert "nothing is swapped on a CPU" not in out
     assert torch.get_num_threads() == threads
 
 
@@ -55,17 +60,6 @@ def made_row(name: str, *step_s: float, peak_bytes: int = 90, **fields: Any) -> 
 
 PLAIN = made_row("plain", 1.0, 2.0, 1.5, peak_bytes=180)
 GREEDY = made_row("greedy", 1.3, 2.6, 1.95)
-
-
-def test_demo_has_a_row_without_swaps_where_its_plan_may_swap(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    size = Size(narrow=16, hidden=64, outer=2, wide=64, heads=2, inner=2, context=256, batch=4)
-    monkeypatch.setattr("ckptplan.cli.demo.is_accelerator", lambda device: True)
-    assert demonstrate("cpu", steps=3, size=size, time_limit_s=1.0, console=Console(width=160))
-    out = capsys.readouterr().out
-    assert "nothing is swapped on a CPU" not in out
-    assert re.search(r"^ *recompute .*MiB", out, re.MULTILINE)
 
 
 def test_demo_says_what_its_plan_is_ahead_of() -> None:
@@ -81,9 +75,7 @@ def test_demo_says_what_its_plan_is_ahead_of() -> None:
 @pytest.mark.parametrize(
     ("shares", "how"),
     [
-        ((1.0, 1.0, 1.0), "not clearly ahead of uniform, whose steps took 1.00"),
         ((0.9, 1.02, 1.04), "not clearly ahead of uniform, whose steps took 1.02"),
-        ((0.9, 0.8, 0.7), "behind uniform, whose steps took 0.80"),
         ((0.98, 0.96, 0.97), "behind uniform, whose steps took 0.97"),
     ],
 )

@@ -23,7 +23,6 @@ MODELING = "transformers.models.{0}.modeling_{0}."
     ("name", "inputs"),
     [
         ("t5", {"T5ForConditionalGeneration": ["input_ids", "decoder_input_ids"]}),
-        ("vit", {"ViTForImageClassification": ["pixel_values"]}),
         ("wav2vec2", {"Wav2Vec2ForCTC": ["input_values"]}),
     ],
 )

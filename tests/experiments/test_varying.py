@@ -24,8 +24,7 @@ from varying_models import FAMILIES
 import ckptplan
 from ckptplan.core.errors import PlanMismatchError
 
-SEEDS = (16, 33, 67, 118, 168)
-REBUILT = ("layers_by_turns", "a_graph_cut_at_first")
+SEEDS = (16, 118)
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -38,9 +37,8 @@ def test_a_drawn_training_breaks_no_promise(seed: int, monkeypatch: pytest.Monke
     assert result.row.kind == "infeasible" or len(result.row.peaks_bytes) > 1
 
 
-@pytest.mark.parametrize("name", REBUILT)
-def test_a_rebuilt_training_breaks_no_promise(name: str) -> None:
-    row = compared(lambda record: drive(name, record))
+def test_a_rebuilt_training_breaks_no_promise() -> None:
+    row = compared(lambda record: drive("a_graph_cut_at_first", record))
     assert not row.broken, (row.detail, row.over)
     assert row.differences
 
@@ -91,11 +89,7 @@ def test_what_becomes_of_a_training(what: str) -> None:
 
 def test_planning_is_no_part_of_a_peak() -> None:
     """A step records what it takes; a plan that is made in it takes memory of its own, and records, too."""
-    model, x = (
-        nn.Sequential(*(nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(3))),
-        None,
-    )
-    del x
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(3)))
 
     def training(record: Record) -> None:
         handle: Any = None

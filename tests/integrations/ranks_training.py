@@ -82,7 +82,7 @@ def in_a_trainer_that_shards(folder: Path) -> None:
 
 def outputs_are_copied_once(folder: Path) -> None:
     callback = ActivationPlanCallback(budget="100%", time_limit_s=0.2)
-    planned = test_transformers.trained(folder, callback, **test_transformers.WAYS["label smoothing"])
+    planned = test_transformers.trained(folder, callback, options={"label_smoothing_factor": 0.1})
     bucket_bytes = sum(p.nbytes for p in planned.model.parameters())
     assert callback.plan.peak_bytes == pytest.approx(planned.peaks[-1] + bucket_bytes, rel=0.005)
 
@@ -114,13 +114,11 @@ def in_lightning(folder: Path, kind: type[test_lightning.Module], strategy: Call
 
 def main() -> None:
     warnings.simplefilter("ignore")
-    test_transformers.STEPS = test_lightning.STEPS = 4
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        in_a_trainer(folder, **test_transformers.WAYS["another with a graph"])
+        in_a_trainer(folder, kind=test_transformers.Again)
         outputs_are_copied_once(folder)
         in_a_trainer_that_shards(folder)
-        in_lightning(folder, test_lightning.Module, lambda: "ddp")
         in_lightning(folder, Returning, lambda: "ddp_find_unused_parameters_true")
         in_lightning(folder, test_lightning.Sharded, lambda: ModelParallelStrategy(dist.get_world_size(), 1))
     dist.destroy_process_group()

@@ -71,7 +71,6 @@ def test_a_model_is_made_of_its_config(folder: Path) -> None:
     [
         ({"lora": "16"}, "can't be read; give r=16"),
         ({"lora": "r=4,bits=3"}, "can't be read; give r=16"),
-        ({"lora": "r=4,8"}, "can't be read; give r=16"),
         ({"dtype": "float8"}, "'float8' isn't a type of weights; choose from float32, bfloat16, float16"),
         ({"lora": "r=4,targets=absent"}, "absent"),
         ({"config": "absent"}, "can't be read"),
@@ -106,8 +105,6 @@ def test_inputs_follow_from_the_head(kind: str, run: Run, tmp_path: Path) -> Non
     path.write_text(json.dumps(config.to_dict()))
     make, _ = configs.make_inputs(configs.make_model(configs.ConfiguredTraining(str(path))), None)
     assert {name: tuple(t.shape) for name, t in make(3).items()} == shapes
-    found = run("fit", "--config", str(path), *SMALL, "--optimizer", "adamw")
-    assert found.exit_code == 0, found.output
     if kind == "sequence":
         assert_clean_error(run("fit", "--config", str(path), "--seq", "64"), "the model has 48 positions")
 
@@ -315,13 +312,12 @@ def test_options_go_before_files(run: Run, folder: Path) -> None:
     found = run("estimate", "--axolotl", str(folder / "lora.yaml"), "--device", "a100-40gb", *options)
     assert found.exit_code == 0, found.output
     assert "(0.0 M in float32), 0.0 M trained; 3 x 16 tokens; optimizer sgd, autocast bfloat16" in found.stdout
-    sizes = run(
-        "estimate", "--config", str(folder / "model"), "--device", "a100-40gb", "--batches", "1,2", "--seq", "16"
-    )
-    assert "2 in turn" in sizes.stdout
+    config = ("--config", str(folder / "model"), "--seq", "16")
+    turns = run("estimate", *config, "--device", "a100-40gb", "--batches", "1,2")
+    assert "2 in turn" in turns.stdout
 
 
-@pytest.mark.parametrize("adapter", ["", "adapter: lora", "adapter: qlora"])
+@pytest.mark.parametrize("adapter", ["", "adapter: qlora"])
 def test_sharded_models_of_files(adapter: str, run: Run, folder: Path) -> None:
     """Under Trainer, trained weights of a sharded model are in float32 and gathered in autocast's type."""
     path = str(changed(folder, *([adapter] if adapter else []), without=() if adapter else LORA))
@@ -332,5 +328,3 @@ def test_sharded_models_of_files(adapter: str, run: Run, folder: Path) -> None:
         state = next(line for line in found.stdout.splitlines() if line.startswith("optimizer state"))
         values = 2 * (ATTENTION + MLP) + EMBEDDINGS + NORMS
         assert state.split()[2:] == [f"{2 * 4 * values // 2 / 2**10:.2f}", "KiB"]
-    fits = run("fit", "--axolotl", path, "--fsdp", "2", *SMALL)
-    assert fits.exit_code == 0, fits.output

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,9 @@ from torch.nn import functional as F
 
 import ckptplan
 from ckptplan.core.errors import UnsupportedModelError
-from ckptplan.core.plan import Plan
 from ckptplan.integrations.lightning import ActivationPlanner
 
-STEPS = 8
+STEPS = 4
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"
@@ -31,16 +29,6 @@ pytestmark = pytest.mark.filterwarnings(
 def layers() -> nn.Sequential:
     blocks = [[nn.Linear(32, 128), nn.GELU(), nn.Dropout(0.1), nn.Linear(128, 32)] for _ in range(2)]
     return nn.Sequential(*(layer for block in blocks for layer in block), nn.BatchNorm1d(32), nn.Linear(32, 10))
-
-
-@dataclass
-class Batch:
-    x: torch.Tensor
-    y: torch.Tensor
-
-
-def tensors_of(batch: Any) -> Any:
-    return vars(batch) if isinstance(batch, Batch) else batch
 
 
 class Module(L.LightningModule):
@@ -57,9 +45,7 @@ class Module(L.LightningModule):
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any) -> None:
         """Measure the step: what is there before it, and the most that it adds."""
         step = super().optimizer_step
-        _, peak = measured(
-            lambda: step(epoch, batch_idx, optimizer, closure), self, [optimizer.optimizer], tensors_of(self.batch)
-        )
+        _, peak = measured(lambda: step(epoch, batch_idx, optimizer, closure), self, [optimizer.optimizer], self.batch)
         self.peaks.append(peak)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -142,18 +128,6 @@ class Manual(Module):
         return torch.optim.AdamW(self.layers.parameters()), torch.optim.SGD(self.judge.parameters(), 0.1, momentum=0.9)
 
 
-class Prepared(Module):
-    """Its step needs what its hook has made of the batch, takes a dataclass and returns nothing for some batches."""
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.batch = batch
-        self.shift = batch.x.mean() if batch_idx else None
-
-    def training_step(self, batch: Any) -> Any:  # type: ignore[override]
-        loss = F.cross_entropy(self.layers(batch.x if self.shift is None else batch.x - self.shift), batch.y)
-        return None if self.shift is None or batch.y[0] == 3 else loss
-
-
 class Skipping(Module):
     """Returns more than the loss, and for some batches a loss that doesn't depend on the model."""
 
@@ -186,8 +160,7 @@ def fit(
 ) -> tuple[Module, L.Trainer]:
     L.seed_everything(0, verbose=False)
     module = kind()
-    made = Batch if kind is Prepared else lambda *batch: batch
-    data = [made(torch.randn(n, 32), torch.randint(10, (n,))) for n in batches or [64] * 8]
+    data = [(torch.randn(n, 32), torch.randint(10, (n,))) for n in batches or [64] * 8]
     path = how.pop("ckpt_path", None)
     options: dict[str, Any] = {"max_steps": STEPS, "enable_checkpointing": False, "logger": False, **how}
     trainer = L.Trainer(
@@ -209,19 +182,14 @@ def assert_same(a: Module, b: Module) -> None:
 
 
 WAYS: dict[str, dict[str, Any]] = {
-    "plain": {},
     "accumulation": {"accumulate_grad_batches": 2},
-    "bf16": {"precision": "bf16-mixed"},
-    "clipping": {"gradient_clip_val": 0.5},
-    "validation": {"val_check_interval": 2},
     "manual": {"kind": Manual, "max_steps": 2 * STEPS},
     "scheduled": {"kind": Scheduled},
-    "prepared": {"kind": Prepared},
     "skipping": {"kind": Skipping},
 }
 
 
-@pytest.mark.parametrize("way", ["accumulation", "manual", "scheduled", "skipping"])  # the experiment has all
+@pytest.mark.parametrize("way", WAYS)
 def test_training_is_the_same(way: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "ckptplan")
     planner = ActivationPlanner(budget="20%", time_limit_s=0.2, check="always")
@@ -238,7 +206,7 @@ def test_training_is_the_same(way: str, tmp_path: Path, caplog: pytest.LogCaptur
     assert stats.recomputed_stages + stats.swapped_out_bytes > 0
     assert any("of the best possible" in r.message for r in caplog.records if r.name == "ckptplan")
     assert not any("forward" in vars(m) for m in planned.modules())
-    assert trainer.callback_metrics.keys() >= {"loss"} or way in ("prepared", "skipping")
+    assert trainer.callback_metrics.keys() >= {"loss"} or way == "skipping"
     assert "training_step" not in {**vars(planned), **(vars(trainer.strategy) if not manual else {})}
 
 
@@ -252,12 +220,12 @@ def test_larger_batches_are_planned_for(tmp_path: Path) -> None:
 
 
 def test_a_larger_batch_without_a_plan_follows_the_former_one(tmp_path: Path) -> None:
-    batches = [32, 512, 32, 1024, 2048, 4096, 8192, 32]
-    plain, _ = fit(tmp_path, batches=batches)
+    batches = [32, 512, 32, 1024, 2048, 4096]
+    plain, _ = fit(tmp_path, batches=batches, max_steps=6)
     planner = ActivationPlanner(budget_gb=plain.peaks[2] / 2**30, time_limit_s=0.2)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        planned, _ = fit(tmp_path, planner, batches=batches)
+        planned, _ = fit(tmp_path, planner, batches=batches, max_steps=6)
     assert_same(planned, plain)
     found = [str(w.message) for w in said if "the former plan is followed" in str(w.message)]
     assert len(found) == 3
@@ -284,9 +252,9 @@ def test_a_plan_that_was_made_serves_again(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(
         "ckptplan.integrations.training.solve", lambda *a, **k: solved.append(solve(*a, **k)) or solved[-1]
     )
-    plain, _ = fit(tmp_path, kind=Shaped, max_steps=STEPS - 1)
+    plain, _ = fit(tmp_path, kind=Shaped, max_steps=STEPS + 1)
     planner = ActivationPlanner(budget_gb=0.05, time_limit_s=0.2)
-    planned, _ = fit(tmp_path, planner, kind=Shaped, max_steps=STEPS - 1)
+    planned, _ = fit(tmp_path, planner, kind=Shaped, max_steps=STEPS + 1)
     assert_same(planned, plain)
     assert len(solved) == 2
     saved = planner.state_dict()
@@ -295,37 +263,22 @@ def test_a_plan_that_was_made_serves_again(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_the_plan_is_in_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, trainer = fit(tmp_path, ActivationPlanner(budget="20%", time_limit_s=0.2), max_steps=2)
+    """And isn't taken for another request."""
+    how: dict[str, Any] = {"budget": "20%", "time_limit_s": 0.2}
+    _, trainer = fit(tmp_path, ActivationPlanner(**how), max_steps=2)
     path = str(tmp_path / "half.ckpt")
     trainer.save_checkpoint(path)
     plain, _ = fit(tmp_path, ckpt_path=path)
-    planner = ActivationPlanner(budget="20%", time_limit_s=0.2)
-    monkeypatch.setattr("ckptplan.integrations.training.solve", lambda *a, **k: pytest.fail("it has a plan"))
-    planned, _ = fit(tmp_path, planner, ckpt_path=path)
+    planner, other = ActivationPlanner(**how), ActivationPlanner(**how, actions=("keep", "recompute"))
+    with monkeypatch.context() as patch:
+        patch.setattr("ckptplan.integrations.training.solve", lambda *a, **k: pytest.fail("it has a plan"))
+        planned, _ = fit(tmp_path, planner, ckpt_path=path)
     assert planner.handle is not None
     assert planner.handle.stats().forwards > 0
     assert_same(planned, plain)
-
-
-def test_a_plan_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    how: dict[str, Any] = {"budget": "20%", "time_limit_s": 0.2, "plan_file": tmp_path / "plan.json"}
-    first, second, third = (ActivationPlanner(**how) for _ in range(3))
-    one, _ = fit(tmp_path, first, max_steps=2)
-    with monkeypatch.context() as patch:
-        patch.setattr("ckptplan.integrations.training.solve", lambda *a, **k: pytest.fail("it has a plan"))
-        assert_same(fit(tmp_path, second, max_steps=2)[0], one)
-    fit(tmp_path, third, max_steps=2, batches=[16] * 4)
-    assert second.plan != Plan.load(how["plan_file"])
-
-
-def test_the_plan_of_another_request_is_not_taken(tmp_path: Path) -> None:
-    _, trainer = fit(tmp_path, ActivationPlanner(budget="20%", time_limit_s=0.2), max_steps=2)
-    path = str(tmp_path / "half.ckpt")
-    trainer.save_checkpoint(path)
-    planner = ActivationPlanner(budget="20%", actions=("keep", "recompute"), time_limit_s=0.2)
-    fit(tmp_path, planner, ckpt_path=path)
-    assert planner.handle is not None
-    assert not planner.handle.stats().swapped_out_bytes
+    fit(tmp_path, other, ckpt_path=path)
+    assert other.handle is not None
+    assert not other.handle.stats().swapped_out_bytes
 
 
 def test_an_error_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -353,19 +306,15 @@ def test_strategies_without_bytes_are_refused(tmp_path: Path) -> None:
         planner.on_train_start(trainer, Module())
 
 
-def test_optimizers_that_run_the_step_are_refused(tmp_path: Path) -> None:
+def test_what_no_plan_can_see_is_refused(tmp_path: Path) -> None:
     class Quasi(Module):
         def configure_optimizers(self) -> Any:
             return torch.optim.LBFGS(self.parameters())
 
-    with pytest.raises(UnsupportedModelError, match="LBFGS"):
-        fit(tmp_path, ActivationPlanner(budget="20%"), kind=Quasi)
-
-
-def test_batches_that_no_plan_can_see_are_refused(tmp_path: Path) -> None:
     class Pulls(Module):
         def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
             return super().training_step(next(dataloader_iter)[0], 0)
 
-    with pytest.raises(UnsupportedModelError, match="dataloader_iter"):
-        fit(tmp_path, ActivationPlanner(budget="20%"), kind=Pulls)
+    for kind, named in ((Quasi, "LBFGS"), (Pulls, "dataloader_iter")):
+        with pytest.raises(UnsupportedModelError, match=named):
+            fit(tmp_path, ActivationPlanner(budget="20%"), kind=kind)

@@ -10,9 +10,9 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from diffusers import DiTTransformer2DModel, UNet2DConditionModel
+from diffusers import UNet2DConditionModel
 from measured_step import measured
-from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -34,11 +34,7 @@ def llama() -> LlamaForCausalLM:
 
 
 ADAPTERS: dict[str, Callable[[], Any]] = {
-    "lora": lambda: LoraConfig(r=4, lora_dropout=0.1, target_modules="all-linear", task_type="CAUSAL_LM"),
     "dora": lambda: LoraConfig(r=4, use_dora=True, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM"),
-    "ia3": lambda: IA3Config(
-        target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"], task_type="CAUSAL_LM"
-    ),
     "prompt": lambda: PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=8),
 }
 
@@ -75,24 +71,11 @@ def test_a_diffusion_unet() -> None:
     assert_sound(model, inputs, squared)
 
 
-def test_a_diffusion_transformer() -> None:
-    torch.manual_seed(0)
-    model = DiTTransformer2DModel(
-        num_attention_heads=2, attention_head_dim=16, num_layers=3, sample_size=16, num_embeds_ada_norm=10,
-        norm_num_groups=4,
-    ).train()  # fmt: skip
-    inputs = {
-        "hidden_states": torch.randn(2, 4, 16, 16), "timestep": torch.tensor([3, 7]),
-        "class_labels": torch.tensor([1, 2]),
-    }  # fmt: skip
-    assert_sound(model, inputs, squared)
-
-
-def accelerated(precision: str, **options: Any) -> tuple[list[float], nn.Module, list[int], Handle | None]:
-    """Losses, model and peaks of a loop of twenty batches, two for each update; with options of a plan its handle."""
+def accelerated(**options: Any) -> tuple[list[float], nn.Module, list[int], Handle | None]:
+    """Losses, model and peaks of a loop of six batches, two for each update; with options of a plan its handle."""
     AcceleratorState._reset_state(reset_partial_state=True)
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, mixed_precision=precision)
-    rows = [{"input_ids": row, "labels": row} for row in TOKENS.repeat(20, 1)]
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, mixed_precision="bf16")
+    rows = [{"input_ids": row, "labels": row} for row in TOKENS.repeat(6, 1)]
     made = llama()
     model, optimizer, loader = accelerator.prepare(
         made, torch.optim.AdamW(made.parameters()), torch.utils.data.DataLoader(rows, batch_size=4)
@@ -117,10 +100,9 @@ def accelerated(precision: str, **options: Any) -> tuple[list[float], nn.Module,
     return [loss for loss, _ in found], accelerator.unwrap_model(model), [peak for _, peak in found], handle
 
 
-@pytest.mark.parametrize("precision", ["bf16"])  # the experiment has "no" as well
-def test_a_loop_of_accelerate(precision: str) -> None:
-    theirs, plain, plain_peaks, _ = accelerated(precision)
-    ours, model, peaks, handle = accelerated(precision, budget="30%", time_limit_s=0.2)
+def test_a_loop_of_accelerate() -> None:
+    theirs, plain, plain_peaks, _ = accelerated()
+    ours, model, peaks, handle = accelerated(budget="30%", time_limit_s=0.2)
     assert ours == theirs
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
     assert handle is not None

@@ -55,6 +55,10 @@ def test_limit():
 def test_no_limit():
     return model(), torch.zeros(8, 64)
 
+@pytest.mark.max_training_memory("1 GiB")
+async def test_waits():
+    return None
+
 def test_fixture(training_memory):
     found = training_memory(model(), torch.zeros(8, 64), **DEVICE)
     assert found.categories["weights"] > 0
@@ -101,9 +105,14 @@ def _entry_points() -> set[str]:
 
 def test_limits(tmp_path: Path) -> None:
     (tmp_path / "test_memory.py").write_text(TESTS)
+    texts = {"first": "{", "second": "[]", "third": '{"test_same": "12"}'}
+    for name, text in texts.items():
+        (tmp_path / f"{name}.json").write_text(text)
+        tests = BASELINES.partition("@baseline\ndef test_grown")[0].replace("memory.json", f"{name}.json")
+        (tmp_path / f"test_{name}.py").write_text(tests)
     out = run(tmp_path)
     passed = ("test_fits", "test_yields[1]", "test_yields[2]", "test_was_closed", "test_fixture")
-    failed = ("test_is_too_large", "test_gives_nothing", "test_limit", "test_no_limit")
+    failed = ("test_is_too_large", "test_gives_nothing", "test_limit", "test_no_limit", "test_waits")
     for name in passed:
         assert f"PASSED test_memory.py::{name}" in out, out
     for name in failed:
@@ -113,6 +122,9 @@ def test_limits(tmp_path: Path) -> None:
     assert "a pair of a model and its inputs, this one gave NoneType" in out
     assert "the limit '50%' isn't a number of bytes" in out
     assert "needs a limit ('10 GiB') or a baseline" in out
+    assert "max_training_memory doesn't work on a coroutine" in out
+    for name in texts:
+        assert f"{name}.json can't be read" in out
     assert "Traceback" not in out
 
 
@@ -135,25 +147,6 @@ def test_a_recorded_baseline(tmp_path: Path) -> None:
 def test_baselines_are_recorded_in_one_process(tmp_path: Path) -> None:
     (tmp_path / "test_memory.py").write_text(BASELINES)
     assert "run it in one process (-n 0)" in run(tmp_path, "--record-training-memory", "-n", "2")
-
-
-def test_baselines_that_are_none_are_told(tmp_path: Path) -> None:
-    texts = {"first": "{", "second": "[]", "third": '{"test_same": "12"}'}
-    for name, text in texts.items():
-        (tmp_path / f"{name}.json").write_text(text)
-        tests = BASELINES.partition("@baseline\ndef test_grown")[0].replace("memory.json", f"{name}.json")
-        (tmp_path / f"test_{name}.py").write_text(tests)
-    out = run(tmp_path)
-    for name in texts:
-        assert f"{name}.json can't be read" in out
-    assert "3 failed" in out
-
-
-def test_coroutines_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "test_memory.py").write_text(
-        "import pytest\n\n@pytest.mark.max_training_memory('1 GiB')\nasync def test_waits():\n    return None\n"
-    )
-    assert "max_training_memory doesn't work on a coroutine" in run(tmp_path)
 
 
 def test_unused_it_loads_nothing(tmp_path: Path) -> None:

@@ -16,4 +16,4 @@ def test_trainings_of_two_ranks() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
     # By rank 0, before and after it plans for each training, and before it plans for a larger batch in one.
-    assert done.stderr.count("ckptplan: ") == 2 * 6 + 1
+    assert done.stderr.count("ckptplan: ") == 2 * 5 + 1

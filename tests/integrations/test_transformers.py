@@ -18,7 +18,7 @@ from ckptplan.core.errors import InfeasibleBudgetError, InvalidInputError, Unsup
 from ckptplan.core.plan import Plan
 from ckptplan.integrations.transformers import ActivationPlanCallback
 
-STEPS = 8
+STEPS = 4
 Sample = dict[str, torch.Tensor]
 
 
@@ -104,30 +104,30 @@ def assert_same(a: Trainer, b: Trainer) -> None:
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+def assert_as_before(trainer: Trainer) -> None:
+    """Nothing of the callback's is left on the trainer or its model."""
+    assert not any(name in vars(trainer) for name in ("compute_loss", "_run_epoch", "_evaluate", "_finalize_training"))
+    assert "call_event" not in vars(trainer.callback_handler)
+    assert not any("forward" in vars(m) for m in trainer.model.transformer.modules())
+
+
 def weighted(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
     logits = outputs["logits"]
     return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / num_items_in_batch
 
 
 WAYS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "accumulation": {"options": {"gradient_accumulation_steps": 2}},
-    "bf16": {"options": {"bf16": True}},
-    "label smoothing": {"options": {"label_smoothing_factor": 0.1}},
+    "accumulation in bf16": {"options": {"gradient_accumulation_steps": 2, "bf16": True}},
     "loss function": {"options": {"compute_loss_func": weighted}},
-    "evaluation": {"options": {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True}},
     "checkpointing": {"options": {"activation_checkpointing": True}},
     "two forwards": {"kind": Twice},
-    "another with a graph": {"kind": Again},
 }
 
 
-@pytest.mark.parametrize("way", ["accumulation", "bf16", "loss function", "checkpointing", "two forwards"])
+@pytest.mark.parametrize("way", WAYS)
 def test_training_is_the_same_and_within_the_budget(way: str, tmp_path: Path) -> None:
     how = WAYS[way]
-    without = dict(how)
-    if way == "checkpointing":
-        without["options"] = {}  # dropout's numbers are drawn as without it
+    without = {} if way == "checkpointing" else how  # dropout's numbers are drawn as without it
     callback = ActivationPlanCallback(budget="30%", time_limit_s=0.2, check="always")
     plain = trained(tmp_path, **without)
     planned = trained(tmp_path, callback, **how)
@@ -139,22 +139,20 @@ def test_training_is_the_same_and_within_the_budget(way: str, tmp_path: Path) ->
     assert stats.recomputed_stages + stats.swapped_out_bytes > 0
     assert max(planned.peaks) <= plan.budget_bytes < max(plain.peaks)
     assert f"of {len(plan.choices)} stages" in callback.summary()
+    assert_as_before(planned)
     # As before, but for checkpointing, which the Trainer itself leaves on.
-    assert not any(name in vars(planned) for name in ("compute_loss", "_run_epoch", "_finalize_training"))
-    assert not any("forward" in vars(m) for m in planned.model.transformer.modules())
     on = any(getattr(m, "gradient_checkpointing", False) for m in planned.model.modules())
     assert on == (way == "checkpointing")
 
 
 def test_batches_of_other_lengths(tmp_path: Path) -> None:
     """Shorter ones run under the plan, longer ones get a new one."""
-    lengths = [20] * 4 + [16] * 4 + [40] * 4 + [44] * 4
-    options = {"label_smoothing_factor": 0.1}
-    options |= {"train_sampling_strategy": "sequential"}
+    how: dict[str, Any] = {"lengths": [20] * 4 + [16] * 4 + [40] * 4 + [44] * 4}
+    how["options"] = {"label_smoothing_factor": 0.1, "train_sampling_strategy": "sequential"}
     callback = ActivationPlanCallback(budget_gb=1e-2, time_limit_s=0.2)
-    plain = trained(tmp_path, lengths=lengths, options=options)
+    plain = trained(tmp_path, **how)
     with pytest.warns(RuntimeWarning, match="planned again"):
-        planned = trained(tmp_path, callback, lengths=lengths, options=options)
+        planned = trained(tmp_path, callback, **how)
     assert_same(planned, plain)
     assert callback.handle is not None
     assert callback.handle.replans
@@ -189,17 +187,20 @@ def test_a_plan_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert Plan.load(how["plan_file"]) != second.plan
 
 
-class Interrupts(TrainerCallback):
-    def __init__(self, event: str) -> None:
-        setattr(self, event, self.interrupt)
+class Raises(TrainerCallback):
+    def __init__(self, event: str, error: type[BaseException]) -> None:
+        self.error = error
+        setattr(self, event, self.fail)
 
-    def interrupt(self, *_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
+    def fail(self, *_: Any, **__: Any) -> None:
+        raise self.error
 
 
-@pytest.mark.parametrize("event", ["on_step_end", "on_pre_optimizer_step", "on_epoch_end"])
-def test_an_interrupt_leaves_nothing_behind(event: str, tmp_path: Path) -> None:
-    callback = ActivationPlanCallback(budget="30%", time_limit_s=0.2)
+@pytest.mark.parametrize(
+    ("event", "error"),
+    [("on_pre_optimizer_step", KeyboardInterrupt), ("on_epoch_begin", ValueError), ("evaluation", ValueError)],
+)
+def test_a_training_that_is_ended_leaves_nothing_behind(event: str, error: type[BaseException], tmp_path: Path) -> None:
     made: list[Trainer] = []
 
     class Noted(Trainer):
@@ -207,10 +208,15 @@ def test_an_interrupt_leaves_nothing_behind(event: str, tmp_path: Path) -> None:
             made.append(self)
             return super().create_optimizer(*args, **kwargs)
 
-    with pytest.raises(KeyboardInterrupt):
-        trained(tmp_path, callback, Interrupts(event), kind=Noted)
-    assert not any(name in vars(made[0]) for name in ("compute_loss", "_run_epoch", "_finalize_training"))
-    assert not any("forward" in vars(m) for m in made[0].model.transformer.modules())
+        def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+            raise error
+
+    options = {"activation_checkpointing": True, "eval_strategy": "steps", "eval_on_start": event == "evaluation"}
+    callback = ActivationPlanCallback(budget="30%", time_limit_s=0.2)
+    with pytest.raises(error):
+        trained(tmp_path, callback, Raises(event, error), kind=Noted, options=options)
+    assert_as_before(made[0])
+    assert all(layer.gradient_checkpointing for layer in made[0].model.transformer.h)
 
 
 def test_a_loop_that_begins_again_with_a_smaller_batch_is_planned_again(tmp_path: Path) -> None:
@@ -247,17 +253,12 @@ def test_what_cannot_be_planned_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_an_engine_that_is_not_known_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Launched(ActivationPlanCallback):
-        kind = DistributedType.NO
-
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            monkeypatch.setitem(AcceleratorState._shared_state, "distributed_type", self.kind)
+            monkeypatch.setitem(AcceleratorState._shared_state, "distributed_type", DistributedType.FSDP)
             super().on_train_begin(args, state, control, **kwargs)
 
-    for kind, name in ((DistributedType.FSDP, "FSDP1"), (DistributedType.MEGATRON_LM, "MEGATRON_LM")):
-        callback = Launched(1)
-        callback.kind = kind
-        with pytest.raises(UnsupportedModelError, match=f"training is distributed by {name}, whose bytes plans don't"):
-            trained(tmp_path, callback)
+    with pytest.raises(UnsupportedModelError, match="training is distributed by FSDP1, whose bytes plans don't"):
+        trained(tmp_path, Launched(1))
 
 
 def test_the_sentence_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -271,27 +272,24 @@ def test_the_sentence_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert "of the best possible" in planned
 
 
-@pytest.mark.parametrize("kind", [Twice])
-def test_padding_that_comes_later(kind: type[Trainer], tmp_path: Path) -> None:
+def test_padding_that_comes_later(tmp_path: Path) -> None:
     """The first batches' masks have only ones, and are left out by the model; later ones have zeros."""
-    lengths = ([24] * 8 + [24, 24, 24, 20]) * 8
-    options = {"train_sampling_strategy": "sequential", "max_steps": 8}
+    how: dict[str, Any] = {"kind": Twice, "lengths": [24] * 8 + [24, 24, 24, 20] * 2}
+    how["options"] = {"train_sampling_strategy": "sequential"}
     callback = ActivationPlanCallback(budget="30%", time_limit_s=0.2)
-    plain = trained(tmp_path, kind=kind, lengths=lengths, options=options)
-    planned = trained(tmp_path, callback, kind=kind, lengths=lengths, options=options)
+    plain, planned = trained(tmp_path, **how), trained(tmp_path, callback, **how)
     assert_same(planned, plain)
     assert max(planned.peaks) <= callback.plan.budget_bytes  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("kind", [MeasuredTrainer, Twice])
-def test_a_longer_batch_without_a_plan_follows_the_former_one(kind: type[Trainer], tmp_path: Path) -> None:
-    lengths = [20] * 4 + [60] * 4 + [20] * 4 + [62] * 4
-    options = {"train_sampling_strategy": "sequential", "max_steps": 4}
-    plain = trained(tmp_path, kind=kind, lengths=lengths, options=options)
+def test_a_longer_batch_without_a_plan_follows_the_former_one(tmp_path: Path) -> None:
+    how: dict[str, Any] = {"lengths": [20] * 4 + [60] * 4 + [20] * 4 + [62] * 4}
+    how["options"] = {"train_sampling_strategy": "sequential"}
+    plain = trained(tmp_path, **how)
     callback = ActivationPlanCallback(budget_gb=0.85 * plain.peaks[0] / 2**30, time_limit_s=0.2)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        planned = trained(tmp_path, callback, kind=kind, lengths=lengths, options=options)
+        planned = trained(tmp_path, callback, **how)
     assert_same(planned, plain)
     assert any("the peak may exceed the budget" in str(w.message) and "former plan" in str(w.message) for w in said)
 
@@ -338,32 +336,6 @@ def test_a_loss_on_the_instance_is_planned_with(tmp_path: Path) -> None:
     plain, planned = trained(tmp_path, kind=Heavy), trained(tmp_path, callback, kind=Heavy)
     assert_same(planned, plain)
     assert max(planned.peaks) <= callback.plan.budget_bytes  # type: ignore[union-attr]
-
-
-class Raises(TrainerCallback):
-    def on_epoch_begin(self, *_: Any, **__: Any) -> None:
-        raise ValueError("planted")
-
-
-@pytest.mark.parametrize("where", ["on_epoch_begin", "evaluation"])
-def test_errors_outside_of_an_epoch_leave_nothing_behind(where: str, tmp_path: Path) -> None:
-    made: list[Trainer] = []
-
-    class Noted(Trainer):
-        def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-            made.append(self)
-            return super().create_optimizer(*args, **kwargs)
-
-        def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-            raise ValueError("planted")
-
-    options = {"activation_checkpointing": True, "eval_strategy": "steps", "eval_on_start": where == "evaluation"}
-    others = [] if where == "evaluation" else [Raises()]
-    with pytest.raises(ValueError, match="planted"):
-        trained(tmp_path, ActivationPlanCallback(budget="30%"), *others, kind=Noted, options=options)
-    assert not any(name in vars(made[0]) for name in ("compute_loss", "_run_epoch", "_evaluate", "_finalize_training"))
-    assert "call_event" not in vars(made[0].callback_handler)
-    assert all(layer.gradient_checkpointing for layer in made[0].model.transformer.h)
 
 
 def test_a_step_that_does_not_compute_the_loss_is_noticed(tmp_path: Path) -> None:

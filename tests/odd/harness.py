@@ -45,7 +45,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from made_plans import plan_of, scheduled
+from small_models import plan_of, products, scheduled
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
@@ -57,8 +57,6 @@ from ckptplan.core.profile import Profile
 from ckptplan.core.segment import Segment
 from ckptplan.runtime.guard.check import When
 from ckptplan.runtime.handle import Handle
-from ckptplan.runtime.patching import PatchedForward, installed
-from ckptplan.runtime.recompute.selective import NumberedOps
 from ckptplan.tensors.storages import unique_bytes
 from ckptplan.training.measure import held_tensors, peak_above_start
 
@@ -74,7 +72,6 @@ MIXED = "mixed"
 """Stages are kept, swapped, recomputed, recomputed in segments and but for their products, at random."""
 STEPS = 3
 WIDTH, BATCH = 32, 64  # an activation has 8 KiB, of which 4 would be enough to be swapped
-_PRODUCTS = ("addmm", "mm", "bmm", "convolution")
 
 
 LOSS_BYTES = 4
@@ -92,7 +89,7 @@ def loss_of(output: torch.Tensor) -> torch.Tensor:
 
 def plain_step(model: nn.Module, x: Any) -> torch.Tensor:
     """Forward, loss and backward; returns the loss."""
-    loss = loss_of(model(x))
+    loss = loss_of(call(model, x))
     loss.backward()
     return loss.detach()
 
@@ -112,26 +109,49 @@ def update(model: nn.Module) -> None:
                 p -= 0.5 * p.grad
 
 
-def plain_loop(model: nn.Module, x: Any) -> Iterator[Extras]:
-    """Steps with an update at the end of each."""
-    for _ in range(STEPS):
-        model.zero_grad()
-        loss = plain_step(model, x)
-        update(model)
-        yield [loss]
-
-
-def one_forward_around(surroundings: Callable[[], contextlib.AbstractContextManager[Any]]) -> Loop:
-    """Return a loop whose forwards, but not its backwards, run inside `surroundings()`."""
+def in_steps(step: Callable[[nn.Module, Any], Extras]) -> Loop:
+    """Return a loop of steps that begin without gradients and end with an update."""
 
     def loop(model: nn.Module, x: Any) -> Iterator[Extras]:
         for _ in range(STEPS):
             model.zero_grad()
-            with surroundings():
-                loss = loss_of(model(x))
-            loss.backward()
+            extras = step(model, x)
             update(model)
-            yield [loss.detach()]
+            yield extras
+
+    return loop
+
+
+plain_loop = in_steps(lambda model, x: [plain_step(model, x)])
+
+
+def one_forward_around(
+    surroundings: Callable[[], contextlib.AbstractContextManager[Any]],
+    of_backward: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+) -> Loop:
+    """Return a loop whose forwards run inside `surroundings()`, and backwards inside `of_backward()`."""
+
+    @in_steps
+    def loop(model: nn.Module, x: Any) -> Extras:
+        with surroundings():
+            loss = loss_of(model(x))
+        with of_backward():
+            loss.backward()
+        return [loss.detach()]
+
+    return loop
+
+
+def between(change: Callable[[Any], object], back: Callable[[Any], object] = lambda model: None) -> Loop:
+    """Return a loop that changes the model between forward and backward, and back behind it."""
+
+    @in_steps
+    def loop(model: nn.Module, x: Any) -> Extras:
+        loss = loss_of(model(x))
+        change(model)
+        loss.backward()
+        back(model)
+        return [loss.detach()]
 
     return loop
 
@@ -442,7 +462,7 @@ def _plan(case: Case, profile: Profile, decision: str) -> tuple[Plan, str]:
         return scheduled(profile, options, (Segment(able[0], last),)), stages
     plan = plan_of(profile, [option.name for option in options])  # type: ignore[misc]
     if decision == "selective":
-        plan = _saving_products(case, profile, plan, able)
+        plan = _saving_products(case, plan, able)
         if not any(choice.ops for choice in plan.choices):
             raise _NotPossible(f"no stage that can be recomputed has a product; {notes}")
     return plan, stages
@@ -473,51 +493,22 @@ def _mixture(case: Case, profile: Profile) -> tuple[Plan, str]:
     plan = scheduled(profile, options, segments, share=rng.choice([0.0, 0.5]))
     if rng.random() < 0.3:
         outside = [i for i in decided if not any(s.first <= i <= s.last for s in segments)]
-        plan = _saving_products(case, profile, plan, [i for i in outside if rng.random() < 0.5])
+        plan = _saving_products(case, plan, [i for i in outside if rng.random() < 0.5])
     return plan, f"{len(decided)} of {len(real)}"
 
 
-def _saving_products(case: Case, profile: Profile, plan: Plan, stages: Collection[int]) -> Plan:
+def _saving_products(case: Case, plan: Plan, stages: Collection[int]) -> Plan:
     """The plan, where these stages, as far as they recompute, save the outputs of their products."""
-    products = _products(_built(case), profile)
+    odd = _built(case)
+    with _quiet():
+        numbers = products(odd.model, odd.inputs, plan.stages)
     choices = tuple(
-        Decision("recompute", ops=products[name])
-        if i in stages and choice.action == "recompute" and products.get(name)
+        Decision("recompute", ops=numbers[name])
+        if i in stages and choice.action == "recompute" and numbers.get(name)
         else choice
         for i, (name, choice) in enumerate(zip(plan.stages, plan.choices, strict=True))
     )
     return dataclasses.replace(plan, choices=choices)
-
-
-@_quiet()
-def _products(odd: Odd, profile: Profile) -> dict[str, tuple[int, ...]]:
-    """Per stage, the numbers of its products, whose outputs a selective plan saves."""
-    found: dict[str, tuple[int, ...]] = {}
-    calls: collections.Counter[str] = collections.Counter()
-    stages = {stage.name.partition("#")[0] for stage in profile.stages if not stage.is_glue}
-
-    def runner(name: str) -> Callable[..., Any]:
-        def run(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            numbers: list[int] = []
-
-            def note(number: int, func: Any, given: Any, more: Any) -> Any:
-                if str(func).split(".")[1] in _PRODUCTS:
-                    numbers.append(number)
-                return func(*given, **more)
-
-            calls[name] += 1
-            with NumberedOps(note):
-                result = original(*args, **kwargs)
-            found[name if calls[name] == 1 else f"{name}#{calls[name]}"] = tuple(numbers)
-            return result
-
-        return run
-
-    modules = dict(odd.model.named_modules())
-    patches = [PatchedForward(modules[name], runner(name)) for name in stages]
-    with installed(patches):
-        call(odd.model, odd.inputs)
-    return found
 
 
 # ---------------------------------------------------------------- outcomes

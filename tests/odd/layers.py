@@ -29,6 +29,16 @@ class Layer(nn.Module):
         return x + torch.tanh(self.linear(x))
 
 
+class Factored(Layer):
+    """Its product is multiplied by a number or a tensor that subclasses find in odd ways, anew in every forward."""
+
+    def factor(self) -> Any:
+        raise NotImplementedError
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.linear(x) * self.factor())
+
+
 class Normed(Layer):
     """With a norm behind the product, whose weights are read in every recompute, be the product saved or not."""
 
@@ -39,40 +49,53 @@ class Normed(Layer):
         return x + torch.tanh(self.norm(self.linear(x)))
 
 
-class Passing(nn.Module):
-    """Layers that are all given the same further arguments.
+class Bounded(nn.Module):
+    """A parametrization."""
 
-    Parameters
-    ----------
-    layers : iterable of nn.Module
-    extra : callable
-        Makes the arguments, at every forward, of the model.
-    """
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(weight)
 
-    def __init__(self, layers: Iterable[nn.Module], extra: Callable[[Any], tuple[Any, ...]]) -> None:
+
+class Around(nn.Module):
+    """Layers, run by `forward`, which is given them and the inputs."""
+
+    def __init__(self, layers: Iterable[nn.Module], forward: Callable[..., torch.Tensor]) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
-        self._extra = extra
+        self._forward = forward
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        extra = self._extra(self)
-        for layer in self.layers:
-            x = layer(x, *extra)
-        return x
+    def forward(self, *inputs: Any) -> torch.Tensor:
+        return self._forward(self.layers, *inputs)
 
 
 def batch() -> torch.Tensor:
     return torch.randn(BATCH, WIDTH)
 
 
-def chain(kind: type[nn.Module], loop: Loop = plain_loop) -> Odd:
+def layers_of(kind: Callable[[], nn.Module]) -> list[nn.Module]:
+    return [kind() for _ in range(DEPTH)]
+
+
+def chain(kind: Callable[[], nn.Module], loop: Loop = plain_loop) -> Odd:
     """A sequence of layers of one kind."""
-    return Odd(nn.Sequential(*(kind() for _ in range(DEPTH))), batch(), loop)
+    return Odd(nn.Sequential(*layers_of(kind)), batch(), loop)
 
 
-def passing(kind: type[nn.Module], extra: Callable[[Any], tuple[Any, ...]], loop: Loop = plain_loop) -> Odd:
-    """Layers of one kind with further arguments."""
-    return Odd(Passing((kind() for _ in range(DEPTH)), extra), batch(), loop)
+def around(forward: Callable[..., torch.Tensor], kind: Callable[[], nn.Module] = Layer) -> Odd:
+    """Layers of one kind, run by a function of them and the input."""
+    return Odd(Around(layers_of(kind), forward), batch())
+
+
+def passing(kind: type[nn.Module], extra: Callable[[], tuple[Any, ...]], loop: Loop = plain_loop) -> Odd:
+    """Layers of one kind that are all given the same further arguments, which are made in every forward."""
+
+    def forward(layers: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
+        more = extra()
+        for layer in layers:
+            x = layer(x, *more)
+        return x
+
+    return Odd(Around(layers_of(kind), forward), batch(), loop)
 
 
 class Folded(nn.Module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,13 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from odd.harness import STEPS, Extras, Loop, Odd, case, plain_step
-from odd.layers import DEPTH, Folded, Layer, batch
-
-Optimizers = Callable[[Any], torch.optim.Optimizer]
-OPTIMIZERS: dict[str, Optimizers] = {
-    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
-    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
-}
+from odd.layers import DEPTH, Around, Folded, Layer, around, batch, layers_of
 
 
 def _wide() -> tuple[nn.Module, torch.Tensor]:
@@ -32,11 +25,13 @@ def _wide() -> tuple[nn.Module, torch.Tensor]:
     return nn.Sequential(*blocks), torch.randn(128, 64)
 
 
-def _transformer() -> tuple[nn.Module, torch.Tensor]:
-    return Transformer(depth=2), torch.randint(0, 50, (4, 32))
+def _momentum(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-MODELS = {"wide": _wide, "transformer": _transformer}
+def _with_momentum(model: nn.Module, x: torch.Tensor) -> Odd:
+    optimizer = _momentum(model)
+    return Odd(model, x, _trained(optimizer), optimizer)
 
 
 def _trained(optimizer: torch.optim.Optimizer, micro_batches: int = 1, *, set_to_none: bool = True) -> Loop:
@@ -52,36 +47,32 @@ def _trained(optimizer: torch.optim.Optimizer, micro_batches: int = 1, *, set_to
     return loop
 
 
-def _register(model: str, how: str, kind: str) -> None:
-    def build() -> Odd:
-        made, x = MODELS[model]()
-        optimizer = OPTIMIZERS[kind](made.parameters())
-        if how == "gradients_kept":
-            return Odd(made, x, _trained(optimizer, set_to_none=False), optimizer)
-        return Odd(made, x, _trained(optimizer, 2 if how == "two_micro_batches" else 1), optimizer)
-
-    build.__name__ = f"{how}_{model}_{kind}"
-    build.__doc__ = {
-        "gradients_kept": "`zero_grad(set_to_none=False)`: gradients are there when a step starts.",
-        "two_micro_batches": "Two micro-batches: gradients are there when the second one starts.",
-        "one_batch": "As it was profiled, for comparison.",
-    }[how]
-    case("9", measured=True)(build)
+@case("9", measured=True)
+def gradients_kept() -> Odd:
+    """`zero_grad(set_to_none=False)`: gradients are there when a step starts."""
+    model, x = _wide()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return Odd(model, x, _trained(optimizer, set_to_none=False), optimizer)
 
 
-for _model, _how, _kind in itertools.product(MODELS, ("gradients_kept", "two_micro_batches"), OPTIMIZERS):
-    _register(_model, _how, _kind)
-_register("wide", "one_batch", "adamw")
-_register("transformer", "one_batch", "momentum")
+@case("9", measured=True)
+def two_micro_batches() -> Odd:
+    """Two micro-batches: gradients are there when the second one starts."""
+    model, x = Transformer(depth=2), torch.randint(0, 50, (4, 32))
+    optimizer = _momentum(model)
+    return Odd(model, x, _trained(optimizer, 2), optimizer)
+
+
+@case("9", measured=True)
+def one_batch() -> Odd:
+    """As it was profiled, for comparison."""
+    return _with_momentum(*_wide())
 
 
 @case("10", measured=True)
 def fold() -> Odd:
     """`F.fold`, whose result lies in a larger storage than its fake twin's."""
-
-    model = nn.Sequential(*(Folded() for _ in range(DEPTH)))
-    optimizer = OPTIMIZERS["momentum"](model.parameters())
-    return Odd(model, torch.randn(4, 4, 12, 12), _trained(optimizer), optimizer)
+    return _with_momentum(nn.Sequential(*layers_of(Folded)), torch.randn(4, 4, 12, 12))
 
 
 @case("9", measured=True)
@@ -97,9 +88,7 @@ def output_kept_for_the_next_step() -> Odd:
             self.memory = y.detach().clone()
             return x + torch.sin(y)
 
-    model = nn.Sequential(*(Remembering() for _ in range(DEPTH)))
-    optimizer = OPTIMIZERS["momentum"](model.parameters())
-    return Odd(model, batch(), _trained(optimizer), optimizer)
+    return _with_momentum(nn.Sequential(*layers_of(Remembering)), batch())
 
 
 class _SavesMore(torch.autograd.Function):
@@ -140,8 +129,7 @@ def _with(odd: Callable[[torch.Tensor], torch.Tensor]) -> Odd:
             return odd(torch.tanh(self.linear(x)))
 
     model = nn.Sequential(Layer(), Between(), Between(), Layer())
-    optimizer = OPTIMIZERS["momentum"](model.parameters())
-    return Odd(model, batch(), _trained(optimizer), optimizer)
+    return _with_momentum(model, batch())
 
 
 @case("10", measured=True)
@@ -176,24 +164,17 @@ def activations_in_objects() -> Odd:
         def forward(self, x: torch.Tensor, given: Any) -> torch.Tensor:
             return x + torch.tanh(self.linear(x) * given.mask) + given.x
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(Holding() for _ in range(2 * DEPTH))
+    def forward(layers: Any, x: torch.Tensor) -> torch.Tensor:
+        for layer in layers:
+            x = layer(x, types.SimpleNamespace(x=x, mask=torch.ones(1)))
+        return x
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for layer in self.layers:
-                x = layer(x, types.SimpleNamespace(x=x, mask=torch.ones(1)))
-            return x
-
-    model = Model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return Odd(model, batch(), _trained(optimizer), optimizer)
+    return _with_momentum(Around((Holding() for _ in range(2 * DEPTH)), forward), batch())
 
 
 @case("7", measured=True)
 def norm_made_in_first_forward() -> Odd:
-    """Layers called twice, with a norm that the first forward makes, between what is saved and may leave."""
+    """A layer called four times, with a norm that its first forward makes, between what is saved and may leave."""
 
     class Late(Layer):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -202,19 +183,12 @@ def norm_made_in_first_forward() -> Odd:
                 self.norm = nn.LayerNorm(x.shape[-1])
             return F.relu_(x + self.norm(y))
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList((Layer(), Late()))
+    def forward(layers: Any, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(4):
+            x = layers[1](x)
+        return x
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for _ in range(4):
-                x = self.layers[1](x)
-            return x
-
-    model = Model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return Odd(model, batch(), _trained(optimizer), optimizer)
+    return _with_momentum(Around((Layer(), Late()), forward), batch())
 
 
 @case("10", measured=True)
@@ -229,17 +203,12 @@ def tensor_in_an_argument_object() -> Odd:
         def forward(self, x: torch.Tensor, shift: Shift) -> torch.Tensor:
             return super().forward(x * shift.amount)
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(Shifted() for _ in range(DEPTH))
+    def forward(layers: Any, x: torch.Tensor) -> torch.Tensor:
+        for layer in layers:
+            x = layer(x, Shift(x.detach() / 2))
+        return x
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for layer in self.layers:
-                x = layer(x, Shift(x.detach() / 2))
-            return x
-
-    return Odd(Model(), batch())
+    return around(forward, Shifted)
 
 
 @case("11", measured=True)
@@ -259,23 +228,16 @@ def checkpoint_inside() -> Odd:
             y: torch.Tensor = checkpoint(self._block, x, use_reentrant=False)
             return x + torch.sin(y)
 
-    model = nn.Sequential(*(Stage() for _ in range(DEPTH)))
-    optimizer = OPTIMIZERS["momentum"](model.parameters())
-    return Odd(model, torch.randn(128, 64), _trained(optimizer), optimizer)
+    return _with_momentum(nn.Sequential(*layers_of(Stage)), torch.randn(128, 64))
 
 
 @case("11")
 def checkpoint_around_stages() -> Odd:
     """Non-reentrant checkpoints around the layers."""
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(Layer() for _ in range(DEPTH))
+    def forward(layers: Any, x: torch.Tensor) -> torch.Tensor:
+        for layer in layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for layer in self.layers:
-                x = checkpoint(layer, x, use_reentrant=False)
-            return x
-
-    return Odd(Model(), batch())
+    return around(forward)

@@ -9,7 +9,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from odd.harness import BATCH, STEPS, WIDTH, Extras, Loop, Odd, case, loss_of, plain_step, update
+from odd.harness import (
+    BATCH,
+    STEPS,
+    WIDTH,
+    Extras,
+    Loop,
+    Odd,
+    between,
+    case,
+    in_steps,
+    loss_of,
+    plain_loop,
+    plain_step,
+    update,
+)
 from odd.layers import Layer, Normed, chain
 
 # ---------------------------------------------------------------- 4: changed before the recompute
@@ -30,12 +44,6 @@ def _two_backwards(make: Callable[[Any], torch.optim.Optimizer]) -> Loop:
             yield [first.detach(), second.detach()]
 
     return loop
-
-
-@case("4")
-def fused_adamw_between_two_backwards() -> Odd:
-    """Fused AdamW steps between two backwards through one forward."""
-    return chain(Normed, _two_backwards(lambda parameters: torch.optim.AdamW(parameters, lr=0.1, fused=True)))
 
 
 @case("4")
@@ -74,26 +82,10 @@ def other_optimizer_between_two_backwards() -> Odd:
     return chain(Normed, _two_backwards(_Outside))
 
 
-def _between(change: Callable[[nn.Module], Any], back: Callable[[nn.Module], Any] = lambda model: None) -> Loop:
-    """A loop that calls `change` between forward and backward, and `back` behind it."""
-
-    def loop(model: nn.Module, x: torch.Tensor) -> Iterator[Extras]:
-        for _ in range(STEPS):
-            model.zero_grad()
-            loss = loss_of(model(x))
-            change(model)
-            loss.backward()
-            back(model)
-            update(model)
-            yield [loss.detach()]
-
-    return loop
-
-
 @case("4")
 def parameter_data_between_forward_and_backward() -> Odd:
     """`p.data.mul_()` between forward and backward."""
-    return chain(Normed, _between(lambda model: [p.data.mul_(0.5) for p in model.parameters()]))
+    return chain(Normed, between(lambda model: [p.data.mul_(0.5) for p in model.parameters()]))
 
 
 @case("4")
@@ -104,52 +96,24 @@ def parameter_data_replaced_before_backward() -> Odd:
         for p in model.parameters():
             p.data = p.data * 0.5
 
-    return chain(Normed, _between(replace))
+    return chain(Normed, between(replace))
 
 
 @case("4")
 def parameters_replaced_before_backward() -> Odd:
     """Modules have other parameters in backward than in forward."""
+    former: list[nn.Parameter] = []
 
-    def loop(model: nn.Module, x: torch.Tensor) -> Iterator[Extras]:
-        for _ in range(STEPS):
-            model.zero_grad()
-            loss = loss_of(model(x))
-            former = [layer.norm.weight for layer in model]  # type: ignore[attr-defined]
-            for layer in model:  # type: ignore[attr-defined]
-                layer.norm.weight = nn.Parameter(torch.full((WIDTH,), 0.5))
-            loss.backward()
-            for layer, weight in zip(model, former, strict=True):  # type: ignore[call-overload]
-                layer.norm.weight = weight
-            update(model)
-            yield [loss.detach()]
+    def replace(model: Any) -> None:
+        former[:] = [layer.norm.weight for layer in model]
+        for layer in model:
+            layer.norm.weight = nn.Parameter(torch.full((WIDTH,), 0.5))
 
-    return chain(Normed, loop)
+    def back(model: Any) -> None:
+        for layer, weight in zip(model, former, strict=True):
+            layer.norm.weight = weight
 
-
-def _frozen(model: nn.Module, name: str, frozen: bool) -> None:
-    model[1].get_parameter(name).requires_grad_(not frozen)  # type: ignore[index]
-
-
-def _thawed(name: str) -> Loop:
-    """A loop in which a parameter of the second layer is frozen in forward alone."""
-
-    def loop(model: nn.Module, x: torch.Tensor) -> Iterator[Extras]:
-        for _ in range(STEPS):
-            model.zero_grad()
-            _frozen(model, name, True)
-            loss = loss_of(model(x))
-            _frozen(model, name, False)
-            loss.backward()
-            update(model)
-            yield [loss.detach()]
-
-    return loop
-
-
-def _freezing(name: str) -> Loop:
-    """A loop in which a parameter of the second layer is frozen in backward alone."""
-    return _between(lambda model: _frozen(model, name, True), lambda model: _frozen(model, name, False))
+    return chain(Normed, between(replace, back))
 
 
 class _Scaled(Layer):
@@ -162,50 +126,32 @@ class _Scaled(Layer):
         return torch.tanh(self.linear(x) * self.scale)
 
 
-@case("4")
-def frozen_in_forward_and_thawed_before_backward() -> Odd:
-    """A weight that doesn't require gradients in forward and does in backward."""
-    return chain(Layer, _thawed("linear.weight"))
+def _frozen(model: Any, frozen: bool) -> None:
+    model[1].scale.requires_grad_(not frozen)
 
 
 @case("4")
 def frozen_in_forward_and_thawed_of_equal_shapes() -> Odd:
-    """The same of a parameter as large as an activation."""
-    return chain(_Scaled, _thawed("scale"))
+    """A parameter that doesn't require gradients in forward and does in backward."""
 
+    @in_steps
+    def loop(model: nn.Module, x: torch.Tensor) -> Extras:
+        _frozen(model, True)
+        loss = loss_of(model(x))
+        _frozen(model, False)
+        loss.backward()
+        return [loss.detach()]
 
-@case("4")
-def trained_in_forward_and_frozen_before_backward() -> Odd:
-    """A weight that requires gradients in forward and doesn't in backward."""
-    return chain(Layer, _freezing("linear.weight"))
+    return chain(_Scaled, loop)
 
 
 @case("4")
 def trained_in_forward_and_frozen_of_equal_shapes() -> Odd:
-    """The same of a parameter as large as an activation."""
-    return chain(_Scaled, _freezing("scale"))
+    """A parameter that requires gradients in forward and doesn't in backward."""
+    return chain(_Scaled, between(lambda model: _frozen(model, True), lambda model: _frozen(model, False)))
 
 
 # ---------------------------------------------------------------- 6: copies
-
-
-@case("6")
-def copied_layer() -> Odd:
-    """`copy.copy` of a layer, which then gets weights of its own."""
-
-    def loop(model: nn.Module, x: torch.Tensor) -> Iterator[Extras]:
-        twin = copy.copy(model[1])  # type: ignore[index]
-        twin._modules = dict(twin._modules)
-        twin.linear = nn.Linear(WIDTH, WIDTH)
-        for _ in range(STEPS):
-            model.zero_grad()
-            loss = plain_step(model, x)
-            with torch.no_grad():
-                other = twin(x)
-            update(model)
-            yield [loss, other]
-
-    return chain(Layer, loop)
 
 
 @case("6")
@@ -216,16 +162,11 @@ def copied_layer_that_is_trained() -> Odd:
         twin = copy.copy(model[1])  # type: ignore[index]
         twin._modules = dict(twin._modules)
         twin.linear = nn.Linear(WIDTH, WIDTH)
-        for _ in range(STEPS):
-            model.zero_grad()
+        for [loss] in plain_loop(model, x):
             twin.zero_grad()
-            loss = loss_of(model(x))
-            loss.backward()
-            other = loss_of(twin(x))
-            other.backward()
-            update(model)
+            other = plain_step(twin, x)
             update(twin)
-            yield [loss.detach(), other.detach(), twin.linear.weight.grad, twin.linear.weight.detach()]
+            yield [loss, other, twin.linear.weight.grad, twin.linear.weight.detach()]
 
     return chain(Layer, loop)
 
@@ -243,32 +184,6 @@ def layer_made_in_first_forward() -> Odd:
             if not hasattr(self, "more"):
                 self.more = nn.Linear(x.shape[-1], x.shape[-1])
             return x + torch.tanh(self.more(y))
-
-    return chain(Stage)
-
-
-@case("7")
-def parameter_made_in_first_forward() -> Odd:
-    """A parameter that the first forward registers."""
-
-    class Stage(Layer):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if "scale" not in self._parameters:
-                self.scale = nn.Parameter(torch.ones(x.shape[-1]))
-            return x + torch.tanh(self.linear(x) * self.scale)
-
-    return chain(Stage)
-
-
-@case("7")
-def buffer_made_in_first_forward() -> Odd:
-    """A table that the first forward computes and registers, and later ones read."""
-
-    class Stage(Layer):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if not hasattr(self, "table"):
-                self.register_buffer("table", torch.linspace(0, 1, x.shape[-1]).sin())
-            return x + torch.tanh(self.linear(x) * self.table)
 
     return chain(Stage)
 

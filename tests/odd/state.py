@@ -16,24 +16,56 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from odd.harness import STEPS, WIDTH, Extras, Odd, case, loss_of, plain_loop, plain_step, update
-from odd.layers import DEPTH, Layer, batch, chain, passing
+from odd.harness import STEPS, WIDTH, Extras, Odd, case, in_steps, loss_of, plain_loop, plain_step, update
+from odd.layers import Factored, Layer, batch, chain, layers_of, passing
 
 # ---------------------------------------------------------------- 1: written without a version counter
+
+
+class _Following(Layer):
+    """Subtracts a mean that `follow` moves towards that of what is left, and a little on."""
+
+    def set_up(self) -> None:
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def follow(self, y: torch.Tensor) -> None:
+        raise NotImplementedError
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(self.linear(x) - self.mean.clone())
+        self.follow(y.detach())
+        return x + y
 
 
 @case("1")
 def ema_buffer_through_data() -> Odd:
     """A moving average that is written through `.data`."""
 
-    class Stage(Layer):
-        def set_up(self) -> None:
-            self.register_buffer("mean", torch.zeros(WIDTH))
+    class Stage(_Following):
+        def follow(self, y: torch.Tensor) -> None:
+            self.mean.data.mul_(0.9).add_(y.mean(0) + 0.1)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = torch.tanh(self.linear(x) - self.mean.clone())
-            self.mean.data.mul_(0.9).add_(y.detach().mean(0) + 0.1)
-            return x + y
+    return chain(Stage)
+
+
+_library = torch.library.Library("odd_by_hand", "DEF")
+_library.define("follow(Tensor(a!) mean, Tensor y) -> ()")
+
+
+def _follow(mean: torch.Tensor, y: torch.Tensor) -> None:
+    mean.mul_(0.9).add_(y.mean(0) + 0.1)
+
+
+_library.impl("follow", _follow, "CompositeExplicitAutograd")
+
+
+@case("1")
+def library_operator_on_buffer() -> Odd:
+    """An operator of `torch.library.Library`, whose kernel writes to a buffer."""
+
+    class Stage(_Following):
+        def follow(self, y: torch.Tensor) -> None:
+            torch.ops.odd_by_hand.follow(self.mean, y)
 
     return chain(Stage)
 
@@ -93,86 +125,19 @@ def functional_batch_norm() -> Odd:
 
 
 @case("1")
-def foreach_on_buffers() -> Odd:
-    """`torch._foreach_*` on buffers."""
-
-    class Stage(Layer):
-        def set_up(self) -> None:
-            self.register_buffer("mean", torch.zeros(WIDTH))
-            self.register_buffer("largest", torch.zeros(WIDTH))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = torch.tanh(self.linear(x) - self.mean.clone())
-            with torch.no_grad():
-                torch._foreach_mul_([self.mean, self.largest], 0.9)
-                torch._foreach_add_([self.mean, self.largest], [y.mean(0) + 0.1, y.amax(0)])
-            return x + torch.tanh(y * torch.exp(self.largest.clone()))
-
-    return chain(Stage)
-
-
-@torch.library.custom_op("odd::follow", mutates_args={"mean"})
-def follow(mean: torch.Tensor, y: torch.Tensor) -> None:
-    """Move `mean` towards the mean of `y`."""
-    mean.mul_(0.9).add_(y.mean(0) + 0.1)
-
-
-@follow.register_fake
-def _(mean: torch.Tensor, y: torch.Tensor) -> None:
-    return None
-
-
-@case("1")
-def custom_operator_on_buffer() -> Odd:
-    """An operator of `torch.library` that writes to a buffer."""
-
-    class Stage(Layer):
-        def set_up(self) -> None:
-            self.register_buffer("mean", torch.zeros(WIDTH))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = torch.tanh(self.linear(x) - self.mean.clone())
-            torch.ops.odd.follow(self.mean, y.detach())
-            return x + y
-
-    return chain(Stage)
-
-
-_library = torch.library.Library("odd_by_hand", "DEF")
-_library.define("follow(Tensor(a!) mean, Tensor y) -> ()")
-_library.impl("follow", lambda mean, y: follow._init_fn(mean, y), "CompositeExplicitAutograd")
-
-
-@case("1")
-def library_operator_on_buffer() -> Odd:
-    """An operator of `torch.library.Library`, whose kernel writes to a buffer."""
-
-    class Stage(Layer):
-        def set_up(self) -> None:
-            self.register_buffer("mean", torch.zeros(WIDTH))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = torch.tanh(self.linear(x) - self.mean.clone())
-            torch.ops.odd_by_hand.follow(self.mean, y.detach())
-            return x + y
-
-    return chain(Stage)
-
-
-@case("1")
 def buffers_that_share_memory() -> Odd:
     """A buffer that is a view of another one, which is written to."""
 
-    class Stage(Layer):
+    class Stage(Factored):
         def set_up(self) -> None:
             both = torch.ones(2 * WIDTH)
             self.register_buffer("both", both)
             self.register_buffer("first", both[:WIDTH])
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def factor(self) -> torch.Tensor:
             with torch.no_grad():
                 self.both += 0.1
-            return x + torch.tanh(self.linear(x) * self.first.clone())
+            return self.first.clone()
 
     return chain(Stage)
 
@@ -181,54 +146,33 @@ def buffers_that_share_memory() -> Odd:
 
 
 @case("2")
-def torch_generator_argument() -> Odd:
-    """A `torch.Generator` that the model gives to its layers."""
+def generators_as_arguments() -> Odd:
+    """Generators of PyTorch and numpy that the model gives to its layers, and the loop draws from."""
 
     class Stage(Layer):
-        def forward(self, x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-            return x + torch.tanh(self.linear(x) * torch.rand(x.shape, generator=generator))
+        def forward(self, x: torch.Tensor, torchs: torch.Generator, numpys: np.random.Generator) -> torch.Tensor:
+            return x + torch.tanh(self.linear(x) * torch.rand(x.shape, generator=torchs) * numpys.random())
 
-    generator = torch.Generator().manual_seed(3)
-    return passing(Stage, lambda model: (generator,), _with_draws(generator))
+    generators = torch.Generator().manual_seed(3), np.random.default_rng(3)
 
+    @in_steps
+    def loop(model: nn.Module, x: torch.Tensor) -> Extras:
+        return [plain_step(model, x), torch.rand(1, generator=generators[0]), generators[1].random()]
 
-@case("2")
-def numpy_generator_argument() -> Odd:
-    """A numpy generator that the model gives to its layers."""
-
-    class Stage(Layer):
-        def forward(self, x: torch.Tensor, generator: np.random.Generator) -> torch.Tensor:
-            return x + torch.tanh(self.linear(x) * generator.random())
-
-    generator = np.random.default_rng(3)
-    return passing(Stage, lambda model: (generator,), _with_draws(generator))
-
-
-def _with_draws(generator: Any) -> Any:
-    """A loop that also yields what a generator gives next."""
-
-    def loop(model: nn.Module, x: torch.Tensor) -> Iterator[Extras]:
-        for _ in range(STEPS):
-            model.zero_grad()
-            loss = loss_of(model(x))
-            loss.backward()
-            drawn = torch.rand(1, generator=generator) if isinstance(generator, torch.Generator) else generator.random()
-            yield [loss.detach(), drawn]
-
-    return loop
+    return passing(Stage, lambda: generators, loop)
 
 
 @case("2")
 def generators_in_a_list() -> Odd:
     """Random generators in a list attribute."""
 
-    class Stage(Layer):
+    class Stage(Factored):
         def set_up(self) -> None:
             self.generators = [random.Random(1), torch.Generator().manual_seed(2)]
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def factor(self) -> torch.Tensor:
             python, torchs = self.generators
-            return x + torch.tanh(self.linear(x) * python.random() * torch.rand(WIDTH, generator=torchs))  # type: ignore[union-attr, arg-type]
+            return python.random() * torch.rand(WIDTH, generator=torchs)  # type: ignore[union-attr, arg-type]
 
     return chain(Stage)
 
@@ -237,11 +181,11 @@ def generators_in_a_list() -> Odd:
 def generator_as_class_attribute() -> Odd:
     """A random generator that all objects of a class share."""
 
-    class Stage(Layer):
+    class Stage(Factored):
         generator: ClassVar[Any] = np.random.default_rng(3)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + torch.tanh(self.linear(x) * self.generator.random())
+        def factor(self) -> float:
+            return self.generator.random()  # type: ignore[no-any-return]
 
     return chain(Stage)
 
@@ -250,12 +194,12 @@ def generator_as_class_attribute() -> Odd:
 def system_random_attribute() -> Odd:
     """A generator without a state, drawn from where the value doesn't matter."""
 
-    class Stage(Layer):
+    class Stage(Factored):
         def set_up(self) -> None:
             self.generator = random.SystemRandom()
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + torch.tanh(self.linear(x) * (1.0 if self.generator.random() < 2 else 0.0))
+        def factor(self) -> float:
+            return 1.0 if self.generator.random() < 2 else 0.0
 
     return chain(Stage)
 
@@ -264,31 +208,23 @@ def system_random_attribute() -> Odd:
 
 
 @case("2")
-def dictionary_of_lists() -> Odd:
-    """A counter in a list in a dictionary."""
+def containers_in_containers() -> Odd:
+    """Counters in containers of several types, one inside another."""
 
-    class Stage(Layer):
+    class Stage(Factored):
         def set_up(self) -> None:
-            self.state = {"calls": [0]}
+            self.state = {"calls": [0], "tuple": ([0], collections.deque([0.5, 1.0, 2.0]))}
+            self.ordered = collections.OrderedDict(calls=0, array=np.zeros(1))
+            self.default: collections.defaultdict[str, int] = collections.defaultdict(int)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.state["calls"][0] += 1
-            return x + torch.tanh(self.linear(x) * self.state["calls"][0])
-
-    return chain(Stage)
-
-
-@case("2")
-def tuple_of_lists() -> Odd:
-    """A counter in a list in a tuple."""
-
-    class Stage(Layer):
-        def set_up(self) -> None:
-            self.state = ([0], [1])
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.state[0][0] += 1
-            return x + torch.tanh(self.linear(x) * self.state[0][0])
+        def factor(self) -> float:
+            calls, (more, queue) = self.state["calls"], self.state["tuple"]
+            queue.rotate(1)  # type: ignore[attr-defined]
+            for counts, key in ((calls, 0), (more, 0), (self.ordered, "calls"), (self.default, "calls")):
+                counts[key] += 1  # type: ignore[index]
+            self.ordered["array"] += 1  # type: ignore[assignment]
+            counted = calls[0] * more[0] * self.ordered["calls"] * self.default["calls"]  # type: ignore[index]
+            return counted * float(self.ordered["array"][0]) * queue[0] / 10  # type: ignore[index, no-any-return]
 
     return chain(Stage)
 
@@ -297,145 +233,57 @@ def tuple_of_lists() -> Odd:
 def set_attribute() -> Odd:
     """A set that grows."""
 
-    class Stage(Layer):
+    class Stage(Factored):
         def set_up(self) -> None:
             self.seen: set[int] = set()
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def factor(self) -> int:
             self.seen.add(len(self.seen))
-            return x + torch.tanh(self.linear(x) * len(self.seen))
+            return len(self.seen)
 
     return chain(Stage)
-
-
-@case("2")
-def set_argument() -> Odd:
-    """A set that the layers are given and add to."""
-
-    class Stage(Layer):
-        def forward(self, x: torch.Tensor, seen: set[int]) -> torch.Tensor:
-            seen.add(len(seen))
-            return x + torch.tanh(self.linear(x) * len(seen))
-
-    return passing(Stage, lambda model: (set(),))
 
 
 @case("2")
 def tensors_in_a_dictionary() -> Odd:
     """A tensor in a dictionary attribute, written in place."""
 
-    class Stage(Layer):
+    class Stage(_Following):
         def set_up(self) -> None:
             self.state = {"mean": torch.zeros(WIDTH)}
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = torch.tanh(self.linear(x) - self.state["mean"].clone())
-            with torch.no_grad():
-                self.state["mean"].mul_(0.9).add_(y.mean(0) + 0.1)
-            return x + y
+        @property
+        def mean(self) -> torch.Tensor:
+            return self.state["mean"]
+
+        def follow(self, y: torch.Tensor) -> None:
+            self.mean.mul_(0.9).add_(y.mean(0) + 0.1)
 
     return chain(Stage)
 
 
 @case("2")
-def ordered_and_default_dictionaries() -> Odd:
-    """Counters in dictionaries of other types than `dict`."""
+def iterators_and_partials() -> Odd:
+    """Iterators that forward goes on with, and a `functools.partial` that leads to what changes; two backwards."""
 
-    class Stage(Layer):
-        def set_up(self) -> None:
-            self.ordered = collections.OrderedDict(calls=0)
-            self.default: collections.defaultdict[str, int] = collections.defaultdict(int)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.ordered["calls"] += 1
-            self.default["calls"] += 1
-            return x + torch.tanh(self.linear(x) * self.ordered["calls"] * self.default["calls"])
-
-    return chain(Stage)
-
-
-@case("2")
-def ordered_dictionary() -> Odd:
-    """A counter in an `OrderedDict`."""
-
-    class Stage(Layer):
-        def set_up(self) -> None:
-            self.state = collections.OrderedDict(calls=0)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.state["calls"] += 1
-            return x + torch.tanh(self.linear(x) * self.state["calls"])
-
-    return chain(Stage)
-
-
-@case("2")
-def deque_attribute() -> Odd:
-    """A queue that turns."""
-
-    class Stage(Layer):
-        def set_up(self) -> None:
-            self.queue = collections.deque([0.5, 1.0, 2.0])
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.queue.rotate(1)
-            return x + torch.tanh(self.linear(x) * self.queue[0])
-
-    return chain(Stage)
-
-
-@case("2")
-def numpy_array_attribute() -> Odd:
-    """A numpy array, written in place."""
-
-    class Stage(Layer):
-        def set_up(self) -> None:
-            self.calls = np.zeros(1)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.calls += 1
-            return x + torch.tanh(self.linear(x) * float(self.calls[0]))
-
-    return chain(Stage)
-
-
-@case("2")
-def iterator_attribute() -> Odd:
-    """Iterators that forward goes on with, through two backwards."""
-
-    class Stage(Layer):
+    class Stage(Factored):
         def set_up(self) -> None:
             self.numbers, self.rates = itertools.count(1), [iter(range(1, 1_000_000))]
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + torch.tanh(self.linear(x) * next(self.numbers) * next(self.rates[0]))
-
-    return chain(Stage, _two_backwards)
-
-
-def _two_backwards(model: nn.Module, x: torch.Tensor) -> Iterator[Extras]:
-    for _ in range(STEPS):
-        model.zero_grad()
-        loss = loss_of(model(x))
-        loss.backward(retain_graph=True)
-        loss.backward()
-        yield [loss.detach()]
-
-
-@case("2")
-def partial_attribute() -> Odd:
-    """A `functools.partial`, some of whose attributes can't be set, that leads to what changes."""
-
-    class Stage(Layer):
-        def set_up(self) -> None:
             self.space = types.SimpleNamespace(rate=1.0)
             self.set_rate = functools.partial(setattr, self.space, "rate")
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def factor(self) -> float:
             self.set_rate(self.space.rate * 0.5)
-            return x + torch.tanh(self.linear(x) * self.space.rate)
+            return next(self.numbers) * next(self.rates[0]) * self.space.rate  # type: ignore[no-any-return]
 
-    return chain(Stage)
+    @in_steps
+    def two_backwards(model: nn.Module, x: torch.Tensor) -> Extras:
+        loss = loss_of(model(x))
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return [loss.detach()]
+
+    return chain(Stage, two_backwards)
 
 
 class _Told(Layer):
@@ -450,7 +298,7 @@ class _Teller(nn.Module):
 
     def __init__(self, begins: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(_Told() for _ in range(DEPTH))
+        self.layers = nn.ModuleList(layers_of(_Told))
         self.context = types.SimpleNamespace(rate=1.0)
         self.steps, self.begins = 0, begins
         for layer in self.layers:
@@ -474,20 +322,17 @@ def object_written_by_the_parent() -> Odd:
 @case("2")
 def object_written_by_the_parent_later() -> Odd:
     """The same from a step on that isn't checked."""
-    return Odd(_Teller(5), batch(), loop=_four_at_a_time)
 
+    def four_at_a_time(model: nn.Module, x: torch.Tensor) -> Iterator[Extras]:
+        for _ in range(STEPS):
+            losses = []
+            for _ in range(4):
+                model.zero_grad()
+                losses.append(plain_step(model, x))
+                update(model)
+            yield losses
 
-def _four_at_a_time(model: nn.Module, x: torch.Tensor) -> Iterator[Extras]:
-    for _ in range(STEPS):
-        losses = []
-        for _ in range(4):
-            model.zero_grad()
-            loss = loss_of(model(x))
-            loss.backward()
-            update(model)
-            losses.append(loss.detach())
-            del loss
-        yield losses
+    return Odd(_Teller(5), batch(), four_at_a_time)
 
 
 @dataclasses.dataclass(slots=True)
@@ -501,42 +346,32 @@ class _Slotted:
 def objects_without_weak_references() -> Odd:
     """A namespace and an object with slots that forward changes, in more forwards than are looked at."""
 
-    class Stage(Layer):
+    class Stage(Factored):
         def set_up(self) -> None:
             self.slotted, self.space = [_Slotted()], types.SimpleNamespace(rate=1.0)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def factor(self) -> float:
             self.slotted[0].calls += 1
             self.space.rate *= 0.9
-            return x + torch.tanh(self.linear(x) * self.slotted[0].calls * self.space.rate)
+            return self.slotted[0].calls * self.space.rate  # type: ignore[no-any-return]
 
-    def loop(model: nn.Module, x: torch.Tensor) -> Iterator[Extras]:
-        for _ in range(STEPS):
-            model.zero_grad()
-            losses = [plain_step(model, x) for _ in range(3)]
-            update(model)
-            yield losses
-
-    return chain(Stage, loop)
+    return chain(Stage, in_steps(lambda model, x: [plain_step(model, x) for _ in range(3)]))
 
 
 @case("2")
 def list_that_is_attribute_and_argument() -> Odd:
     """A list that every layer has as an attribute and is given too."""
+    common: list[float] = []
 
     class Stage(Layer):
         def set_up(self) -> None:
-            self.seen: list[float] = []
+            self.seen = common
 
         def forward(self, x: torch.Tensor, seen: list[float]) -> torch.Tensor:
             seen.append(1.0)
             return x + torch.tanh(self.linear(x) * len(self.seen))
 
-    odd = passing(Stage, lambda model: (model.seen,))
-    odd.model.seen = []  # type: ignore[assignment]
-    for layer in odd.model.layers:  # type: ignore[union-attr]
-        layer.seen = odd.model.seen
-    return odd
+    return passing(Stage, lambda: (common,))
 
 
 # ---------------------------------------------------------------- 2: buffers
@@ -560,34 +395,16 @@ def buffer_that_begins_as_none() -> Odd:
 
 
 @case("2")
-def buffer_that_begins_as_none_in_place() -> Odd:
-    """A buffer registered as None, which the first forward sets and every forward writes to."""
-
-    class Stage(Layer):
-        def set_up(self) -> None:
-            self.register_buffer("mean", None)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            with torch.no_grad():
-                if self.mean is None:
-                    self.mean = torch.zeros(WIDTH)
-                self.mean += 0.1
-            return x + torch.tanh(self.linear(x) - self.mean.clone())
-
-    return chain(Stage)
-
-
-@case("2")
 def buffer_registered_in_first_forward() -> Odd:
     """A buffer that the first forward registers and every forward writes to."""
 
-    class Stage(Layer):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+    class Stage(Factored):
+        def factor(self) -> torch.Tensor:
             if not hasattr(self, "mean"):
                 self.register_buffer("mean", torch.zeros(WIDTH))
             with torch.no_grad():
                 self.mean += 0.1
-            return x + torch.tanh(self.linear(x) - self.mean.clone())
+            return self.mean.clone()
 
     return chain(Stage)
 
@@ -632,8 +449,9 @@ def module_as_argument() -> Odd:
         def forward(self, x: torch.Tensor, norm: nn.Module) -> torch.Tensor:
             return x + torch.tanh(norm(self.linear(x)))
 
-    odd = passing(Stage, lambda model: (model.norm,))
-    odd.model.norm = nn.BatchNorm1d(WIDTH)
+    norm = nn.BatchNorm1d(WIDTH)
+    odd = passing(Stage, lambda: (norm,))
+    odd.model.norm = norm
     return odd
 
 
@@ -655,53 +473,12 @@ def modules_in_a_plain_list() -> Odd:
 def counter_on_the_class() -> Odd:
     """A counter that all objects of a class share."""
 
-    class Stage(Layer):
+    class Stage(Factored):
         calls = 0
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def factor(self) -> int:
             type(self).calls += 1
-            return x + torch.tanh(self.linear(x) * type(self).calls)
-
-    return chain(Stage)
-
-
-@case("2")
-def counter_on_the_parent() -> Odd:
-    """A counter of the model, which the layers know by a plain list."""
-
-    class Stage(Layer):
-        parent: list[nn.Module]
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.parent[0].calls += 1  # type: ignore[operator]
-            return x + torch.tanh(self.linear(x) * self.parent[0].calls)  # type: ignore[operator]
-
-    odd = chain(Stage)
-    odd.model.calls = 0  # type: ignore[assignment]
-    for layer in odd.model:  # type: ignore[union-attr]
-        layer.parent = [odd.model]
-    return odd
-
-
-class _Counter:
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def next(self) -> int:
-        self.calls += 1
-        return self.calls
-
-
-@case("2")
-def counter_in_an_object() -> Odd:
-    """A plain object with a counter."""
-
-    class Stage(Layer):
-        def set_up(self) -> None:
-            self.counter = _Counter()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + torch.tanh(self.linear(x) * self.counter.next())
+            return type(self).calls
 
     return chain(Stage)
 
@@ -720,12 +497,9 @@ def counter_in_a_function() -> Odd:
 
         return count
 
-    class Stage(Layer):
+    class Stage(Factored):
         def set_up(self) -> None:
-            self.count = counter()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + torch.tanh(self.linear(x) * self.count())
+            self.factor = counter()  # type: ignore[method-assign]
 
     return chain(Stage)
 
@@ -737,31 +511,16 @@ _CALLS = [0]
 def counter_of_the_program() -> Odd:
     """A counter in a global variable."""
 
-    class Stage(Layer):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+    class Stage(Factored):
+        def factor(self) -> int:
             _CALLS[0] += 1
-            return x + torch.tanh(self.linear(x) * _CALLS[0])
+            return _CALLS[0]
 
     def loop(model: nn.Module, x: torch.Tensor) -> Iterator[Extras]:
         _CALLS[0] = 0
         return plain_loop(model, x)
 
     return chain(Stage, loop)
-
-
-@case("2")
-def counter_without_effect() -> Odd:
-    """A layer that counts its calls in a list, for nothing that it computes."""
-
-    class Stage(Layer):
-        def set_up(self) -> None:
-            self.calls: list[int] = []
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.calls.append(len(self.calls))
-            return super().forward(x)
-
-    return chain(Stage)
 
 
 @case("2")
@@ -778,44 +537,21 @@ def attributes_of_a_tensor() -> Odd:
     return chain(Stage)
 
 
-# ---------------------------------------------------------------- 2: a backward inside of forward
-
-
 @case("2")
-def backward_inside_with_batch_norm() -> Odd:
-    """A layer that differentiates its own output, which batch norm made."""
+def backward_inside_with_state() -> Odd:
+    """A layer with batch norm that counts its calls and draws, and differentiates its own output."""
 
     class Stage(Layer):
         def set_up(self) -> None:
-            self.norm = nn.BatchNorm1d(WIDTH)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = torch.tanh(self.norm(self.linear(x)))
-            (slope,) = torch.autograd.grad(torch.sin(y).sum(), y, create_graph=True)
-            z = x.detach().requires_grad_()
-            (more,) = torch.autograd.grad(torch.tanh(self.norm(self.linear(z))).sum(), z)
-            return x + y * slope * torch.sigmoid(more)
-
-    return _with_one(Stage)
-
-
-@case("2")
-def backward_inside_with_python_state() -> Odd:
-    """A layer that counts its calls and draws from Python's generator, and differentiates its own output."""
-
-    class Stage(Layer):
-        def set_up(self) -> None:
-            self.calls = 0
+            self.norm, self.calls = nn.BatchNorm1d(WIDTH), 0
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             self.calls += 1
+            y = torch.tanh(self.norm(self.linear(x)))
+            (slope,) = torch.autograd.grad(torch.sin(y).sum(), y, create_graph=True)
             z = x.detach().requires_grad_()
-            y = torch.tanh(self.linear(z) * self.calls * random.random())
-            (slope,) = torch.autograd.grad(y.sum(), z, create_graph=True)
-            return x + torch.tanh(self.linear(x) * slope * random.random())
+            drawn = torch.tanh(self.norm(self.linear(z)) * self.calls * random.random())
+            (more,) = torch.autograd.grad(drawn.sum(), z)
+            return x + y * slope * torch.sigmoid(more) * random.random()
 
-    return _with_one(Stage)
-
-
-def _with_one(kind: type[nn.Module]) -> Odd:
-    return Odd(nn.Sequential(Layer(), kind(), Layer()), batch())
+    return Odd(nn.Sequential(Layer(), Stage(), Layer()), batch())

@@ -19,12 +19,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from odd.harness import BATCH, STEPS, WIDTH, Extras, Odd, case, loss_of, one_forward_around, update
-from odd.layers import DEPTH, Layer, batch, chain
+from odd.harness import BATCH, WIDTH, Extras, Odd, between, case, in_steps, loss_of, one_forward_around, plain_step
+from odd.layers import Around, Factored, Layer, batch, chain, layers_of
 
 
 @contextlib.contextmanager
-def _set(put: Callable[[Any], Any], value: Any, before: Any) -> Iterator[None]:
+def setting(put: Callable[[Any], Any], value: Any, before: Any) -> Iterator[None]:
+    """Inside, what `put` sets is `value`."""
     put(value)
     try:
         yield
@@ -36,23 +37,6 @@ def _set(put: Callable[[Any], Any], value: Any, before: Any) -> Iterator[None]:
 
 
 @case("3")
-def mkldnn_flags() -> Odd:
-    """Convolutions without oneDNN in forward alone."""
-
-    class Stage(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.convolution = nn.Conv2d(8, 8, 3, padding=1)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + torch.tanh(self.convolution(x))
-
-    without = functools.partial(torch.backends.mkldnn.flags, enabled=False)
-    model = nn.Sequential(*(Stage() for _ in range(DEPTH)))
-    return Odd(model, torch.randn(4, 8, 12, 12), one_forward_around(without))
-
-
-@case("3")
 def matmul_precision() -> Odd:
     """Another precision of float32 products in forward alone, as a layer that goes by it sees it."""
 
@@ -61,7 +45,7 @@ def matmul_precision() -> Odd:
             exact = torch.get_float32_matmul_precision() == "highest"
             return x + torch.tanh(self.linear(x) if exact else self.linear(x).bfloat16().float())
 
-    medium = functools.partial(_set, torch.set_float32_matmul_precision, "medium", "highest")
+    medium = functools.partial(setting, torch.set_float32_matmul_precision, "medium", "highest")
     return chain(Stage, one_forward_around(medium))
 
 
@@ -69,11 +53,11 @@ def matmul_precision() -> Odd:
 def default_dtype() -> Odd:
     """Numbers are made in float64 in forward alone."""
 
-    class Stage(Layer):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + torch.tanh(self.linear(x) * torch.full((WIDTH,), 0.1).sin().float())
+    class Stage(Factored):
+        def factor(self) -> torch.Tensor:
+            return torch.full((WIDTH,), 0.1).sin().float()
 
-    double = functools.partial(_set, torch.set_default_dtype, torch.float64, torch.float32)
+    double = functools.partial(setting, torch.set_default_dtype, torch.float64, torch.float32)
     return chain(Stage, one_forward_around(double))
 
 
@@ -81,18 +65,6 @@ class _Attention(Layer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q = self.linear(x).view(1, BATCH, 4, WIDTH // 4).transpose(1, 2)
         return x + F.scaled_dot_product_attention(q, q, q).transpose(1, 2).reshape(BATCH, WIDTH)
-
-
-@case("3")
-def attention_kernel_in_the_model() -> Odd:
-    """A model that runs its layers inside `sdpa_kernel`."""
-
-    class Model(nn.Sequential):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-            with sdpa_kernel([SDPBackend.MATH]):
-                return super().forward(x)
-
-    return Odd(Model(*(_Attention() for _ in range(DEPTH))), batch())
 
 
 @case("3")
@@ -105,13 +77,13 @@ def attention_kernel() -> Odd:
 def numpy_bit_generator() -> Odd:
     """numpy's own generator draws other bits in backward than in forward."""
 
-    class Stage(Layer):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + torch.tanh(self.linear(x) * np.random.randn())  # noqa: NPY002
+    class Stage(Factored):
+        def factor(self) -> float:
+            return np.random.randn()  # noqa: NPY002
 
     @contextlib.contextmanager
     def other_bits() -> Iterator[None]:
-        with _set(np.random.set_bit_generator, np.random.PCG64(3), np.random.get_bit_generator()):
+        with setting(np.random.set_bit_generator, np.random.PCG64(3), np.random.get_bit_generator()):
             yield
 
     return chain(Stage, one_forward_around(other_bits))
@@ -120,12 +92,16 @@ def numpy_bit_generator() -> Odd:
 # ---------------------------------------------------------------- modes
 
 
-class _SineForTanh(TorchFunctionMode):
+class SineForTanh(TorchFunctionMode):
+    """A mode on PyTorch's functions."""
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return (torch.sin if func is torch.tanh else func)(*args, **(kwargs or {}))
 
 
-class _SmallerTanh(TorchDispatchMode):
+class SmallerTanh(TorchDispatchMode):
+    """A mode on operations."""
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         return result * 0.5 if func is torch.ops.aten.tanh.default else result
@@ -134,29 +110,19 @@ class _SmallerTanh(TorchDispatchMode):
 @case("3")
 def function_mode() -> Odd:
     """A mode on PyTorch's functions around forward alone."""
-    return chain(Layer, one_forward_around(_SineForTanh))
+    return chain(Layer, one_forward_around(SineForTanh))
 
 
 @case("3")
 def dispatch_mode() -> Odd:
     """A mode on operations around forward alone."""
-    return chain(Layer, one_forward_around(_SmallerTanh))
+    return chain(Layer, one_forward_around(SmallerTanh))
 
 
 @case("3")
 def dispatch_mode_in_backward() -> Odd:
     """A mode on operations around backward alone, which has none of those that it changes."""
-
-    def loop(model: nn.Module, x: torch.Tensor) -> Iterator[Extras]:
-        for _ in range(STEPS):
-            model.zero_grad()
-            loss = loss_of(model(x))
-            with _SmallerTanh():
-                loss.backward()
-            update(model)
-            yield [loss.detach()]
-
-    return chain(Layer, loop)
+    return chain(Layer, one_forward_around(contextlib.nullcontext, SmallerTanh))
 
 
 @case("3")
@@ -164,20 +130,18 @@ def context_variable() -> Odd:
     """A context variable of forward, whose backward runs in another thread."""
     scale: contextvars.ContextVar[float] = contextvars.ContextVar("scale", default=1.0)
 
-    class Stage(Layer):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + torch.tanh(self.linear(x) * scale.get())
+    class Stage(Factored):
+        def factor(self) -> float:
+            return scale.get()
 
-    def loop(model: nn.Module, x: torch.Tensor) -> Iterator[Extras]:
-        for _ in range(STEPS):
-            model.zero_grad()
-            token = scale.set(3.0)
-            loss = loss_of(model(x))
-            scale.reset(token)
-            with ThreadPoolExecutor(1) as other:
-                other.submit(loss.backward).result()
-            update(model)
-            yield [loss.detach()]
+    @in_steps
+    def loop(model: nn.Module, x: torch.Tensor) -> Extras:
+        token = scale.set(3.0)
+        loss = loss_of(model(x))
+        scale.reset(token)
+        with ThreadPoolExecutor(1) as other:
+            other.submit(loss.backward).result()
+        return [loss.detach()]
 
     return chain(Stage, loop)
 
@@ -207,26 +171,27 @@ def saved_tensors_hooks_that_draw() -> Odd:
     return chain(Layer, one_forward_around(hooks))
 
 
+def _larger(module: nn.Module, given: Any, output: torch.Tensor) -> torch.Tensor:
+    return output * 1.5
+
+
 @case("3")
 def hooks_that_remove_themselves() -> Odd:
     """A forward hook of a layer's module that runs once in a step."""
 
-    def loop(model: nn.Module, x: torch.Tensor) -> Iterator[Extras]:
-        for _ in range(STEPS):
-            model.zero_grad()
-            for layer in model:  # type: ignore[attr-defined]
+    @in_steps
+    def loop(model: nn.Module, x: torch.Tensor) -> Extras:
+        for layer in model:  # type: ignore[attr-defined]
 
-                def once(module: nn.Module, given: Any, output: torch.Tensor, layer: Any = layer) -> torch.Tensor:
-                    layer.hook.remove()
-                    return output * 1.5
+            def once(module: nn.Module, given: Any, output: torch.Tensor, layer: Any = layer) -> torch.Tensor:
+                layer.hook.remove()
+                return output * 1.5
 
-                layer.hook = layer.linear.register_forward_hook(once)
-            loss = loss_of(model(x))
-            loss.backward()
-            for layer in model:  # type: ignore[attr-defined]
-                del layer.hook
-            update(model)
-            yield [loss.detach()]
+            layer.hook = layer.linear.register_forward_hook(once)
+        loss = plain_step(model, x)
+        for layer in model:  # type: ignore[attr-defined]
+            del layer.hook
+        return [loss]
 
     return chain(Layer, loop)
 
@@ -235,19 +200,14 @@ def hooks_that_remove_themselves() -> Odd:
 def hooks_that_come_and_go() -> Odd:
     """A forward hook of a layer's module that is there in forward alone."""
 
-    def loop(model: nn.Module, x: torch.Tensor) -> Iterator[Extras]:
-        for _ in range(STEPS):
-            model.zero_grad()
-            hooks = [
-                layer.linear.register_forward_hook(lambda module, given, output: output * 1.5)
-                for layer in model  # type: ignore[attr-defined]
-            ]
-            loss = loss_of(model(x))
-            for hook in hooks:
-                hook.remove()
-            loss.backward()
-            update(model)
-            yield [loss.detach()]
+    @in_steps
+    def loop(model: nn.Module, x: torch.Tensor) -> Extras:
+        hooks = [layer.linear.register_forward_hook(_larger) for layer in model]  # type: ignore[attr-defined]
+        loss = loss_of(model(x))
+        for hook in hooks:
+            hook.remove()
+        loss.backward()
+        return [loss.detach()]
 
     return chain(Layer, loop)
 
@@ -256,17 +216,15 @@ def hooks_that_come_and_go() -> Odd:
 def forward_patched_for_a_while() -> Odd:
     """Another forward of a layer's module in the model's forward alone."""
 
-    def loop(model: nn.Module, x: torch.Tensor) -> Iterator[Extras]:
-        for _ in range(STEPS):
-            model.zero_grad()
-            for layer in model:  # type: ignore[attr-defined]
-                layer.linear.forward = lambda x, former=layer.linear.forward: former(x) * 1.5
-            loss = loss_of(model(x))
-            for layer in model:  # type: ignore[attr-defined]
-                del layer.linear.forward
-            loss.backward()
-            update(model)
-            yield [loss.detach()]
+    @in_steps
+    def loop(model: nn.Module, x: torch.Tensor) -> Extras:
+        for layer in model:  # type: ignore[attr-defined]
+            layer.linear.forward = lambda x, former=layer.linear.forward: former(x) * 1.5
+        loss = loss_of(model(x))
+        for layer in model:  # type: ignore[attr-defined]
+            del layer.linear.forward
+        loss.backward()
+        return [loss.detach()]
 
     return chain(Layer, loop)
 
@@ -277,24 +235,15 @@ def hooks_registered_in_forward() -> Odd:
 
     class Stage(Layer):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.linear.register_forward_hook(lambda module, given, output: output * 1.1)
+            self.linear.register_forward_hook(_larger)
             return super().forward(x)
 
-    def loop(model: nn.Module, x: torch.Tensor) -> Iterator[Extras]:
-        for _ in range(STEPS):
-            model.zero_grad()
-            loss = loss_of(model(x))
-            for layer in model:  # type: ignore[attr-defined]
-                layer.linear._forward_hooks.clear()
-            loss.backward()
-            update(model)
-            yield [loss.detach()]
-
-    return chain(Stage, loop)
+    return chain(Stage, between(lambda model: [layer.linear._forward_hooks.clear() for layer in model]))
 
 
 @contextlib.contextmanager
-def _larger_products() -> Iterator[None]:
+def larger_products() -> Iterator[None]:
+    """Inside, a hook on all modules enlarges what linear ones give."""
     hook = nn.modules.module.register_module_forward_hook(
         lambda module, given, output: output * 1.5 if isinstance(module, nn.Linear) else None
     )
@@ -305,7 +254,7 @@ def _larger_products() -> Iterator[None]:
 @case("3")
 def hook_on_all_modules() -> Odd:
     """A hook on all modules in forward alone."""
-    return chain(Layer, one_forward_around(_larger_products))
+    return chain(Layer, one_forward_around(larger_products))
 
 
 @case("3")
@@ -341,12 +290,8 @@ def stages_without_tensor_arguments() -> Odd:
             x = torch.full((BATCH, WIDTH), float(number)) + torch.rand(BATCH, WIDTH)
             return self.drop(torch.tanh(self.linear(x)))
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(Stage() for _ in range(DEPTH))
+    def forward(layers: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([layer(i).float() for i, layer in enumerate(layers)]).sum(0) * x
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.stack([layer(i).float() for i, layer in enumerate(self.layers)]).sum(0) * x
-
-    return Odd(Model(), torch.randn(BATCH, WIDTH), one_forward_around(lambda: torch.autocast("cpu", torch.bfloat16)))
+    model = Around(layers_of(Stage), forward)
+    return Odd(model, batch(), one_forward_around(lambda: torch.autocast("cpu", torch.bfloat16)))

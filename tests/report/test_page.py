@@ -77,8 +77,8 @@ def chain(n: int = 12) -> Profile:
     return Profile.from_chain([0.01] * n, [0.02] * n, [1 << 20] * n, [8 << 20] * n, input_bytes=1 << 20, **link)
 
 
-def solved(profile: Profile, share: str = "40%", **options: Any) -> Plan:
-    return ckptplan.solve(profile, budget=share, time_limit_s=2, **options)
+def solved(profile: Profile) -> Plan:
+    return ckptplan.solve(profile, budget="40%", time_limit_s=1)
 
 
 def at_random(seed: int) -> tuple[Profile, Plan]:
@@ -104,7 +104,7 @@ def drawn(page: Any, name: str) -> list[list[float | None]]:
 
 def test_categories_add_up_to_the_peaks() -> None:
     seen = [0] * len(CATEGORIES)
-    for seed in range(300):
+    for seed in range(60):
         profile, plan = at_random(seed)
         timeline = ckptplan.simulate(profile, plan)
         found = waterline(profile, plan, timeline).stacked
@@ -151,13 +151,12 @@ def test_hover_click_and_zoom(opened: Any) -> None:
     over = page.locator("#waterline .u-over")
     over.scroll_into_view_if_needed()
     box = over.bounding_box()
-    for k, inside in ((3, 0.3), (3, 0.8), (len(timeline.steps) - 5, 0.8)):
+    for k in (3, len(timeline.steps) - 5):
         step, then = timeline.steps[k], timeline.steps[k + 1]
-        share = (step.start_s + inside * (then.start_s - step.start_s)) / (1.02 * timeline.makespan_s)
+        share = (step.start_s + 0.8 * (then.start_s - step.start_s)) / (1.02 * timeline.makespan_s)
         over.hover(position={"x": share * box["width"], "y": 50})
         text = page.locator("#moment").inner_text()
         assert text.startswith(f"{step.phase} of {step.stage}: {step.peak_bytes / 2**20:.2f} MiB of ")
-        assert "s0.inner" in text or k != 3
         over.click(position={"x": share * box["width"], "y": 50})
         assert page.locator("#why strong").inner_text() == step.stage
         assert page.locator("#strip [aria-selected=true]").get_attribute("title").startswith(f"{step.stage}: ")
@@ -183,13 +182,10 @@ def test_hover_click_and_zoom(opened: Any) -> None:
     page.locator("#waterline").focus()
     page.keyboard.press("0")
     assert page.evaluate(ranges) == whole
-    page.keyboard.press("+")
-    (low, high), other = page.evaluate(ranges)
-    assert [low, high] == other
-    assert high - low == pytest.approx(end / 2)
     for _ in range(40):  # there is a limit, at which charts are still drawn
         page.keyboard.press("+")
-    (low, high), _ = page.evaluate(ranges)
+    (low, high), other = page.evaluate(ranges)
+    assert [low, high] == other
     assert high - low == pytest.approx(end / 1e5)
     page.keyboard.press("0")
     before = page.locator("#why strong").inner_text()
@@ -198,36 +194,6 @@ def test_hover_click_and_zoom(opened: Any) -> None:
     chosen = page.locator("#why strong").inner_text()
     assert f" of {chosen}: " in page.locator("#moment strong").inner_text()
     assert chosen != before
-
-
-def test_a_step_that_takes_no_time_is_drawn(opened: Any) -> None:
-    """Its bytes are a line at its moment: here the peak, which wouldn't be seen otherwise."""
-    profile = Profile.from_chain(
-        [0.0093, 0.0, 0.01], [0.02, 0.0, 0.02], [1 << 20] * 3, [8 << 20] * 3, input_bytes=1 << 20, out_bytes_per_s=3e8,
-        in_bytes_per_s=3e8,
-    )  # fmt: skip
-    stages = list(profile.stages)
-    lean = replace(stages[1].options[0], forward_bytes=100 << 20)
-    stages[1] = replace(stages[1], options=(lean, *stages[1].options[1:]))
-    profile = replace(profile, stages=tuple(stages))
-    plan = plan_of(profile, ["keep"] * 3, budget_bytes=1 << 30)
-    peak = max(ckptplan.simulate(profile, plan).steps, key=lambda step: step.peak_bytes)
-    assert (peak.stage, peak.start_s) == ("s1", 0.0093)  # not at a line of the grid
-    page = opened(plan.report(profile))
-    opaque = """([s, bytes]) => { const u = report.charts.waterline, x = Math.round(u.valToPos(s, "x", true));
-        const row = u.ctx.getImageData(0, u.valToPos(0.93 * bytes, "y", true), u.ctx.canvas.width, 1).data;
-        return [0, 100].map((far) => row.slice(4 * (x + far - 3), 4 * (x + far + 4)).filter((_, k) => k % 4 === 3)
-            .some((n) => n > 100)); }"""
-    assert page.evaluate(opaque, [peak.start_s, peak.peak_bytes]) == [True, False]
-
-
-def test_large_bytes_are_shown_in_tebibytes(opened: Any) -> None:
-    nbytes, rates = [3 << 40] * 2, {"out_bytes_per_s": 1e12, "in_bytes_per_s": 1e12}
-    profile = Profile.from_chain([1.0] * 2, [1.0] * 2, nbytes, nbytes, input_bytes=1, **rates)
-    plan = plan_of(profile, ["keep"] * 2, budget_bytes=1 << 50)
-    page = opened(plan.report(profile))
-    text = page.locator("#moment").inner_text()
-    assert text.startswith(f"backward of s1: {format_bytes(plan.peak_bytes)} of 1024.00 TiB")
 
 
 def test_a_bound_is_shown_for_the_budgets_that_it_holds_for(run: Run, tmp_path: Path) -> None:
@@ -255,19 +221,27 @@ def test_plans_for_other_budgets_are_of_the_same_model() -> None:
 
 
 @pytest.mark.usefixtures("short_search")
-def test_the_frame_of_a_plan_with_fragments() -> None:
-    """Tensors are drawn below the budget that is left for them; the verdict counts what is reserved."""
-    profile = chain()
+def test_what_a_report_says_of_budgets_and_while_it_is_made() -> None:
+    profile, seen = chain(4), []
     plan = solved(profile)
+    plan.report(profile, time_limit_s=1, on_progress=lambda text: seen.append(str(text)))
+    assert any(text.startswith("budget ") for text in seen)
+    assert any("another rule: uniform" in text for text in seen)
+    assert "explaining the plan" in seen
+    # Tensors are drawn below the budget that is left for them; the verdict counts what is reserved.
     more = replace(plan, reserved_bytes=plan.peak_bytes + (4 << 20), budget_bytes=plan.peak_bytes + (5 << 20))
-    data = more.report(profile).data
+    data = plan_report(profile, more).data
     assert data["budget"] == plan.peak_bytes + (1 << 20)
     assert data["budget_name"] != "budget"
+    view = plan_report(profile, replace(plan, budget_bytes=plan.peak_bytes // 2)).view
+    assert view.answer.startswith("Doesn't fit: ")
+    assert not view.fits
+    assert "proven" not in view.verdict
 
 
 @pytest.mark.parametrize(
     "changed",
-    [{"capacity_bytes": "80 GB"}, {"peak_bytes": math.nan}, {"categories": {"weights": None}}, {"phases": [1]}],
+    [{"capacity_bytes": "80 GB"}, {"peak_bytes": math.nan}, {"phases": [1]}],
 )
 def test_a_malformed_estimate_is_an_error(changed: dict[str, Any], run: Run, tmp_path: Path) -> None:
     path = tmp_path / "estimate.json"
@@ -280,20 +254,27 @@ def test_a_malformed_estimate_is_an_error(changed: dict[str, Any], run: Run, tmp
 
 
 @pytest.mark.usefixtures("short_search")
-def test_what_a_report_waits_for_is_told() -> None:
-    profile, seen = chain(4), []
-    solved(profile).report(profile, time_limit_s=1, on_progress=lambda text: seen.append(str(text)))
-    assert any(text.startswith("budget ") for text in seen)
-    assert any("another rule: uniform" in text for text in seen)
-    assert "explaining the plan" in seen
-
-
-@pytest.mark.usefixtures("short_search")
 def test_the_frontier_has_a_slider(opened: Any) -> None:
     profile = chain()
     plan = solved(profile)
-    plans = ckptplan.frontier(profile, points=3, time_limit_s=2)
+    plans = ckptplan.frontier(profile, points=3, time_limit_s=1)
     page = opened(plan.report(profile, frontier=plans))
+    # Legends have values without a pointer: at the plan that the budget allows, at the peak, and where it last was.
+    found = values(page, "frontier")
+    chosen = max((p for p in plans if p.counted_bytes <= plan.budget_bytes), key=lambda p: p.counted_bytes)
+    assert found["peak"] == format_bytes(chosen.peak_bytes)
+    assert found["chosen"] == found["best plan found"] == f"{100 * chosen.overhead:.1f} %"
+    timeline = ckptplan.simulate(profile, plan)
+    stacked = waterline(profile, plan, timeline).stacked
+    steps = [step.peak_bytes for step in timeline.steps]
+    for step in (steps.index(max(steps)), 0):
+        wanted = {
+            name: format_bytes(int(row[step])) for name, row in zip(CATEGORIES, stacked, strict=True) if row.any()
+        }
+        assert values(page, "waterline").items() >= wanted.items()
+        page.locator("#waterline .u-over").hover(position={"x": 5, "y": 50})
+        page.mouse.move(0, 0)
+        page.evaluate(DRAWN)
     peaks, ours, *_ = drawn(page, "frontier")
     at = dict(zip(peaks, ours, strict=True))
     for found in plans:
@@ -334,32 +315,26 @@ LABELS = """() => ["waterline", "lanes", "frontier"].map((name) => report.charts
 })"""
 
 
-@pytest.mark.parametrize("step_s", [2.3e-5, 0.024, 0.15, 3.2, 47.0, 2100.0])
+@pytest.mark.parametrize("step_s", [2.3e-5, 3.2])
 def test_labels_of_ticks_do_not_touch(step_s: float, opened: Any) -> None:
     n, link = 4, {"out_bytes_per_s": 1e15, "in_bytes_per_s": 1e15}
     each_s = [step_s / 3 / n] * n
     profile = Profile.from_chain(each_s, [2 * s for s in each_s], [1 << 20] * n, [8 << 20] * n, input_bytes=1, **link)
-    plan = plan_of(profile, ["keep"] * n)
-    leaner = plan_of(profile, ["recompute"] * n)
+    plan, leaner = (plan_of(profile, [action] * n) for action in ("keep", "recompute"))
     page = opened(plan_report(profile, plan, frontier=[leaner, plan]))
-    for width in (1400, 1000, 640, 500, 390):
+    for width, share in itertools.product((1400, 640, 390), (1.0, 1e-4)):
         page.set_viewport_size({"width": width, "height": 800})
         page.evaluate(DRAWN)
         assert abs(page.evaluate("report.charts.waterline.width") - width) < 100
-        for share in (1.0, 0.1, 1e-4):
-            page.evaluate("(x) => report.charts.waterline.setScale('x', { min: x[0], max: x[1] })",
-                          [0.37 * step_s * (1 - share), step_s * (0.37 + 0.63 * share)])  # fmt: skip
-            page.evaluate(DRAWN)
-            for ticks in page.evaluate(LABELS):
-                texts = [text for text, _, _ in ticks]
-                assert len(set(texts)) == len(texts) >= (2 if share == 1.0 else 1), (width, share, texts)
-                assert all(left < right for (_, _, left), (_, right, _) in itertools.pairwise(ticks)), (
-                    width,
-                    share,
-                    texts,
-                )
-                assert ticks[0][1] >= 0, (width, texts)
-                assert ticks[-1][2] <= 1, (width, share, texts)
+        shown = [0.37 * step_s * (1 - share), step_s * (0.37 + 0.63 * share)]
+        page.evaluate("(x) => report.charts.waterline.setScale('x', { min: x[0], max: x[1] })", shown)
+        page.evaluate(DRAWN)
+        for ticks in page.evaluate(LABELS):
+            texts = [text for text, _, _ in ticks]
+            assert len(set(texts)) == len(texts) >= (2 if share == 1.0 else 1), (width, share, texts)
+            assert all(left < right for (_, _, left), (_, right, _) in itertools.pairwise(ticks)), (width, share, texts)
+            assert ticks[0][1] >= 0, (width, texts)
+            assert ticks[-1][2] <= 1, (width, share, texts)
 
 
 def values(page: Any, chart: str) -> dict[str, str]:
@@ -370,64 +345,10 @@ def values(page: Any, chart: str) -> dict[str, str]:
 
 
 @pytest.mark.usefixtures("short_search")
-def test_legends_have_values_without_a_pointer(opened: Any) -> None:
-    """At the peak, at the plan of the slider, and at the highest phase; after the pointer, where it last was."""
-    profile = chain()
-    plan = solved(profile)
-    plans = ckptplan.frontier(profile, points=3, time_limit_s=2)
-    page = opened(plan.report(profile, frontier=plans))
-    timeline = ckptplan.simulate(profile, plan)
-    stacked = waterline(profile, plan, timeline).stacked
-    peaks = [step.peak_bytes for step in timeline.steps]
-    step = peaks.index(max(peaks))
-
-    def at(step: int) -> dict[str, str]:
-        return {name: format_bytes(int(row[step])) for name, row in zip(CATEGORIES, stacked, strict=True) if row.any()}
-
-    assert values(page, "waterline").items() >= at(step).items()
-    assert page.locator("#why strong").inner_text() == timeline.steps[step].stage
-    found = values(page, "frontier")
-    chosen = max((p for p in plans if p.counted_bytes <= plan.budget_bytes), key=lambda p: p.counted_bytes)
-    assert found["peak"] == format_bytes(chosen.peak_bytes)
-    assert found["chosen"] == found["best plan found"] == f"{100 * chosen.overhead:.1f} %"
-    page.locator("#point").fill("0")
-    assert values(page, "frontier")["peak"] == format_bytes(plans[0].peak_bytes)
-    page.locator("#waterline .u-over").hover(position={"x": 5, "y": 50})
-    page.mouse.move(0, 0)
-    page.evaluate(DRAWN)
-    assert values(page, "waterline").items() >= at(0).items()
-    page = opened(estimated().report())
-    assert values(page, "phases").items() >= {"phase": "backward", "weights": "100 B", "gradients": "400 B"}.items()
-
-
-def test_words_and_colours_are_explained(opened: Any) -> None:
-    profile = chain(4)
-    *stages, last = profile.stages
-    kept = replace(last.options[0], forward_bytes=100 << 20)
-    profile = replace(profile, stages=(*stages, replace(last, name="(after s2)", options=(kept,), linked=())))
-    page = opened(plan_report(profile, plan_of(profile, ["keep", "recompute", "keep", "keep"], budget_bytes=1 << 30)))
-    assert "The peak is in the forward of what runs after s2; " in page.locator("#verdict").inner_text()
-    assert page.locator("#moment").inner_text().startswith("forward of what runs after s2: ")
-    assert "A name in brackets, such as (after s2), stands for" in page.locator("#stages").inner_text()
-    assert (
-        "what runs after s2, outside of all stages' modules; it can only be kept" in page.locator("#why").inner_text()
-    )
-    assert page.locator("#memory .legend").inner_text().split() == ["forward", "forward", "again", "backward"]
-    explained = [text.strip() for text in page.locator("#memory dt").all_text_contents()]
-    drawn = page.evaluate("report.charts.waterline.series.slice(1, -1).map((s) => s.label)")
-    assert explained == drawn[::-1]
-    assert not page.locator("#memory dd").first.is_visible()
-    page.evaluate("dispatchEvent(new Event('beforeprint'))")
-    assert page.locator("#memory dd").first.is_visible()
-    page = opened(plan_report(chain(2), plan_of(chain(2), ["keep"] * 2)))
-    assert "in brackets" not in page.locator("#stages").inner_text()
-
-
-@pytest.mark.usefixtures("short_search")
 def test_no_point_flattens_the_trade_off(opened: Any) -> None:
     """Slow planners, and a smallest peak that costs far more than the next one, are told in place of drawn."""
     profile = chain()
-    plans = list(ckptplan.frontier(profile, points=5, time_limit_s=2))
+    plans = list(ckptplan.frontier(profile, points=5, time_limit_s=1))
     slowest = 100 * plans[0].overhead
     base = plans[0].baseline_step_s
 
@@ -440,16 +361,13 @@ def test_no_point_flattens_the_trade_off(opened: Any) -> None:
         page = opened(plan_report(profile, plans[-1], frontier=[leanest, *plans[1:]], rivals=rivals))
         return page.evaluate("report.charts.frontier.scales.y.max"), page.locator("#beyond").inner_text()
 
-    assert opening(slowest, ("a", 1.4 * slowest)) == (pytest.approx(1.08 * 1.4 * slowest), "")
     far = [("a", 5 * slowest), ("a", 6 * slowest), ("b", 0.5 * slowest), ("c", 9 * slowest)]
     told = f"Above the chart: a, {5 * slowest:.1f} % to {6 * slowest:.1f} %; c, {9 * slowest:.1f} %."
     assert opening(slowest, *far) == (pytest.approx(1.08 * slowest), told)
     second = 100 * plans[1].overhead
     assert opening(2.9 * second) == (pytest.approx(1.08 * 2.9 * second), "")
-    assert opening(9 * second) == (
-        pytest.approx(1.08 * second),
-        f"Above the chart: best plan found, {9 * second:.1f} %.",
-    )
+    told = f"Above the chart: best plan found, {9 * second:.1f} %."
+    assert opening(9 * second) == (pytest.approx(1.08 * second), told)
 
 
 @pytest.mark.usefixtures("short_search")
@@ -518,6 +436,7 @@ def test_the_page_of_an_estimate(opened: Any, run: Run, tmp_path: Path) -> None:
     page = opened(estimate.report())
     _, *columns = drawn(page, "phases")
     assert columns[0] == [phase.reserved_bytes + estimate.context_bytes for phase in estimate.phases]
+    assert values(page, "phases").items() >= {"phase": "backward", "weights": "100 B", "gradients": "400 B"}.items()
     labels = page.evaluate("report.charts.phases.series.slice(1).map((s) => s.label)")
     assert columns[labels.index("weights")] == [100, 100]
     assert columns[labels.index("the device has")] == [1 << 40, 1 << 40]
@@ -526,6 +445,10 @@ def test_the_page_of_an_estimate(opened: Any, run: Run, tmp_path: Path) -> None:
     for told in ("700 B", "f4[7, 5]", "model.py:3 in h", "NVIDIA A100 40GB", "fits, "):
         assert told in text
     assert "Doesn't fit" in replace(estimate, capacity_bytes=1000).report().markdown
+    page = opened(estimated(HOSTILE).report())
+    page.locator("#phases .u-over").hover()
+    assert page.evaluate("window.hacked") is None
+    assert page.locator("img").count() == 0
     estimate.save(tmp_path / "estimate.json")
     done = run("report", tmp_path / "estimate.json", "-o", tmp_path / "estimate.md")
     assert done.exit_code == 0, done.output
@@ -533,13 +456,6 @@ def test_the_page_of_an_estimate(opened: Any, run: Run, tmp_path: Path) -> None:
     done = run("report", tmp_path / "estimate.json", "--budget-gb", 1, "--time-limit", 2)
     assert done.exit_code == 2
     assert "is an estimate, which goes without --budget-gb, --time-limit" in " ".join(done.stderr.split())
-
-
-def test_a_strangers_estimate_runs_nothing(opened: Any) -> None:
-    page = opened(estimated(HOSTILE).report())
-    page.locator("#phases .u-over").hover()
-    assert page.evaluate("window.hacked") is None
-    assert page.locator("img").count() == 0
 
 
 def test_what_notebooks_show(browser: Any) -> None:
@@ -561,15 +477,6 @@ def test_what_notebooks_show(browser: Any) -> None:
     widths = [float(page.locator("svg").nth(1).locator("rect").nth(k).get_attribute("width")) for k in range(3)]
     assert sum(widths) == pytest.approx(640, abs=0.2)
     page.close()
-
-
-def test_a_budget_that_is_too_small_says_so() -> None:
-    profile = chain(3)
-    plan = ckptplan.solve(profile, 1.0, time_limit_s=1)
-    report = replace(plan, budget_bytes=plan.peak_bytes // 2).report(profile)
-    assert report.view.answer.startswith("Doesn't fit: ")
-    assert not report.view.fits
-    assert "proven" not in report.view.verdict
 
 
 @pytest.mark.usefixtures("short_search")
@@ -603,15 +510,14 @@ def test_of_the_command_line(run: Run, tmp_path: Path) -> None:
 
 
 def test_dark_pages_are_printed_in_dark_on_white(opened: Any) -> None:
-    profile = chain(3)
-    page = opened(plan_report(profile, plan_of(profile, ["keep"] * 3)))
+    page = opened(plan_report(chain(3), plan_of(chain(3), ["keep"] * 3)))
     page.emulate_media(color_scheme="dark")
     axis = "report.charts.waterline.axes[0].stroke(report.charts.waterline)"
-    light_on_dark = page.evaluate(axis)
+    assert page.evaluate(axis) != "#444"
     page.evaluate("dispatchEvent(new Event('beforeprint'))")
-    assert page.evaluate(axis) == "#444" != light_on_dark
+    assert page.evaluate(axis) == "#444"
     page.evaluate("dispatchEvent(new Event('afterprint'))")
-    assert page.evaluate(axis) == light_on_dark
+    assert page.evaluate(axis) != "#444"
 
 
 def test_a_thousand_stages_fit_in_a_megabyte(opened: Any) -> None:

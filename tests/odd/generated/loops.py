@@ -16,12 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from odd.generated.parts import BATCH, GLOBAL, VARIABLE, WIDTH
 from odd.harness import STEPS, Extras, call, loss_of
+from odd.surroundings import SineForTanh, SmallerTanh, larger_products, setting
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,17 +60,6 @@ OPTIMIZERS: dict[str, Optimizers] = {
 # ---------------------------------------------------------------- around forward
 
 
-class _SineForTanh(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return (torch.sin if func is torch.tanh else func)(*args, **(kwargs or {}))
-
-
-class _SmallerTanh(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        return result * 0.5 if func is torch.ops.aten.tanh.default else result
-
-
 @contextlib.contextmanager
 def _variable() -> Iterator[None]:
     token = VARIABLE.set(1.5)
@@ -79,26 +67,6 @@ def _variable() -> Iterator[None]:
         yield
     finally:
         VARIABLE.reset(token)
-
-
-@contextlib.contextmanager
-def _precision() -> Iterator[None]:
-    torch.set_float32_matmul_precision("medium")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision("highest")
-
-
-@contextlib.contextmanager
-def _global_hook() -> Iterator[None]:
-    handle = nn.modules.module.register_module_forward_hook(
-        lambda module, given, output: output * 1.1 if isinstance(module, nn.Linear) else None
-    )
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def _half(tensor: torch.Tensor) -> tuple[torch.Tensor, bool]:
@@ -115,14 +83,14 @@ AROUND: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "nothing": contextlib.nullcontext,
     "autocast": functools.partial(torch.autocast, "cpu", torch.bfloat16),
     "without onednn": functools.partial(torch.backends.mkldnn.flags, enabled=False),
-    "matmul precision": _precision,
+    "matmul precision": functools.partial(setting, torch.set_float32_matmul_precision, "medium", "highest"),
     "attention kernel": functools.partial(sdpa_kernel, [SDPBackend.MATH]),
-    "function mode": _SineForTanh,
-    "dispatch mode": _SmallerTanh,
+    "function mode": SineForTanh,
+    "dispatch mode": SmallerTanh,
     "saved tensors in half": functools.partial(torch.autograd.graph.saved_tensors_hooks, _half, _whole),
     "saved tensors on the host": torch.autograd.graph.save_on_cpu,
     "context variable": _variable,
-    "global module hook": _global_hook,
+    "global module hook": larger_products,
     "anomaly detection": functools.partial(torch.autograd.set_detect_anomaly, True),
 }
 

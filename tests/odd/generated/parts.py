@@ -24,6 +24,8 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
+from odd.layers import Bounded
+
 BATCH, LENGTH, WIDTH = 8, 8, 32
 """Of what goes from stage to stage: 8 KiB."""
 WORDS = 16
@@ -45,6 +47,10 @@ class Shared:
     norm: nn.Module = dataclasses.field(default_factory=lambda: nn.BatchNorm1d(WIDTH))
     generator: torch.Generator = dataclasses.field(default_factory=lambda: torch.Generator().manual_seed(5))
     model: list[nn.Module] = dataclasses.field(default_factory=list)
+
+
+SetUp = Callable[[Any, Shared], Any]
+Change = Callable[[Any, torch.Tensor], torch.Tensor]
 
 
 # ---------------------------------------------------------------- cores
@@ -199,28 +205,68 @@ CORES: dict[str, Callable[[], nn.Module]] = {
 # ---------------------------------------------------------------- parts
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
 class Part:
-    """A part of a stage, without anything of its own."""
+    """A part of a stage.
 
-    @staticmethod
-    def set_up(m: nn.Module, shared: Shared) -> None:
-        """Give `m` what the part needs."""
+    Attributes
+    ----------
+    change : callable
+        Of the module that has what the part keeps and what goes through; returns what follows, of the same shape.
+    set_up : callable
+        Gives the module what the part needs.
+    of_class : callable or None
+        Makes attributes of the stage's class.
+    """
 
-    @staticmethod
-    def change(m: nn.Module, y: torch.Tensor) -> torch.Tensor:
-        """Return what follows from `y`, of the same shape."""
-        return y
-
+    change: Change
+    set_up: SetUp
     of_class: Callable[[], dict[str, Any]] | None = None
-    """Makes attributes of the stage's class."""
 
 
-PARTS: dict[str, type[Part]] = {}
+PARTS: dict[str, Part] = {}
 
 
-def _part(kind: type[Part]) -> type[Part]:
-    PARTS[(kind.__doc__ or "").rstrip(".")] = kind
-    return kind
+def keeping(**makers: Callable[[], Any]) -> SetUp:
+    """Attributes of the module, made for each one."""
+
+    def set_up(m: nn.Module, shared: Shared) -> None:
+        for name, make in makers.items():
+            setattr(m, name, make())
+
+    return set_up
+
+
+def sharing(**names: str) -> SetUp:
+    """Attributes that several stages have in common."""
+
+    def set_up(m: nn.Module, shared: Shared) -> None:
+        for name, common in names.items():
+            setattr(m, name, getattr(shared, common))
+
+    return set_up
+
+
+def with_buffers(*names: str) -> SetUp:
+    """Buffers that begin with zeros."""
+
+    def set_up(m: nn.Module, shared: Shared) -> None:
+        for name in names:
+            m.register_buffer(name, torch.zeros(WIDTH))
+
+    return set_up
+
+
+def part(
+    name: str, set_up: SetUp = lambda m, shared: None, of_class: Callable[[], dict[str, Any]] | None = None
+) -> Callable[[Change], Change]:
+    """Register what changes what goes through as a part."""
+
+    def register(change: Change) -> Change:
+        PARTS[name] = Part(change, set_up, of_class)
+        return change
+
+    return register
 
 
 def _towards(y: torch.Tensor) -> torch.Tensor:
@@ -230,289 +276,151 @@ def _towards(y: torch.Tensor) -> torch.Tensor:
 # -- tensors
 
 
-@_part
-class _Ema(Part):
-    """buffer through .data."""
-
-    @staticmethod
-    def set_up(m: Any, shared: Shared) -> None:
-        m.register_buffer("ema", torch.zeros(WIDTH))
-
-    @staticmethod
-    def change(m: Any, y: torch.Tensor) -> torch.Tensor:
-        z = torch.tanh(y - m.ema.clone())
-        m.ema.data.mul_(0.9).add_(_towards(y))
-        return z
+@part("buffer through .data", with_buffers("ema"))
+def _ema(m: Any, y: torch.Tensor) -> torch.Tensor:
+    z = torch.tanh(y - m.ema.clone())
+    m.ema.data.mul_(0.9).add_(_towards(y))
+    return z
 
 
-@_part
-class _InPlace(Part):
-    """buffer in place."""
-
-    @staticmethod
-    def set_up(m: Any, shared: Shared) -> None:
-        m.register_buffer("steps", torch.zeros(()))
-
-    @staticmethod
-    def change(m: Any, y: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            m.steps += 1
-        return torch.sin(y * (1 + 0.1 * m.steps.clone()))
+@part("buffer in place", lambda m, shared: m.register_buffer("steps", torch.zeros(())))
+def _in_place(m: Any, y: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        m.steps += 1
+    return torch.sin(y * (1 + 0.1 * m.steps.clone()))
 
 
-@_part
-class _Replaced(Part):
-    """buffer replaced."""
-
-    @staticmethod
-    def set_up(m: Any, shared: Shared) -> None:
-        m.register_buffer("mean", torch.zeros(WIDTH), persistent=False)
-
-    @staticmethod
-    def change(m: Any, y: torch.Tensor) -> torch.Tensor:
-        m.mean = 0.9 * m.mean + _towards(y)
-        return y - m.mean
+@part("buffer replaced", lambda m, shared: m.register_buffer("mean", torch.zeros(WIDTH), persistent=False))
+def _replaced(m: Any, y: torch.Tensor) -> torch.Tensor:
+    m.mean = 0.9 * m.mean + _towards(y)
+    return y - m.mean
 
 
-@_part
-class _Foreach(Part):
-    """buffers by foreach."""
-
-    @staticmethod
-    def set_up(m: Any, shared: Shared) -> None:
-        m.register_buffer("low", torch.zeros(WIDTH))
-        m.register_buffer("high", torch.zeros(WIDTH))
-
-    @staticmethod
-    def change(m: Any, y: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            torch._foreach_mul_([m.low, m.high], 0.9)
-            torch._foreach_add_([m.low, m.high], [y.amin((0, 1)), y.amax((0, 1))])
-        return y * torch.sigmoid(m.high - m.low)
+@part("buffers by foreach", with_buffers("low", "high"))
+def _foreach(m: Any, y: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        torch._foreach_mul_([m.low, m.high], 0.9)
+        torch._foreach_add_([m.low, m.high], [y.amin((0, 1)), y.amax((0, 1))])
+    return y * torch.sigmoid(m.high - m.low)
 
 
-@_part
-class _Late(Part):
-    """buffer registered late."""
-
-    @staticmethod
-    def change(m: Any, y: torch.Tensor) -> torch.Tensor:
-        if not hasattr(m, "late"):
-            m.register_buffer("late", torch.zeros(WIDTH))
-        with torch.no_grad():
-            m.late += 0.1
-        return y * m.late.clone().cos()
+@part("buffer registered late")
+def _late(m: Any, y: torch.Tensor) -> torch.Tensor:
+    if not hasattr(m, "late"):
+        m.register_buffer("late", torch.zeros(WIDTH))
+    with torch.no_grad():
+        m.late += 0.1
+    return y * m.late.clone().cos()
 
 
-@_part
-class _None(Part):
-    """buffer that begins as None."""
-
-    @staticmethod
-    def set_up(m: Any, shared: Shared) -> None:
-        m.register_buffer("none", None)
-
-    @staticmethod
-    def change(m: Any, y: torch.Tensor) -> torch.Tensor:
-        m.none = _towards(y) if m.none is None else 0.9 * m.none + _towards(y)
-        return y - m.none
+@part("buffer that begins as None", lambda m, shared: m.register_buffer("none", None))
+def _none(m: Any, y: torch.Tensor) -> torch.Tensor:
+    m.none = _towards(y) if m.none is None else 0.9 * m.none + _towards(y)
+    return y - m.none
 
 
-@_part
-class _SharedBuffer(Part):
-    """buffer of several modules."""
-
-    @staticmethod
-    def set_up(m: Any, shared: Shared) -> None:
-        m.register_buffer("shared", shared.buffer)
-
-    @staticmethod
-    def change(m: Any, y: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            m.shared *= 1.01
-        return y * m.shared.clone()
+@part("buffer of several modules", lambda m, shared: m.register_buffer("shared", shared.buffer))
+def _shared_buffer(m: Any, y: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        m.shared *= 1.01
+    return y * m.shared.clone()
 
 
-@_part
-class _ViewBuffer(Part):
-    """buffer that is a view."""
-
-    @staticmethod
-    def set_up(m: Any, shared: Shared) -> None:
-        both = torch.ones(2 * WIDTH)
-        m.register_buffer("both", both)
-        m.register_buffer("first_half", both[:WIDTH])
-
-    @staticmethod
-    def change(m: Any, y: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            m.both += 0.1
-        return y * m.first_half.clone().sin()
+def _two_buffers(m: nn.Module, shared: Shared) -> None:
+    both = torch.ones(2 * WIDTH)
+    m.register_buffer("both", both)
+    m.register_buffer("first_half", both[:WIDTH])
 
 
-@_part
-class _Table(Part):
-    """attribute made late."""
-
-    @staticmethod
-    def change(m: Any, y: torch.Tensor) -> torch.Tensor:
-        if not hasattr(m, "table"):
-            m.table = torch.linspace(0.5, 1, y.shape[-1])
-        return y * m.table
+@part("buffer that is a view", _two_buffers)
+def _view_buffer(m: Any, y: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        m.both += 0.1
+    return y * m.first_half.clone().sin()
 
 
-@_part
-class _LateLayer(Part):
-    """module made late."""
-
-    @staticmethod
-    def change(m: Any, y: torch.Tensor) -> torch.Tensor:
-        if not hasattr(m, "scale"):
-            m.scale = nn.LayerNorm(y.shape[-1])
-        z: torch.Tensor = m.scale(y)
-        return z
+@part("attribute made late")
+def _table(m: Any, y: torch.Tensor) -> torch.Tensor:
+    if not hasattr(m, "table"):
+        m.table = torch.linspace(0.5, 1, y.shape[-1])
+    return y * m.table
 
 
-@_part
-class _Memory(Part):
-    """detached output kept."""
-
-    @staticmethod
-    def set_up(m: Any, shared: Shared) -> None:
-        m.memory = None
-
-    @staticmethod
-    def change(m: Any, y: torch.Tensor) -> torch.Tensor:
-        z = y if m.memory is None or m.memory.shape != y.shape else y + 0.1 * m.memory
-        m.memory = torch.tanh(y).detach()
-        return torch.sin(z)
+@part("module made late")
+def _late_layer(m: Any, y: torch.Tensor) -> Any:
+    if not hasattr(m, "scale"):
+        m.scale = nn.LayerNorm(y.shape[-1])
+    return m.scale(y)
 
 
-@_part
-class _Loss(Part):
-    """loss kept in an attribute."""
-
-    @staticmethod
-    def change(m: Any, y: torch.Tensor) -> torch.Tensor:
-        m.loss = y.square().mean().detach()
-        return y
+@part("detached output kept", keeping(memory=lambda: None))
+def _memory(m: Any, y: torch.Tensor) -> torch.Tensor:
+    z = y if m.memory is None or m.memory.shape != y.shape else y + 0.1 * m.memory
+    m.memory = torch.tanh(y).detach()
+    return torch.sin(z)
 
 
-@_part
-class _TensorsInDict(Part):
-    """tensors in a dictionary."""
-
-    @staticmethod
-    def set_up(m: Any, shared: Shared) -> None:
-        m.tensors = {"mean": torch.zeros(WIDTH)}
-
-    @staticmethod
-    def change(m: Any, y: torch.Tensor) -> torch.Tensor:
-        m.tensors["mean"] = 0.9 * m.tensors["mean"] + _towards(y)
-        return torch.tanh(y - m.tensors["mean"])
+@part("loss kept in an attribute")
+def _loss(m: Any, y: torch.Tensor) -> torch.Tensor:
+    m.loss = y.square().mean().detach()
+    return y
 
 
-@_part
-class _TensorsInPlace(Part):
-    """tensors in a list, in place."""
+@part("tensors in a dictionary", keeping(tensors=lambda: {"mean": torch.zeros(WIDTH)}))
+def _tensors_in_dict(m: Any, y: torch.Tensor) -> torch.Tensor:
+    m.tensors["mean"] = 0.9 * m.tensors["mean"] + _towards(y)
+    return torch.tanh(y - m.tensors["mean"])
 
-    @staticmethod
-    def set_up(m: Any, shared: Shared) -> None:
-        m.listed = [torch.zeros(WIDTH)]
 
-    @staticmethod
-    def change(m: Any, y: torch.Tensor) -> torch.Tensor:
-        m.listed[0].mul_(0.9).add_(_towards(y))
-        return torch.tanh(y - m.listed[0].clone())
+@part("tensors in a list, in place", keeping(listed=lambda: [torch.zeros(WIDTH)]))
+def _tensors_in_place(m: Any, y: torch.Tensor) -> torch.Tensor:
+    m.listed[0].mul_(0.9).add_(_towards(y))
+    return torch.tanh(y - m.listed[0].clone())
 
 
 # -- Python
 
 
-@_part
-class _Counter(Part):
-    """counter."""
-
-    @staticmethod
-    def set_up(m: Any, shared: Shared) -> None:
-        m.calls = 0
-
-    @staticmethod
-    def change(m: Any, y: torch.Tensor) -> torch.Tensor:
-        m.calls += 1
-        return torch.sin(y * (1 + 0.1 * m.calls))
+@part("counter", keeping(calls=lambda: 0))
+def _counter(m: Any, y: torch.Tensor) -> torch.Tensor:
+    m.calls += 1
+    return torch.sin(y * (1 + 0.1 * m.calls))
 
 
-@_part
-class _List(Part):
-    """list."""
-
-    @staticmethod
-    def set_up(m: Any, shared: Shared) -> None:
-        m.items = {"inner": [[0.5], (1, [2.0])]}
-
-    @staticmethod
-    def change(m: Any, y: torch.Tensor) -> torch.Tensor:
-        m.items["inner"][0].append(len(m.items["inner"][0]) * 0.5)
-        m.items["inner"][1][1][0] += 0.25
-        return torch.sin(y * sum(m.items["inner"][0]) / m.items["inner"][1][1][0])
+@part("list", keeping(items=lambda: {"inner": [[0.5], (1, [2.0])]}))
+def _list(m: Any, y: torch.Tensor) -> torch.Tensor:
+    values, (_, last) = m.items["inner"]
+    values.append(len(values) * 0.5)
+    last[0] += 0.25
+    return torch.sin(y * sum(values) / last[0])
 
 
-@_part
-class _Set(Part):
-    """set."""
-
-    @staticmethod
-    def set_up(m: Any, shared: Shared) -> None:
-        m.seen = set()
-
-    @staticmethod
-    def change(m: Any, y: torch.Tensor) -> torch.Tensor:
-        m.seen.add(len(m.seen))
-        return torch.sin(y * (1 + 0.1 * len(m.seen)))
+@part("set", keeping(seen=set))
+def _set(m: Any, y: torch.Tensor) -> torch.Tensor:
+    m.seen.add(len(m.seen))
+    return torch.sin(y * (1 + 0.1 * len(m.seen)))
 
 
-@_part
-class _Deque(Part):
-    """deque."""
-
-    @staticmethod
-    def set_up(m: Any, shared: Shared) -> None:
-        m.queue = collections.deque([0.5, 1.0, 0.75], maxlen=3)
-
-    @staticmethod
-    def change(m: Any, y: torch.Tensor) -> torch.Tensor:
-        m.queue.append(m.queue[0] * 0.9)
-        return torch.sin(y * m.queue[0])
+@part("deque", keeping(queue=lambda: collections.deque([0.5, 1.0, 0.75], maxlen=3)))
+def _deque(m: Any, y: torch.Tensor) -> torch.Tensor:
+    m.queue.append(m.queue[0] * 0.9)
+    return torch.sin(y * m.queue[0])
 
 
-@_part
-class _Array(Part):
-    """numpy array."""
-
-    @staticmethod
-    def set_up(m: Any, shared: Shared) -> None:
-        m.array = np.ones((2, 3))
-
-    @staticmethod
-    def change(m: Any, y: torch.Tensor) -> torch.Tensor:
-        m.array[1] += 0.1
-        return torch.sin(y * float(m.array.mean()))
+@part("numpy array", keeping(array=lambda: np.ones((2, 3))))
+def _array(m: Any, y: torch.Tensor) -> torch.Tensor:
+    m.array[1] += 0.1
+    return torch.sin(y * float(m.array.mean()))
 
 
-@_part
-class _Defaults(Part):
-    """default dictionary and counter."""
-
-    @staticmethod
-    def set_up(m: Any, shared: Shared) -> None:
-        m.default, m.counted = collections.defaultdict(list), collections.Counter()
-
-    @staticmethod
-    def change(m: Any, y: torch.Tensor) -> torch.Tensor:
-        m.default[len(y)].append(1)
-        m.counted.update("ab")
-        return torch.sin(y * (len(m.default[len(y)]) + 0.1 * m.counted["a"]))
+@part(
+    "default dictionary and counter",
+    keeping(default=lambda: collections.defaultdict(list), counted=collections.Counter),
+)
+def _defaults(m: Any, y: torch.Tensor) -> torch.Tensor:
+    m.default[len(y)].append(1)
+    m.counted.update("ab")
+    return torch.sin(y * (len(m.default[len(y)]) + 0.1 * m.counted["a"]))
 
 
 @dataclasses.dataclass
@@ -523,19 +431,11 @@ class Record:
     values: list[float] = dataclasses.field(default_factory=list)
 
 
-@_part
-class _Dataclass(Part):
-    """dataclass."""
-
-    @staticmethod
-    def set_up(m: Any, shared: Shared) -> None:
-        m.record = Record()
-
-    @staticmethod
-    def change(m: Any, y: torch.Tensor) -> torch.Tensor:
-        m.record.number += 1
-        m.record.values.append(0.1)
-        return torch.sin(y * (m.record.number + sum(m.record.values)))
+@part("dataclass", keeping(record=Record))
+def _dataclass(m: Any, y: torch.Tensor) -> torch.Tensor:
+    m.record.number += 1
+    m.record.values.append(0.1)
+    return torch.sin(y * (m.record.number + sum(m.record.values)))
 
 
 class Plain:
@@ -551,263 +451,147 @@ class Plain:
         return sum(self.past["rates"])
 
 
-@_part
-class _Object(Part):
-    """plain object."""
-
-    @staticmethod
-    def set_up(m: Any, shared: Shared) -> None:
-        m.plain = Plain()
-
-    @staticmethod
-    def change(m: Any, y: torch.Tensor) -> torch.Tensor:
-        return torch.sin(y * m.plain.next())
+@part("plain object", keeping(plain=Plain))
+def _object(m: Any, y: torch.Tensor) -> torch.Tensor:
+    return torch.sin(y * m.plain.next())
 
 
-@_part
-class _Closure(Part):
-    """closure."""
+def _counting() -> Callable[[], int]:
+    calls = 0
 
-    @staticmethod
-    def set_up(m: Any, shared: Shared) -> None:
-        calls = 0
+    def count() -> int:
+        nonlocal calls
+        calls += 1
+        return calls
 
-        def count() -> int:
-            nonlocal calls
-            calls += 1
-            return calls
-
-        m.count = count
-
-    @staticmethod
-    def change(m: Any, y: torch.Tensor) -> torch.Tensor:
-        return torch.sin(y * (1 + 0.1 * m.count()))
+    return count
 
 
-@_part
-class _Iterator(Part):
-    """iterator."""
-
-    @staticmethod
-    def set_up(m: Any, shared: Shared) -> None:
-        m.numbers = itertools.count(1)
-
-    @staticmethod
-    def change(m: Any, y: torch.Tensor) -> torch.Tensor:
-        return torch.sin(y * (1 + 0.1 * next(m.numbers)))
+@part("closure", keeping(count=_counting))
+def _closure(m: Any, y: torch.Tensor) -> torch.Tensor:
+    return torch.sin(y * (1 + 0.1 * m.count()))
 
 
-@_part
-class _Namespace(Part):
-    """namespace and partial."""
-
-    @staticmethod
-    def set_up(m: Any, shared: Shared) -> None:
-        m.space = types.SimpleNamespace(scale=1.0)
-        m.halve = functools.partial(setattr, m.space, "scale")
-
-    @staticmethod
-    def change(m: Any, y: torch.Tensor) -> torch.Tensor:
-        m.halve(m.space.scale * 0.75)
-        return torch.sin(y * m.space.scale)
+@part("iterator", keeping(numbers=lambda: itertools.count(1)))
+def _iterator(m: Any, y: torch.Tensor) -> torch.Tensor:
+    return torch.sin(y * (1 + 0.1 * next(m.numbers)))
 
 
-@_part
-class _OfClass(Part):
-    """class attribute."""
-
-    of_class = staticmethod(lambda: {"class_calls": [0], "class_number": 0})
-
-    @staticmethod
-    def change(m: Any, y: torch.Tensor) -> torch.Tensor:
-        m.class_calls[0] += 1
-        type(m).class_number += 1
-        return torch.sin(y * (1 + 0.1 * m.class_calls[0] + 0.01 * type(m).class_number))
+def _halving(m: Any, shared: Shared) -> None:
+    m.space = types.SimpleNamespace(scale=1.0)
+    m.halve = functools.partial(setattr, m.space, "scale")
 
 
-@_part
-class _OfParent(Part):
-    """counter on the model."""
+@part("namespace and partial", _halving)
+def _namespace(m: Any, y: torch.Tensor) -> torch.Tensor:
+    m.halve(m.space.scale * 0.75)
+    return torch.sin(y * m.space.scale)
 
-    @staticmethod
-    def set_up(m: Any, shared: Shared) -> None:
-        m.owner = shared.model
 
-    @staticmethod
-    def change(m: Any, y: torch.Tensor) -> torch.Tensor:
-        m.owner[0].total += 1
-        return torch.sin(y * (1 + 0.05 * m.owner[0].total))
+@part("class attribute", of_class=lambda: {"class_calls": [0], "class_number": 0})
+def _of_class(m: Any, y: torch.Tensor) -> torch.Tensor:
+    m.class_calls[0] += 1
+    type(m).class_number += 1
+    return torch.sin(y * (1 + 0.1 * m.class_calls[0] + 0.01 * type(m).class_number))
+
+
+@part("counter on the model", sharing(owner="model"))
+def _of_parent(m: Any, y: torch.Tensor) -> torch.Tensor:
+    m.owner[0].total += 1
+    return torch.sin(y * (1 + 0.05 * m.owner[0].total))
 
 
 GLOBAL = {"calls": 0}
 
 
-@_part
-class _Global(Part):
-    """global counter."""
-
-    @staticmethod
-    def change(m: Any, y: torch.Tensor) -> torch.Tensor:
-        GLOBAL["calls"] += 1
-        return torch.sin(y * (1 + 0.1 * GLOBAL["calls"]))
+@part("global counter")
+def _global(m: Any, y: torch.Tensor) -> torch.Tensor:
+    GLOBAL["calls"] += 1
+    return torch.sin(y * (1 + 0.1 * GLOBAL["calls"]))
 
 
 VARIABLE: contextvars.ContextVar[float] = contextvars.ContextVar("scale", default=1.0)
 
 
-@_part
-class _ContextVariable(Part):
-    """context variable read."""
-
-    @staticmethod
-    def change(m: Any, y: torch.Tensor) -> torch.Tensor:
-        return torch.sin(y * VARIABLE.get())
+@part("context variable read")
+def _context_variable(m: Any, y: torch.Tensor) -> torch.Tensor:
+    return torch.sin(y * VARIABLE.get())
 
 
 # -- random numbers
 
 
-@_part
-class _Dropout(Part):
-    """dropout."""
-
-    @staticmethod
-    def set_up(m: Any, shared: Shared) -> None:
-        m.drop = nn.Dropout(0.2)
-
-    @staticmethod
-    def change(m: Any, y: torch.Tensor) -> torch.Tensor:
-        z: torch.Tensor = m.drop(y)
-        return z
+@part("dropout", keeping(drop=lambda: nn.Dropout(0.2)))
+def _dropout(m: Any, y: torch.Tensor) -> Any:
+    return m.drop(y)
 
 
-@_part
-class _Draws(Part):
-    """global draws."""
-
-    @staticmethod
-    def change(m: Any, y: torch.Tensor) -> torch.Tensor:
-        return torch.sin(y * (random.random() + float(np.random.rand()) + torch.rand(())))  # noqa: NPY002
+@part("global draws")
+def _draws(m: Any, y: torch.Tensor) -> torch.Tensor:
+    return torch.sin(y * (random.random() + float(np.random.rand()) + torch.rand(())))  # noqa: NPY002
 
 
-@_part
-class _Generators(Part):
-    """generators in attributes."""
-
-    @staticmethod
-    def set_up(m: Any, shared: Shared) -> None:
-        m.generators = {"torch": torch.Generator().manual_seed(1), "others": [random.Random(2)]}
-        m.bits = np.random.default_rng(3)
-
-    @staticmethod
-    def change(m: Any, y: torch.Tensor) -> torch.Tensor:
-        drawn = m.generators["others"][0].random() + m.bits.random()
-        return torch.sin(y * drawn * torch.rand(WIDTH, generator=m.generators["torch"]))
+@part(
+    "generators in attributes",
+    keeping(
+        generators=lambda: {"torch": torch.Generator().manual_seed(1), "others": [random.Random(2)]},
+        bits=lambda: np.random.default_rng(3),
+    ),
+)
+def _generators(m: Any, y: torch.Tensor) -> torch.Tensor:
+    drawn = m.generators["others"][0].random() + m.bits.random()
+    return torch.sin(y * drawn * torch.rand(WIDTH, generator=m.generators["torch"]))
 
 
-@_part
-class _SharedGenerator(Part):
-    """generator of several stages."""
-
-    @staticmethod
-    def set_up(m: Any, shared: Shared) -> None:
-        m.common = shared.generator
-
-    @staticmethod
-    def change(m: Any, y: torch.Tensor) -> torch.Tensor:
-        return torch.sin(y * torch.rand(WIDTH, generator=m.common))
+@part("generator of several stages", sharing(common="generator"))
+def _shared_generator(m: Any, y: torch.Tensor) -> torch.Tensor:
+    return torch.sin(y * torch.rand(WIDTH, generator=m.common))
 
 
-@_part
-class _Fork(Part):
-    """forked random state."""
-
-    @staticmethod
-    def change(m: Any, y: torch.Tensor) -> torch.Tensor:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(11)
-            noise = torch.rand(WIDTH)
-        return torch.sin(y * noise) * torch.rand(WIDTH)
+@part("forked random state")
+def _fork(m: Any, y: torch.Tensor) -> torch.Tensor:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(11)
+        noise = torch.rand(WIDTH)
+    return torch.sin(y * noise) * torch.rand(WIDTH)
 
 
-@_part
-class _LayerDrop(Part):
-    """layer left out at random."""
-
-    @staticmethod
-    def change(m: Any, y: torch.Tensor) -> torch.Tensor:
-        return y if random.random() < 0.3 else torch.sin(y * 1.5)
+@part("layer left out at random")
+def _layer_drop(m: Any, y: torch.Tensor) -> torch.Tensor:
+    return y if random.random() < 0.3 else torch.sin(y * 1.5)
 
 
 # -- modules and parameters
 
 
-@_part
-class _Tied(Part):
-    """tied weight."""
-
-    @staticmethod
-    def set_up(m: Any, shared: Shared) -> None:
-        m.tied = shared.weight
-
-    @staticmethod
-    def change(m: Any, y: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(y @ m.tied)
+@part("tied weight", sharing(tied="weight"))
+def _tied(m: Any, y: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(y @ m.tied)
 
 
-@_part
-class _HiddenNorm(Part):
-    """module in a list."""
-
-    @staticmethod
-    def set_up(m: Any, shared: Shared) -> None:
-        m.hidden = [nn.BatchNorm1d(WIDTH)]
-
-    @staticmethod
-    def change(m: Any, y: torch.Tensor) -> torch.Tensor:
-        z: torch.Tensor = m.hidden[0](y.transpose(1, 2)).transpose(1, 2)
-        return z
+@part("module in a list", keeping(hidden=lambda: [nn.BatchNorm1d(WIDTH)]))
+def _hidden_norm(m: Any, y: torch.Tensor) -> Any:
+    return m.hidden[0](y.transpose(1, 2)).transpose(1, 2)
 
 
-@_part
-class _SharedNorm(Part):
-    """module of several stages."""
-
-    @staticmethod
-    def set_up(m: Any, shared: Shared) -> None:
-        m.norm = shared.norm
-
-    @staticmethod
-    def change(m: Any, y: torch.Tensor) -> torch.Tensor:
-        z: torch.Tensor = m.norm(y.transpose(1, 2)).transpose(1, 2)
-        return z
-
-
-class _Bounded(nn.Module):
-    def forward(self, weight: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(weight)
+@part("module of several stages", sharing(norm="norm"))
+def _shared_norm(m: Any, y: torch.Tensor) -> Any:
+    return m.norm(y.transpose(1, 2)).transpose(1, 2)
 
 
 def _with_linear(name: str, change: Callable[[nn.Linear], Any]) -> None:
     """Register a part with a product whose weight is made in some way."""
     attribute = name.replace(" ", "_")
 
-    class Weighted(Part):
-        @staticmethod
-        def set_up(m: Any, shared: Shared) -> None:
-            linear = nn.Linear(WIDTH, WIDTH)
-            change(linear)
-            setattr(m, attribute, linear)
+    def set_up(m: nn.Module, shared: Shared) -> None:
+        linear = nn.Linear(WIDTH, WIDTH)
+        change(linear)
+        setattr(m, attribute, linear)
 
-        @staticmethod
-        def change(m: Any, y: torch.Tensor) -> torch.Tensor:
-            z: torch.Tensor = getattr(m, attribute)(y)
-            return z
-
-    PARTS[name] = Weighted
+    part(name, set_up)(lambda m, y: getattr(m, attribute)(y))
 
 
-_with_linear("parametrization", lambda linear: parametrize.register_parametrization(linear, "weight", _Bounded()))
+_with_linear("parametrization", lambda linear: parametrize.register_parametrization(linear, "weight", Bounded()))
 _with_linear("weight norm", parametrizations.weight_norm)
 _with_linear("spectral norm", parametrizations.spectral_norm)
 _with_linear("weight norm by hooks", nn.utils.weight_norm)
@@ -815,84 +599,46 @@ _with_linear("pruning", lambda linear: prune.random_unstructured(linear, "weight
 _with_linear("frozen layer", lambda linear: linear.requires_grad_(False))
 
 
-@_part
-class _FakeQuantize(Part):
-    """fake quantize."""
-
-    @staticmethod
-    def set_up(m: Any, shared: Shared) -> None:
-        m.quantize = FusedMovingAvgObsFakeQuantize()
-
-    @staticmethod
-    def change(m: Any, y: torch.Tensor) -> torch.Tensor:
-        z: torch.Tensor = m.quantize(y)
-        return torch.tanh(z)
+@part("fake quantize", keeping(quantize=FusedMovingAvgObsFakeQuantize))
+def _fake_quantize(m: Any, y: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(m.quantize(y))
 
 
 # -- how forward runs
 
 
-@_part
-class _Checkpointed(Part):
-    """checkpoint inside."""
-
-    @staticmethod
-    def set_up(m: Any, shared: Shared) -> None:
-        m.again = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Dropout(0.1), nn.Linear(2 * WIDTH, WIDTH))
-
-    @staticmethod
-    def change(m: Any, y: torch.Tensor) -> torch.Tensor:
-        z: torch.Tensor = checkpoint(m.again, y, use_reentrant=False)
-        return z
+def _mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Dropout(0.1), nn.Linear(2 * WIDTH, WIDTH))
 
 
-@_part
-class _Autocast(Part):
-    """autocast inside."""
-
-    @staticmethod
-    def set_up(m: Any, shared: Shared) -> None:
-        m.low_precision = nn.Linear(WIDTH, WIDTH)
-
-    @staticmethod
-    def change(m: Any, y: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            z: torch.Tensor = m.low_precision(y)
-        return z.float()
+@part("checkpoint inside", keeping(again=_mlp))
+def _checkpointed(m: Any, y: torch.Tensor) -> Any:
+    return checkpoint(m.again, y, use_reentrant=False)
 
 
-@_part
-class _Double(Part):
-    """double precision inside."""
-
-    @staticmethod
-    def change(m: Any, y: torch.Tensor) -> torch.Tensor:
-        return torch.special.erf(y.double()).float()
+@part("autocast inside", keeping(low_precision=lambda: nn.Linear(WIDTH, WIDTH)))
+def _autocast(m: Any, y: torch.Tensor) -> Any:
+    with torch.autocast("cpu", torch.bfloat16):
+        z = m.low_precision(y)
+    return z.float()
 
 
-@_part
-class _NoGrad(Part):
-    """part without gradients."""
-
-    @staticmethod
-    def set_up(m: Any, shared: Shared) -> None:
-        m.features = nn.Linear(WIDTH, WIDTH)
-
-    @staticmethod
-    def change(m: Any, y: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            fixed = torch.tanh(m.features(y))
-        with torch.enable_grad():
-            return y * fixed
+@part("double precision inside")
+def _double(m: Any, y: torch.Tensor) -> torch.Tensor:
+    return torch.special.erf(y.double()).float()
 
 
-@_part
-class _StraightThrough(Part):
-    """straight-through estimate."""
+@part("part without gradients", keeping(features=lambda: nn.Linear(WIDTH, WIDTH)))
+def _no_grad(m: Any, y: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        fixed = torch.tanh(m.features(y))
+    with torch.enable_grad():
+        return y * fixed
 
-    @staticmethod
-    def change(m: Any, y: torch.Tensor) -> torch.Tensor:
-        return y + ((y * 8).round() / 8 - y).detach()
+
+@part("straight-through estimate")
+def _straight_through(m: Any, y: torch.Tensor) -> torch.Tensor:
+    return y + ((y * 8).round() / 8 - y).detach()
 
 
 class _Scaled(torch.autograd.Function):
@@ -909,134 +655,77 @@ class _Scaled(torch.autograd.Function):
         return gradient * (1 - y * y) * ctx.scale * (1 + 0.01 * ctx.kept), None
 
 
-@_part
-class _CustomFunction(Part):
-    """custom function."""
-
-    @staticmethod
-    def change(m: Any, y: torch.Tensor) -> torch.Tensor:
-        return _Scaled.apply(y, 1.25)  # type: ignore[no-any-return]
+@part("custom function")
+def _custom_function(m: Any, y: torch.Tensor) -> torch.Tensor:
+    return _Scaled.apply(y, 1.25)  # type: ignore[no-any-return]
 
 
-@_part
-class _TensorHook(Part):
-    """tensor hook inside."""
-
-    @staticmethod
-    def set_up(m: Any, shared: Shared) -> None:
-        m.norms = []
-
-    @staticmethod
-    def change(m: Any, y: torch.Tensor) -> torch.Tensor:
-        z = torch.sin(y)
-        if z.requires_grad:
-            z.register_hook(lambda gradient: gradient * 0.5)
-        return z
+def _hooked_sine(y: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> torch.Tensor:
+    z = torch.sin(y)
+    if z.requires_grad:
+        z.register_hook(hook)
+    return z
 
 
-@_part
-class _RecordingHook(Part):
-    """tensor hook that records."""
-
-    @staticmethod
-    def set_up(m: Any, shared: Shared) -> None:
-        m.gradients = []
-
-    @staticmethod
-    def change(m: Any, y: torch.Tensor) -> torch.Tensor:
-        z = torch.sin(y)
-        if z.requires_grad:
-            z.register_hook(lambda gradient: m.gradients.append(float(gradient.abs().sum())))
-        return z
+@part("tensor hook inside")
+def _tensor_hook(m: Any, y: torch.Tensor) -> torch.Tensor:
+    return _hooked_sine(y, lambda gradient: gradient * 0.5)
 
 
-@_part
-class _EditsInPlace(Part):
-    """edits in place."""
-
-    @staticmethod
-    def change(m: Any, y: torch.Tensor) -> torch.Tensor:
-        z = y.clone()
-        z[:, ::2] *= 0.5
-        z.add_(0.1).clamp_(-2, 2)
-        z[..., :4].zero_()
-        return z
+@part("tensor hook that records", keeping(gradients=list))
+def _recording_hook(m: Any, y: torch.Tensor) -> torch.Tensor:
+    return _hooked_sine(y, lambda gradient: m.gradients.append(float(gradient.abs().sum())))
 
 
-@_part
-class _Views(Part):
-    """views."""
-
-    @staticmethod
-    def change(m: Any, y: torch.Tensor) -> torch.Tensor:
-        left, right = y.chunk(2, -1)
-        parts = torch.stack([left.sin(), right.cos()]).unbind(0)
-        return torch.cat([parts[1], parts[0]], -1).expand_as(y).unflatten(-1, (2, -1)).flatten(-2)
+@part("edits in place")
+def _edits_in_place(m: Any, y: torch.Tensor) -> torch.Tensor:
+    z = y.clone()
+    z[:, ::2] *= 0.5
+    z.add_(0.1).clamp_(-2, 2)
+    z[..., :4].zero_()
+    return z
 
 
-@_part
-class _Reads(Part):
-    """value read."""
-
-    @staticmethod
-    def change(m: Any, y: torch.Tensor) -> torch.Tensor:
-        scale = y.detach().abs().mean().item()
-        return torch.sin(y / (1 + scale))
+@part("views")
+def _views(m: Any, y: torch.Tensor) -> torch.Tensor:
+    left, right = y.chunk(2, -1)
+    parts = torch.stack([left.sin(), right.cos()]).unbind(0)
+    return torch.cat([parts[1], parts[0]], -1).expand_as(y).unflatten(-1, (2, -1)).flatten(-2)
 
 
-@_part
-class _Training(Part):
-    """mode read and set."""
-
-    @staticmethod
-    def set_up(m: Any, shared: Shared) -> None:
-        m.sometimes = nn.Dropout(0.1)
-
-    @staticmethod
-    def change(m: Any, y: torch.Tensor) -> torch.Tensor:
-        z: torch.Tensor = m.sometimes(y) * (1.1 if m.training else 0.9)
-        m.sometimes.train(not m.sometimes.training)
-        return z
+@part("value read")
+def _reads(m: Any, y: torch.Tensor) -> torch.Tensor:
+    return torch.sin(y / (1 + y.detach().abs().mean().item()))
 
 
-@_part
-class _Scripted(Part):
-    """scripted module."""
-
-    @staticmethod
-    def set_up(m: Any, shared: Shared) -> None:
-        m.scripted = torch.jit.script(nn.Sequential(nn.Linear(WIDTH, WIDTH)))  # whose bits no fusing changes
-
-    @staticmethod
-    def change(m: Any, y: torch.Tensor) -> torch.Tensor:
-        z: torch.Tensor = m.scripted(y)
-        return z
+@part("mode read and set", keeping(sometimes=lambda: nn.Dropout(0.1)))
+def _training(m: Any, y: torch.Tensor) -> Any:
+    z = m.sometimes(y) * (1.1 if m.training else 0.9)
+    m.sometimes.train(not m.sometimes.training)
+    return z
 
 
-@_part
-class _Metadata(Part):
-    """attribute of a tensor."""
-
-    @staticmethod
-    def change(m: Any, y: torch.Tensor) -> torch.Tensor:
-        y.factor = getattr(y, "factor", 1.0) * 0.9
-        return torch.sin(y * y.factor)
+def _scripting() -> Any:
+    return torch.jit.script(nn.Sequential(nn.Linear(WIDTH, WIDTH)))  # whose bits no fusing changes
 
 
-@_part
-class _Suppressed(Part):
-    """exception caught inside."""
+@part("scripted module", keeping(scripted=_scripting))
+def _scripted(m: Any, y: torch.Tensor) -> Any:
+    return m.scripted(y)
 
-    @staticmethod
-    def set_up(m: Any, shared: Shared) -> None:
-        m.failures = 0
 
-    @staticmethod
-    def change(m: Any, y: torch.Tensor) -> torch.Tensor:
-        with contextlib.suppress(RuntimeError):
-            m.failures += 1
-            y.view(3, 3, 3)
-        return torch.sin(y * (1 + 0.01 * m.failures))
+@part("attribute of a tensor")
+def _metadata(m: Any, y: Any) -> torch.Tensor:
+    y.factor = getattr(y, "factor", 1.0) * 0.9
+    return torch.sin(y * y.factor)
+
+
+@part("exception caught inside", keeping(failures=lambda: 0))
+def _suppressed(m: Any, y: torch.Tensor) -> torch.Tensor:
+    with contextlib.suppress(RuntimeError):
+        m.failures += 1
+        y.view(3, 3, 3)
+    return torch.sin(y * (1 + 0.01 * m.failures))
 
 
 # ---------------------------------------------------------------- what a stage returns
