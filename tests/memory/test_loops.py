@@ -41,13 +41,16 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor, Any]]] = {
     "equal layers": lambda: (layers(8), torch.randn(64, 64), square),
     "loss in the output": lambda: (Language(), torch.randint(0, 500, (4, 16)), None),
 }
-LOOPS: list[tuple[bool, tuple[str, ...]]] = [
-    (True, ()), (True, ("output",)), (True, ("loss",)), (True, KEPT), (False, ()), (False, ("loss", "batch")),
-]  # fmt: skip
+LOOPS = [
+    ("loss of the output", True, ()),
+    ("loss of the output", False, ()),
+    ("equal layers", True, KEPT),
+    ("loss in the output", True, ("output",)),
+    ("loss in the output", False, ("loss", "batch")),
+]
 
 
-@pytest.mark.parametrize(("holds_output", "keeps"), LOOPS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "holds_output", "keeps"), LOOPS)
 def test_what_a_loop_holds(name: str, holds_output: bool, keeps: tuple[str, ...]) -> None:
     torch.manual_seed(0)
     model, x, loss_fn = MODELS[name]()

@@ -58,7 +58,7 @@ def test_a_ring_sends_all_but_its_own_part() -> None:
 
 
 def test_compute_hides_collectives_that_are_shorter() -> None:
-    plain, sharded = profile(SIMPLE, 2), profile(FAST, 2)
+    plain, sharded = profile(SIMPLE, 2, menus=False), profile(FAST, 2, menus=False)
     assert "take no time here" in note(plain)
     assert "peer_bytes_per_s" in note(plain)
     assert note(sharded).endswith("all but 0 s")
@@ -68,7 +68,6 @@ def test_compute_hides_collectives_that_are_shorter() -> None:
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_longer_ones_are_what_the_step_waits_for(ranks: int) -> None:
     """By hand: per block a gather in forward, and a gather and a reduction of float32 in backward."""
-    plain = profile(SIMPLE, ranks, menus=False)
     found = profile(SLOW, ckptplan.FSDP(ranks, param_dtype="bfloat16", reduce_dtype="float32"), menus=False)
     rate = 1e3 if ranks == 2 else 1e2
     padded = sum(-(-rows // ranks) * ranks * others for rows, others in ((257, 64), (257, 1), (64, 257), (64, 1)))
@@ -78,9 +77,8 @@ def test_longer_ones_are_what_the_step_waits_for(ranks: int) -> None:
         assert stage.forward_s == pytest.approx(gather_s)
         assert stage.backward_s == pytest.approx(gather_s + reduce_s)
         assert stage.find("recompute").recompute_s == 0, "backward waits longer than that anyway"
-        assert stage_of(plain, f"layers.{k}").find("recompute").recompute_s > 0
     # What is free is chosen before what isn't: the budget costs no time.
-    plan = ckptplan.solve(found, budget="30%", time_limit_s=2, actions=("keep", "recompute"))
+    plan = ckptplan.solve(found, budget="30%", time_limit_s=0.5, actions=("keep", "recompute"))
     assert any(choice.option == "recompute" for choice in plan.choices)
     assert plan.step_s == pytest.approx(plan.baseline_step_s)
 
