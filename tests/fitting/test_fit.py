@@ -247,30 +247,6 @@ def test_chains_between_batches_are_those_traced(model: nn.Module) -> None:
     assert between_batches(traced(4), 4, dataclasses.replace(traced(16), storages=bare), 16, 10) == made
 
 
-def test_chains_are_interpolated_from_the_nearest_traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch of one takes other operations than all larger ones, between which no further trace is needed."""
-
-    class Peculiar(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = layers(1)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.layers(x.exp() if len(x) == 1 else x)
-
-    traced = []
-
-    def counted(step: Any, *args: Any, **how: Any) -> list[ckptplan.Profile]:
-        traced.append(len(step.args[0]))
-        return planned_profiles(step, *args, **how)
-
-    monkeypatch.setattr("ckptplan.fitting.survey.planned_profiles", counted)
-    budget = ckptplan.estimate(Peculiar(), rows(6), device="t4").reserved_bytes
-    (row,) = survey(Peculiar(), rows, [known_devices()["t4"]], 1, budget_bytes=budget, time_limit_s=0.3)
-    assert row.most_planned >= 6
-    assert sorted(traced) == [1, 2, 8]
-
-
 def test_survey_agrees_with_estimates_and_plans(model: nn.Module) -> None:
     devices = [known_devices()["t4"], known_devices()["a100-40gb"]]
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from equal_layers import Layers
-from measured_phases import measure_phases
+from measured_phases import assert_measured, measure_phases
 from small_models import Transformer, build, plan_of
 from torch import nn
 
@@ -36,20 +36,6 @@ MODELS = ["conv_norm", "tied", "nested", "recurrent", "views", "custom_function"
 def transformer(depth: int, *, tied: bool = False) -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)
     return Transformer(depth, tied=tied).train(), torch.randint(0, 50, (4, 32))
-
-
-def assert_measured(found: ckptplan.Estimate, model: nn.Module, inputs: Any, optimizer: Any, **how: Any) -> None:
-    """The phases of `found` are those of two real steps."""
-    amp = how.pop("amp", None)
-    step = make_step(model, Training(inputs))
-    if amp is not None:
-        step = dataclasses.replace(step, autocast=("cpu", amp))
-    measured = measure_phases(step, optimizer, **how)
-    assert measured.unexplained_bytes == 0
-    for real in measured.phases:
-        predicted = found.phase(real.name)
-        for what in ("start_bytes", "end_bytes", "peak_bytes"):
-            assert getattr(predicted, what) == getattr(real, what), (real.name, what)
 
 
 @pytest.mark.parametrize("name", MODELS)

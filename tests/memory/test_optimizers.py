@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from measured_phases import measure_phases
+from measured_phases import assert_measured, measure_phases
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
@@ -36,10 +36,7 @@ def mlp() -> tuple[nn.Module, torch.Tensor]:
 def assert_as_measured(model: nn.Module, x: Any, optimizer: Optimizer, **how: Any) -> ckptplan.Estimate:
     """Every phase of two real steps has exactly the bytes that were estimated."""
     found = estimate(model, x, optimizer=optimizer, **how)
-    measured = measure_phases(make_step(model, Training(x)), optimizer, **how)
-    real = {p.name: (p.start_bytes, p.peak_bytes, p.end_bytes) for p in measured.phases}
-    phases = [found.phase(name) for name in real]
-    assert {p.name: (p.start_bytes, p.peak_bytes, p.end_bytes) for p in phases} == real
+    assert_measured(found, model, x, optimizer, **how)
     return found
 
 
@@ -237,10 +234,7 @@ def test_state_of_all_kinds_and_places(how: str) -> None:
     optimizer = initialized(OWN[how])(model.parameters())
     beside = [p.average for p in model.parameters() if hasattr(p, "average")]
     found = estimated_without_a_trace(model, x, optimizer)
-    measured = measure_phases(make_step(model, Training(x)), optimizer, held=beside)
-    real = {p.name: (p.start_bytes, p.peak_bytes, p.end_bytes) for p in measured.phases}
-    phases = [found.phase(name) for name in real]
-    assert {p.name: (p.start_bytes, p.peak_bytes, p.end_bytes) for p in phases} == real
+    assert_measured(found, model, x, optimizer, held=beside)
     # What is there at the beginning of the second step, beside the model and its input, is state.
     own = unique_bytes([*model.parameters(), x])
     at_start = found.phase("forward 2").start_bytes

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from made_plans import scheduled
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import ckptplan
 from ckptplan.baselines.everywhere import recompute_all
@@ -153,30 +152,6 @@ class InTheMiddleOfDetached(Detached):
         self.side = nn.ModuleList(Within() for _ in range(self.depth))
 
 
-class Checkpointing(nn.Module):
-    """A checkpoint, whose tensors no hook sees, and a part that is detached, which is all that hooks see."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.aside = Block(), Block()
-
-    def forward(self, x: torch.Tensor) -> Any:
-        aside = self.aside(x)
-        return checkpoint(self.inner, x + aside.detach(), use_reentrant=False), aside
-
-
-class Checkpointed(Parts):
-    def __init__(self) -> None:
-        super().__init__()
-        self.main = nn.ModuleList(Checkpointing() for _ in range(self.depth))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        for block in self.main:
-            x, _ = block(x)
-        return x
-
-
 class Deep(Detached):
     """So many equal blocks that a few stand for all."""
 
@@ -184,7 +159,7 @@ class Deep(Detached):
 
 
 KINDS = (
-    Detached, Held, Midway, TeacherFirst, NoLoss, Siamese, Unused, InTheMiddleOfDetached, Checkpointed, Deep,
+    Detached, Held, Midway, TeacherFirst, NoLoss, Siamese, Unused, InTheMiddleOfDetached, Deep,
 )  # fmt: skip
 OF_A_STEP = (Held, TeacherLast)
 ACTIONS: tuple[tuple[Action, ...], ...] = (("keep", "swap", "recompute"), ("keep", "recompute"))

@@ -51,8 +51,8 @@ class Attending(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         b, t, c = x.shape
-        q, k, v = self.mix(F.dropout(self.norm(x), 0.1)).view(b, t, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=0.1, is_causal=True)
+        q, k, v = self.mix(F.dropout(self.norm(x), 0.125)).view(b, t, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=0.125, is_causal=True)
         return self.mlp(x + self.out(mixed.transpose(1, 2).reshape(b, t, c)))
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from made_plans import one_transfer, scheduled
+from test_menus import Attending
 from torch import nn
 
 import ckptplan
@@ -151,20 +152,6 @@ def test_a_number_that_its_own_node_saves_goes_with_the_graph() -> None:
         assert [alive() is not None for alive in held] == [False] * len(held)
     finally:
         gc.enable()
-
-
-class Attending(nn.Module):
-    def __init__(self, width: int = 128, heads: int = 4) -> None:
-        super().__init__()
-        self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down, self.heads = nn.Linear(width, 4 * width), nn.Linear(4 * width, width), heads
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1))
-        x = x + self.out(
-            nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=0.125).transpose(1, 2).flatten(2)
-        )
-        return x + self.down(nn.functional.gelu(self.up(x)))
 
 
 def attending(scale: int) -> tuple[nn.Module, torch.Tensor]:

@@ -416,55 +416,6 @@ def test_the_options_of_a_block() -> None:
     assert sum(profile.storages[s].nbytes for s in keep.held) == 4 * (64 * 64 * 3 + 2 * 64 + 2 * 64 * 256)
 
 
-class Masked(nn.Module):
-    """Two tensors in, the second made outside of any stage."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(64, 64)
-
-    def forward(self, mask: torch.Tensor, options: dict[str, Any], x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.inner(x)) * mask * options["scale"]
-
-
-class Linked(nn.Module):
-    """A chain of stages: what one gets may be a view of another's output, or that output modified meanwhile."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Masked() for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        mask, scale = torch.ones_like(x), torch.full_like(x, 2.0)
-        y = self.blocks[0](mask, {"scale": scale}, x)
-        z = self.blocks[1](mask, {"scale": scale}, y.view(64, 64))
-        z = self.blocks[2](mask, {"scale": scale}, z.add_(1.0))
-        return self.blocks[3](mask, {"scale": y}, z)
-
-
-def test_inputs_are_held_in_the_order_passed_and_linked_to_their_makers() -> None:
-    profile = ckptplan.profile(Linked(), torch.randn(64, 64), menus=False)
-    stages = {stage.name: stage for stage in profile.stages}
-
-    def name(s: int) -> str:
-        return profile.storages[s].name.partition("/")[0]
-
-    def inputs(stage: str) -> list[str]:
-        option = stages[f"blocks.{stage}"].option("recompute")
-        return [name(s) for s in option.saved]
-
-    assert inputs("0") == ["(before blocks.0)", "(before blocks.0)", "input 0"]
-    assert inputs("1") == ["(before blocks.0)", "(before blocks.0)", "blocks.0"]
-    assert inputs("3") == ["(before blocks.0)", "blocks.0", "blocks.2"]
-    linked = {key: [name(s) for s in stage.linked] for key, stage in stages.items() if not stage.is_glue}
-    assert linked == {
-        "blocks.0": [],
-        "blocks.1": ["blocks.0"],
-        "blocks.2": [],  # modified on the way
-        "blocks.3": ["blocks.0", "blocks.2"],
-    }
-
-
 def test_stages_are_blocks_and_what_is_worth_it_around_them() -> None:
     stages = profiled("blocks").stages
     names = [s.name for s in stages]
@@ -523,43 +474,23 @@ def test_profiling_stays_below_the_smallest_feasible_peak(monkeypatch: pytest.Mo
     assert ckptplan.verify(model, plan, inputs, repeats=1).measured_peak_bytes <= limit
 
 
-class Gan(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator = nn.Sequential(
-            *(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(3)), nn.Linear(64, 64)
-        )
-        self.judge = nn.Sequential(
-            *(nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.2), nn.ReLU()) for _ in range(3)), nn.Linear(64, 1)
-        )
-
-
 def test_a_step_given_as_a_callable() -> None:
-    """A generator and a discriminator, the latter run twice, one loss: no `model(inputs)` anywhere."""
-    model = Gan()
-    noise, real = torch.randn(256, 64), torch.randn(256, 64)
+    """A part of the model runs twice, and no `model(inputs)` anywhere."""
+    model, x = Net(), torch.randn(256, 64)
 
     def step() -> torch.Tensor:
-        fake = model.generator(noise)
-        scores, truth = model.judge(fake), model.judge(real)
-        ones = torch.ones_like(scores)
-        return F.binary_cross_entropy_with_logits(scores, ones) + F.binary_cross_entropy_with_logits(truth, ones)
+        made = model.blocks[0](model.stem(x))
+        return (model.head(model.blocks[1](made)) - model.head(model.blocks[1](x))).square().mean()
 
     profile = ckptplan.profile(model, step=step)
-    names = [s.name for s in profile.stages if not s.is_glue]
-    assert "judge.0#2" in names
+    assert "blocks.1#2" in [stage.name for stage in profile.stages]
     least = smallest_peak(profile, Limits(actions=ALL)).peak_bytes
     assert least < keep_all_peak(profile)
-    plan = ckptplan.solve(model, budget_gb=least / 2**30, step=step)
+    plan = ckptplan.solve(profile, least / 2**30)
     assert any(choice.action != "keep" for choice in plan.choices)
     report = ckptplan.verify(model, plan, step=step, repeats=1)
     assert report.gradients_equal
     assert report.measured_peak_bytes <= plan.budget_bytes
-    with ckptplan.apply(model, plan) as handle:
-        for _ in range(3):
-            model.zero_grad()
-            step().backward()
-        assert handle.stats().recomputed_stages == 3 * handle.stats().planned_recomputed_stages
 
 
 class Declared(Net):
