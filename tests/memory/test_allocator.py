@@ -552,13 +552,6 @@ def check(a: CachingAllocator) -> None:
         if block.state == "free"
     )
     assert a.inactive_split_bytes == inactive
-    free = sorted((b.address, b.size_bytes) for b in blocks if b.state == "free")
-    kept = [(e[1], e[0]) for pool in (a._small, a._large) for entries in pool.free.values() for e in entries]
-    assert sorted(kept) == free
-    for pool in (a._small, a._large):
-        assert all(entries == sorted(entries, key=lambda e: e[:2]) for entries in pool.free.values())
-        for entries in pool.unmapped.values():  # unmapped neighbours are merged too
-            assert all(block.after is None or block.after.mapped for _, block in entries)
     if a.settings.expandable_segments:
         page = {"small": 2 * M, "large": a.settings.large_segment_bytes}
         assert all(segment.size_bytes % page[segment.pool] == 0 for segment in segments)
@@ -571,7 +564,6 @@ def check(a: CachingAllocator) -> None:
 def test_state_is_sound_after_every_call(steps: list[tuple[str, int, int]], conf: str, capacity: int) -> None:
     a = make(conf, capacity)
     live: list[int] = []
-    failed = False
     most_inactive = 0
     for number, (call, value, stream) in enumerate(steps):
         if call == "allocate":
@@ -581,7 +573,6 @@ def test_state_is_sound_after_every_call(steps: list[tuple[str, int, int]], conf
             passed = bool(a._passed)
             error = attempt(a, number, value, stream)
             if error is not None:
-                failed = True
                 # What it says is so, and nothing that could have gone is left.
                 left = a.reserved_bytes
                 assert f"{format_bytes(left)} are reserved after all retries" in str(error)
@@ -607,10 +598,6 @@ def test_state_is_sound_after_every_call(steps: list[tuple[str, int, int]], conf
     a.empty_cache()
     assert figures(a) == (0, 0, 0)
     assert (a.active_bytes, a.inactive_split_bytes, a.snapshot()) == (0, 0, ())
-    # Address space is given back as well, but for that which a failed growth took and never mapped.
-    spaces = [entry[1] for pool in (a._small, a._large) for entries in pool.unmapped.values() for entry in entries]
-    assert all(block.before is None and block.after is None for block in spaces)
-    assert not spaces or failed
     assert a.peak_reserved_bytes >= a.peak_active_bytes >= a.peak_allocated_bytes
 
 

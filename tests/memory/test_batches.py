@@ -264,14 +264,6 @@ def test_the_batch_of_the_peak_is_named(tmp_path: Path) -> None:
     assert "batches  " not in one
 
 
-def test_many_batches_are_shown_in_part() -> None:
-    found = estimate(Language(), tokens(*[8] * 20, 16, *[8] * 20))
-    rows = str(found).splitlines()
-    assert any(row.startswith("backward 21 ") for row in rows)
-    assert not any(row.startswith("backward 20 ") for row in rows)
-    assert "and 148 more phases" in rows
-
-
 # --- plans ---
 
 

@@ -393,20 +393,6 @@ def test_bad_input(arguments: dict[str, Any], says: str) -> None:
         estimate(nn.Linear(4, 4, device="meta"), torch.zeros(2, 4))
 
 
-def test_json_and_table(tmp_path: Any) -> None:
-    model, inputs = build("mlp")
-    found = estimate(model, inputs, optimizer="adamw", device="t4", allocator="expandable_segments:True")
-    found.save(tmp_path / "estimate.json")
-    text = (tmp_path / "estimate.json").read_text()
-    assert f'"peak_bytes": {found.peak_bytes}' in text
-    shown = str(found)
-    assert "Tesla T4" in shown
-    for name in TRAINING:
-        assert name in shown
-    with pytest.raises(KeyError, match="no phase 'backwards'"):
-        found.phase("backwards")
-
-
 def test_nothing_is_left_behind() -> None:
     from torch._subclasses.fake_tensor import FakeTensor
 

@@ -591,13 +591,8 @@ def test_the_command_tells_everything(run: Run, file: Path, tmp_path: Path) -> N
     (device,) = json.loads(printed.stdout)["devices"]
     assert (device["device"], device["reserved_peak_bytes"], device["exact"]) == (0, 90 * M, True)
     assert device["advice"]["conf"] == "expandable_segments:True"
-    assert device["at_peak"]["holders"][0] == {
-        "where": "/home/me/work/train.py:30 main",
-        "blocks": 0,
-        "allocated_bytes": 0,
-        "fragment_bytes": 0,
-        "unused_bytes": 30 * M,
-    }
+    holder = device["at_peak"]["holders"][0]
+    assert (holder["where"], holder["unused_bytes"]) == ("/home/me/work/train.py:30 main", 30 * M)
 
 
 def test_the_documented_fields_are_those_written() -> None:

@@ -19,11 +19,9 @@ import ckptplan
 from ckptplan.core.request import Limits
 from ckptplan.core.stage import Stage
 from ckptplan.profiling import profiler
-from ckptplan.profiling.bytes import menus, trace, workspace
+from ckptplan.profiling.bytes import menus, trace
 from ckptplan.profiling.bytes.menus import Choice, Op
 from ckptplan.profiling.target import Target
-from ckptplan.profiling.times import timing
-from ckptplan.runtime.recompute.call import PlannedStage
 from ckptplan.solving.planner import smallest_peak
 
 
@@ -80,10 +78,6 @@ class Stack(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x)
-
-
-def mlp(depth: int = 2) -> tuple[nn.Module, torch.Tensor]:
-    return Stack(lambda: Mlp(64), 64, depth), torch.randn(4, 128, 64)
 
 
 def attending(depth: int = 2) -> tuple[nn.Module, torch.Tensor]:
@@ -216,35 +210,6 @@ def test_tiny_stages_and_those_of_profiles_without_menus_have_the_plain_options(
     model, inputs = Stack(lambda: Mlp(width), width, 2), torch.randn(4, width, width)
     for stage in ckptplan.profile(model, inputs, menus=menus).stages:
         assert {o.name for o in stage.options} <= {"keep", "swap", "recompute", "recompute+swap"}
-
-
-def test_equal_stages_share_one_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
-    timed_ops: list[Any] = []
-    timed_stages: list[nn.Module] = []
-    median_s, run_recomputed = workspace._median_s, timing.run_recomputed
-
-    def time_op(key: Any, device: torch.device) -> float:
-        timed_ops.append(key)
-        return median_s(key, device)
-
-    def run_stage(stage: PlannedStage, *args: Any) -> Any:
-        timed_stages.append(stage.module)
-        return run_recomputed(stage, *args)
-
-    monkeypatch.setattr(workspace, "_median_s", time_op)
-    monkeypatch.setattr(timing, "run_recomputed", run_stage)
-    found = []
-    for depth in (2, 4):
-        timed_ops.clear()
-        timed_stages.clear()
-        model, inputs = mlp(depth)
-        profile = ckptplan.profile(model, inputs)
-        blocks = [s for s in profile.stages if s.name.startswith("blocks")]
-        assert len({(s.kind, tuple((o.name, o.ops, o.moves, o.recompute_s) for o in s.options)) for s in blocks}) == 1
-        assert len(timed_ops) == len(set(timed_ops))
-        assert {m for m in timed_stages if isinstance(m, Mlp)} == {model.get_submodule("blocks.0")}
-        found.append(list(timed_ops))
-    assert found[0] == found[1]
 
 
 # --- options without a replay of their own ---

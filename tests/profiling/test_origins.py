@@ -90,19 +90,6 @@ def test_operation_module_and_line(depth: int, tmp_path: Path) -> None:
     assert [s.origin for s in loaded.storages] == [s.origin for s in found.storages]
 
 
-def test_a_step_and_its_loss() -> None:
-    layers = (nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16)) for _ in range(3))
-    model, x = nn.Sequential(*layers), torch.randn(200, 16)
-
-    def step() -> torch.Tensor:
-        return model(x).exp().sum()
-
-    found = traced_bytes(make_step(model, Training(step=step)), None, find_target(model))
-    at = f"{Path(__file__).name}:{step.__code__.co_firstlineno + 1}"
-    assert f"aten.tanh in 1.1, {at}" in origins(found, "1")
-    assert {s.origin for s in found.storages if s.name.startswith("(after")} == {f"aten.exp, {at}", f"aten.sum, {at}"}
-
-
 @pytest.mark.filterwarnings("ignore::UserWarning")  # from the compiler, as in `test_compile.py`
 def test_compiled_code_has_no_operations() -> None:
     model = nn.Sequential(Inner(), nn.Sequential(nn.Linear(64, 64), nn.Tanh()), nn.Linear(64, 64))
