@@ -120,7 +120,7 @@ def test_stages_are_timed_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_measured_profile_says_its_error() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(3)))
     profile = ckptplan.profile(model, torch.randn(64, 64))
-    assert 0 < profile.step_error < 1
+    assert 0 < profile.step_error <= 1  # 1 where the machine was too busy to tell
     assert f"± {profile.step_error:.1%}" in str(profile)
 
 
