@@ -30,12 +30,6 @@ def every_fifth(model: Any, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def by_the_number_of_layers(model: Any, x: torch.Tensor) -> torch.Tensor:
-    for layer in model.layers:
-        x = layer(x).sin() if len(model.layers) > 4 else layer(x)
-    return x
-
-
 def room_for_every_layer(model: Any, x: torch.Tensor) -> torch.Tensor:
     room = x.new_zeros(len(model.layers), 1000)
     for layer in model.layers:
@@ -90,6 +84,6 @@ def counts_calls(model: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 FORWARDS = [
-    every_fifth, by_the_number_of_layers, room_for_every_layer, one_is_held, some_are_left_out, later_ones_share,
-    by_number, grows_in_the_middle, counts_calls,
+    every_fifth, room_for_every_layer, one_is_held, some_are_left_out, later_ones_share, by_number, grows_in_the_middle,
+    counts_calls,
 ]  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,9 +11,11 @@ from torch.profiler import record_function
 from torch.utils._pytree import tree_map_only
 
 from ckptplan.core.errors import InvalidInputError
+from ckptplan.core.estimate import Estimate
+from ckptplan.core.request import Training
 from ckptplan.tensors.storages import unique_bytes
 from ckptplan.training.measure import held_tensors, optimizer_tensors, recorded_allocations
-from ckptplan.training.step import TrainingStep, model_device
+from ckptplan.training.step import TrainingStep, make_step, model_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +174,27 @@ def measure_phases(
         phases.append(PhaseBytes(name, start, level, peak))
         start = level
     return MeasuredSteps(tuple(phases), level - _held_bytes(step, optimizer, held))
+
+
+def assert_measured(
+    found: Estimate,
+    model: torch.nn.Module,
+    inputs: Any,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    loss_fn: Any = None,
+    amp: torch.dtype | None = None,
+    **how: Any,
+) -> None:
+    """Each phase of real steps, one for each batch of a list, has exactly the bytes that were estimated."""
+    batches = inputs if isinstance(inputs, list) else [inputs]
+    steps = [make_step(model, Training(batch, loss_fn=loss_fn)) for batch in batches]
+    if amp is not None:
+        steps = [replace(step, autocast=("cpu", amp)) for step in steps]
+    measured = measure_phases(steps if isinstance(inputs, list) else steps[0], optimizer, **how)
+    real = {p.name: (p.start_bytes, p.peak_bytes, p.end_bytes) for p in measured.phases}
+    phases = [found.phase(name) for name in real]
+    assert {p.name: (p.start_bytes, p.peak_bytes, p.end_bytes) for p in phases} == real
 
 
 def _copied(tree: Any) -> Any:

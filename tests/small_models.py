@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import functools
 import os
+import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from filelock import FileLock
 from made_plans import plan_of as plan_of
@@ -343,6 +345,22 @@ def plan_for(model: nn.Module, inputs: Any, what: str, op: int = 0) -> Plan:
         choices = tuple(Decision("recompute", ops=(op,)) if c.action == "recompute" else c for c in plan.choices)
         plan = replace(plan, choices=choices)
     return plan
+
+
+def state_of(model: nn.Module) -> tuple[Any, ...]:
+    """What planning leaves alone, to be compared: identities, values, modes and hooks, and the random states."""
+
+    def value(tensor: torch.Tensor | None) -> Any:
+        return None if tensor is None else (id(tensor), tensor.detach().numpy().tobytes())
+
+    return (
+        {name: (value(p), value(p.grad), p.requires_grad) for name, p in model.named_parameters()},
+        {name: value(b) for name, b in model.named_buffers()},
+        {name: (m.training, sorted(m.__dict__), len(m._forward_hooks)) for name, m in model.named_modules()},
+        torch.get_rng_state().numpy().tobytes(),
+        random.getstate(),
+        np.random.get_state()[1].tobytes(),  # type: ignore[union-attr]  # noqa: NPY002
+    )
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:

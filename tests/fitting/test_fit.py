@@ -89,8 +89,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Result
 
 
 @pytest.mark.parametrize("slope", [1, 7, 1000])
-@pytest.mark.parametrize("fixed", [0, 5, 100_000])
-@pytest.mark.parametrize("budget", [5, 6, 999, 100_001, 123_456])
+@pytest.mark.parametrize(("fixed", "budget"), [(0, 5), (5, 5), (5, 999), (100_000, 100_001), (100_000, 123_456)])
 def test_the_search_ends_between_a_batch_that_fits_and_the_next(slope: int, fixed: int, budget: int) -> None:
     asked: list[int] = []
 
@@ -193,12 +192,9 @@ def test_one_sample_that_does_not_fit_names_the_smallest_budget(model: nn.Module
         ({"make_inputs": rows(2)}, "function from a batch size"),
         ({"make_inputs": lambda n: rows(2)}, r"make_inputs\(1\) and make_inputs\(2\)"),
         ({"make_inputs": lambda n: rows(1) if n == 1 else 1 / 0}, "ZeroDivisionError"),
-        ({"make_inputs": lambda n: None}, "None"),
         ({"limit": 0}, "limit=0"),
         ({"max_overhead": 0.1, "plan": False}, "max_overhead"),
         ({"device": "a100"}, "a100-40gb"),
-        ({"optimizer": "adamm"}, "adamw"),
-        ({"amp": "float64"}, "bfloat16"),
     ],
 )
 def test_bad_input_is_refused(model: nn.Module, arguments: dict[str, object], text: str) -> None:
@@ -218,15 +214,14 @@ def test_a_plan_that_the_referee_rejects_is_told(monkeypatch: pytest.MonkeyPatch
 
 def test_devices_of_a_class_take_the_same_bytes() -> None:
     model, tokens = Transformer(depth=1), torch.zeros(8, 32, dtype=torch.long)
-    classes: dict[object, set[int]] = {}
+    classes: dict[object, list[Target]] = {}
     for device in known_devices().values():
         target = Target(torch.device("cpu"), device)
-        needed = TrainingBytes(model, target, Training(amp="bfloat16")).reserved(
-            TrainingBytes(model, target).step(tokens)
-        )
-        classes.setdefault(target.byte_class, set()).add(needed)
+        classes.setdefault(target.byte_class, []).append(target)
     assert 4 <= len(classes) <= 5, "by PyTorch's version, Blackwell has Hopper's cuBLAS workspace or the older one"
-    assert all(len(sizes) == 1 for sizes in classes.values())
+    for targets in classes.values():
+        sizes = [TrainingBytes(model, target, Training(amp="bfloat16")) for target in (targets[0], targets[-1])]
+        assert len({each.reserved(each.step(tokens)) for each in sizes}) == 1
 
 
 def test_chains_between_batches_are_those_traced(model: nn.Module) -> None:
@@ -252,37 +247,13 @@ def test_chains_between_batches_are_those_traced(model: nn.Module) -> None:
     assert between_batches(traced(4), 4, dataclasses.replace(traced(16), storages=bare), 16, 10) == made
 
 
-def test_chains_are_interpolated_from_the_nearest_traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch of one takes other operations than all larger ones, between which no further trace is needed."""
-
-    class Peculiar(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = layers(1)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.layers(x.exp() if len(x) == 1 else x)
-
-    traced = []
-
-    def counted(step: Any, *args: Any, **how: Any) -> list[ckptplan.Profile]:
-        traced.append(len(step.args[0]))
-        return planned_profiles(step, *args, **how)
-
-    monkeypatch.setattr("ckptplan.fitting.survey.planned_profiles", counted)
-    budget = ckptplan.estimate(Peculiar(), rows(6), device="t4").reserved_bytes
-    (row,) = survey(Peculiar(), rows, [known_devices()["t4"]], 1, budget_bytes=budget, time_limit_s=0.3)
-    assert row.most_planned >= 6
-    assert sorted(traced) == [1, 2, 8]
-
-
 def test_survey_agrees_with_estimates_and_plans(model: nn.Module) -> None:
     devices = [known_devices()["t4"], known_devices()["a100-40gb"]]
 
     def needs(n: int, device: ckptplan.Device) -> int:
         return ckptplan.estimate(model, rows(n), device=device).reserved_bytes
 
-    for row in survey(model, rows, devices, 64, budget_bytes=80 * MIB, time_limit_s=0.3):
+    for row in survey(model, rows, devices, 64, budget_bytes=80 * MIB, time_limit_s=0.1):
         assert row.kept_bytes == needs(64, row.device)
         assert needs(row.most_kept, row.device) <= 80 * MIB < needs(row.most_kept + 1, row.device)
         assert row.most_planned >= row.most_kept > 0
@@ -335,7 +306,7 @@ def test_fit_answers_on_one_screen(run: Callable[..., Result], monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
-    ("share", "said"), [(0.5, "fits"), (1 - ERROR, "fits"), (0.96, "fits, barely"), (1.0, "fits, barely"), (1.01, None)]
+    ("share", "said"), [(1 - ERROR, "fits"), (0.96, "fits, barely"), (1.0, "fits, barely"), (1.01, None)]
 )
 def test_what_is_within_the_error_of_estimates_fits_barely(share: float, said: str | None) -> None:
     needed, has = int(share * (1 << 34)), 1 << 34
@@ -349,14 +320,13 @@ def test_what_is_within_the_error_of_estimates_fits_barely(share: float, said: s
     assert cell == (said or "needs 16.16 GiB")
 
 
-@pytest.mark.parametrize("command", ["estimate", "fit"])
 @pytest.mark.parametrize(
-    ("arguments", "text"),
+    ("command", "arguments", "text"),
     [
-        (("a_model:build", "--device", "a100"), "a100-40gb"),
-        (("a_model:absent",), "absent"),
-        (("profile.json",), "package.module:name"),
-        (("a_model:build", "--device", "t4", "--optimizer", "adamm"), "adamw"),
+        ("estimate", ("a_model:build", "--device", "a100"), "a100-40gb"),
+        ("fit", ("a_model:absent",), "absent"),
+        ("estimate", ("profile.json",), "package.module:name"),
+        ("fit", ("a_model:build", "--device", "t4", "--optimizer", "adamm"), "adamw"),
     ],
 )
 def test_errors_are_one_line(run: Callable[..., Result], command: str, arguments: tuple[str, ...], text: str) -> None:

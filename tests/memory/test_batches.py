@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from measured_phases import measure_phases
+from measured_phases import assert_measured
 from small_models import plan_of
 from torch import nn
 
 import ckptplan
 from ckptplan import Estimate, InvalidInputError, PlanMismatchError, UnsupportedModelError, estimate
-from ckptplan.core.estimate import KEPT
 from ckptplan.core.request import Training
 from ckptplan.memory import estimate as estimating
 from ckptplan.memory.allocator import EMPTY_CACHE, FREE, replay
@@ -26,16 +24,6 @@ MIB = 1 << 20
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, foreach=False)
-
-
-def assert_measured(
-    found: Estimate, model: nn.Module, batches: list[Any], optimizer: torch.optim.Optimizer | None, **how: Any
-) -> None:
-    """Every phase of every step of `found` is that of the real loop."""
-    measured = measure_phases([make_step(model, Training(batch)) for batch in batches], optimizer, **how)
-    real = {p.name: (p.start_bytes, p.peak_bytes, p.end_bytes) for p in measured.phases}
-    phases = [p for p in found.phases if not p.name.startswith("inference")]
-    assert {p.name: (p.start_bytes, p.peak_bytes, p.end_bytes) for p in phases} == real
 
 
 # --- an epoch sorted by length ---
@@ -52,17 +40,16 @@ def gpt2() -> nn.Module:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.GPT2Config(
-        vocab_size=500, n_embd=64, n_layer=3, n_head=4, n_positions=128, bos_token_id=0, eos_token_id=0, use_cache=False
+        vocab_size=500, n_embd=64, n_layer=2, n_head=4, n_positions=128, bos_token_id=0, eos_token_id=0, use_cache=False
     )
     return transformers.GPT2LMHeadModel(config).train()  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("lengths", [(128, 96, 64, 32), (32, 64, 96, 128)])
-def test_a_sorted_epoch_of_packed_documents(lengths: tuple[int, ...]) -> None:
+def test_an_epoch_of_packed_documents() -> None:
     model = gpt2()
-    batches = [packed(length) for length in lengths]
+    batches = [packed(length) for length in (96, 128, 32)]
     found = estimate(model, batches, optimizer=adamw)
-    assert [p.batch for p in found.phases if p.name.startswith("forward")] == [1, 2, 3, 4]
+    assert [p.batch for p in found.phases if p.name.startswith("forward")] == [1, 2, 3]
     assert_measured(found, model, batches, adamw(model.parameters()))
 
 
@@ -126,19 +113,14 @@ def tokens(*lengths: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("holds_output", "keeps"), [(True, ()), (True, KEPT), (True, ("output",)), (False, ("loss", "batch"))]
+    "how",
+    [
+        {"accumulation_steps": 2, "set_to_none": False},
+        {"accumulation_steps": 3, "set_to_none": True, "keeps": ("batch",)},
+    ],
 )
-def test_what_a_loop_holds(holds_output: bool, keeps: tuple[str, ...]) -> None:
-    model, batches, how = Language(), tokens(48, 16, 32), {"holds_output": holds_output, "keeps": keeps}
-    found = estimate(model, batches, optimizer="momentum", **how)
-    assert_measured(found, model, batches, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), **how)
-
-
-@pytest.mark.parametrize("how", [{"accumulation_steps": 2}, {"accumulation_steps": 3, "keeps": ("batch",)}])
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_micro_batches_of_different_lengths(how: dict[str, Any], set_to_none: bool) -> None:
+def test_micro_batches_of_different_lengths(how: dict[str, Any]) -> None:
     model, batches = Language(), tokens(48, 16, 32, 8, 24, 40)
-    how = {**how, "set_to_none": set_to_none}
     found = estimate(model, batches, optimizer=adamw, **how)
     names = [p.name for p in found.phases]
     assert ("forward 2, accumulating 3" in names) == (how["accumulation_steps"] == 3)
@@ -150,12 +132,6 @@ def test_a_batch_smaller_than_what_it_takes_the_place_of() -> None:
     found = estimate(model, batches, optimizer=adamw)
     assert_measured(found, model, batches, adamw(model.parameters()))
     assert all(phase.reserved_bytes == phase.peak_bytes for phase in found.phases)
-
-
-def test_batches_with_other_arguments() -> None:
-    model, (first, second, third) = Language(), tokens(48, 16, 32)
-    batches = [{"tokens": first}, {"tokens": second, "weights": torch.ones(2, 16)}, (third, torch.ones(2, 32))]
-    assert_measured(estimate(model, batches, optimizer=adamw), model, batches, adamw(model.parameters()))
 
 
 def test_a_tensor_that_batches_share_is_loaded_for_each() -> None:
@@ -180,10 +156,9 @@ class Rebinding(torch.optim.Optimizer):
             p.sub_(state["sum"], alpha=0.01)
 
 
-@pytest.mark.parametrize("make", [Rebinding, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True)])
-def test_more_than_two_updates(make: Callable[[Any], torch.optim.Optimizer]) -> None:
+def test_more_than_two_updates() -> None:
     model, batches = Language(), tokens(48, 16, 32, 32, 40)
-    assert_measured(estimate(model, batches, optimizer=make), model, batches, make(model.parameters()))
+    assert_measured(estimate(model, batches, optimizer=Rebinding), model, batches, Rebinding(model.parameters()))
 
 
 # --- paths ---
@@ -254,23 +229,6 @@ def test_layouts_that_differ_are_recorded_apart() -> None:
 # --- one batch, several, none ---
 
 
-@pytest.mark.parametrize("device", [None, "a100-40gb"])
-def test_a_list_of_one_is_that_batch(device: str | None) -> None:
-    model, (batch,) = Language(), tokens(32)
-    how: dict[str, Any] = {"optimizer": adamw, "device": device, "accumulation_steps": 2}
-    assert estimate(model, [batch], **how) == estimate(model, batch, **how)
-
-
-def test_equal_batches_are_two_equal_steps() -> None:
-    model, batches = Language(), tokens(32, 32)
-    plain, found = (estimate(model, inputs, optimizer=adamw) for inputs in (batches[0], batches))
-    for phase in plain.phases:
-        other = found.phase(phase.name)
-        assert (phase.start_bytes, phase.peak_bytes, phase.end_bytes) == (
-            other.start_bytes, other.peak_bytes, other.end_bytes,
-        )  # fmt: skip
-
-
 def test_a_second_epoch_has_the_optimizer_s_state() -> None:
     model, batches = Language(), tokens(32, 16)
     once, twice = (estimate(model, inputs, optimizer=adamw) for inputs in (batches, batches * 2))
@@ -306,18 +264,10 @@ def test_the_batch_of_the_peak_is_named(tmp_path: Path) -> None:
     assert "batches  " not in one
 
 
-def test_many_batches_are_shown_in_part() -> None:
-    found = estimate(Language(), tokens(*[8] * 20, 16, *[8] * 20))
-    rows = str(found).splitlines()
-    assert any(row.startswith("backward 21 ") for row in rows)
-    assert not any(row.startswith("backward 20 ") for row in rows)
-    assert "and 148 more phases" in rows
-
-
 # --- plans ---
 
 
-@pytest.mark.parametrize("action", ["keep", "swap", "recompute"])
+@pytest.mark.parametrize("action", ["swap", "recompute"])
 def test_a_plan_for_the_largest_batch(action: Any) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) for _ in range(3)))
@@ -333,12 +283,11 @@ def test_a_plan_for_the_largest_batch(action: Any) -> None:
         estimate(model, [batches[0], {"input": batches[0], "other": batches[0]}], plan=plan)
 
 
-@pytest.mark.parametrize("action", ["swap", "recompute"])
-def test_a_plan_and_a_batch_that_leaves_its_stages_out(action: Any) -> None:
+def test_a_plan_and_a_batch_that_leaves_its_stages_out() -> None:
     model, batches = Experts(), [torch.randn(rows, 8) for rows in (960, 12, 14)]
     measured = ckptplan.profile(model, batches[0], menus=False)
     assert not any(name.startswith("experts.0") for name in (stage.name for stage in measured.stages))
-    plan = plan_of(measured, [action] * len(measured.stages))
+    plan = plan_of(measured, ["recompute"] * len(measured.stages))
     found = estimate(model, batches, plan=plan, optimizer=adamw)
     with ckptplan.apply(model, plan):
         assert_measured(found, model, batches, adamw(model.parameters()))
@@ -352,12 +301,10 @@ def test_a_plan_and_a_batch_that_leaves_its_stages_out(action: Any) -> None:
     [
         ([], {}, "give at least one"),
         ([None, torch.zeros(2, 8)], {}, "batch 1 of inputs is None"),
-        ([torch.zeros(2, 8), 3], {}, "batch 2 of inputs: inputs of type int"),
         ([[torch.zeros(2, 8)]], {}, "batch 1 of inputs: inputs is a list of 1"),
         ([torch.zeros(2, 8), torch.zeros(2, 9)], {}, "while being estimated on batch 2"),
         ([torch.zeros(2, 8)] * 3, {"accumulation_steps": 2}, "3 batches, of which accumulation_steps=2"),
         (torch.zeros(2, 8), {"empty_cache": True}, "runs on the CPU"),
-        (torch.zeros(2, 8), {"empty_cache": 4, "device": "l4"}, "empty_cache=4"),
         ([torch.zeros(2, 8)], {"step": lambda: torch.zeros(())}, "leave out inputs="),
     ],
 )

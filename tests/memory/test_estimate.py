@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import gc
 import threading
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.utils.checkpoint
-from equal_layers import DEPTH, Layers, later_ones_share, one_is_held
-from measured_phases import measure_phases
+from equal_layers import Layers
+from measured_phases import assert_measured, measure_phases
 from small_models import Transformer, build, plan_of
 from torch import nn
 
@@ -38,20 +36,6 @@ MODELS = ["conv_norm", "tied", "nested", "recurrent", "views", "custom_function"
 def transformer(depth: int, *, tied: bool = False) -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)
     return Transformer(depth, tied=tied).train(), torch.randint(0, 50, (4, 32))
-
-
-def assert_measured(found: ckptplan.Estimate, model: nn.Module, inputs: Any, optimizer: Any, **how: Any) -> None:
-    """The phases of `found` are those of two real steps."""
-    amp = how.pop("amp", None)
-    step = make_step(model, Training(inputs))
-    if amp is not None:
-        step = dataclasses.replace(step, autocast=("cpu", amp))
-    measured = measure_phases(step, optimizer, **how)
-    assert measured.unexplained_bytes == 0
-    for real in measured.phases:
-        predicted = found.phase(real.name)
-        for what in ("start_bytes", "end_bytes", "peak_bytes"):
-            assert getattr(predicted, what) == getattr(real, what), (real.name, what)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -116,17 +100,6 @@ def test_autocast_and_its_cache_of_cast_weights() -> None:
     model, inputs = transformer(2, tied=True)
     found = estimate(model, inputs, optimizer="sgd", amp="bfloat16")
     assert_measured(found, model, inputs, torch.optim.SGD(model.parameters(), lr=0.1), amp=torch.bfloat16)
-
-
-def test_accumulation_adds_to_gradients_that_are_there() -> None:
-    model, inputs = transformer(1)
-    once = estimate(model, inputs, optimizer="adamw")
-    twice = estimate(model, inputs, optimizer="adamw", accumulation_steps=2)
-    weights = once.phase("loaded").end_bytes
-    assert twice.phase("forward, accumulating").start_bytes == once.phase("backward").end_bytes
-    # One parameter's new gradient at a time is there beside the old one.
-    assert once.peak_bytes < twice.peak_bytes <= once.peak_bytes + weights
-    assert twice.phase("backward, accumulating").end_bytes == once.phase("backward").end_bytes
 
 
 def test_categories_add_up_in_every_phase() -> None:
@@ -206,28 +179,6 @@ def test_library_workspaces_are_those_of_the_version(monkeypatch: pytest.MonkeyP
     }
 
 
-def test_cuda_chooses_other_operations() -> None:
-    class Attention(nn.Module):
-        def __init__(self, dropout: float) -> None:
-            super().__init__()
-            self.qkv = nn.Linear(64, 192)
-            self.dropout = nn.Dropout(dropout)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            q, k, v = (t.unflatten(-1, (4, 16)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
-            return self.dropout(nn.functional.scaled_dot_product_attention(q, k, v).float())
-
-    x = torch.empty(2, 128, 64)
-    saved = {
-        (device, p): sum(estimate(Attention(p), x, device=device).saved_bytes.values())
-        for device in (None, "t4")
-        for p in (0.0, 0.5)
-    }
-    n = 2 * 128 * 64
-    assert saved["t4", 0.5] - saved["t4", 0.0] == n  # a mask of one byte an element
-    assert saved[None, 0.5] - saved[None, 0.0] == 4 * n
-
-
 class Residual(nn.Module):
     def __init__(self, eps: float = 1e-5) -> None:
         super().__init__()
@@ -278,86 +229,6 @@ def test_repeated_layers_are_written_out_exactly(monkeypatch: pytest.MonkeyPatch
     assert folded.saved_bytes == full.saved_bytes
     plain = [sorted(repr(dataclasses.replace(t, line="")) for t in found.alive) for found in (folded, full)]
     assert plain[0] == plain[1]
-
-
-def through_a_list(model: Any, x: torch.Tensor) -> torch.Tensor:
-    for layer in model.same:
-        x = layer(x)
-    return x
-
-
-def listed() -> nn.Module:
-    model = Layers(through_a_list)
-    model.same = list(model.layers)
-    return model
-
-
-def far_weights_shared() -> nn.Module:
-    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(8)))
-    model[7].weight = model[2].weight
-    return model
-
-
-class Late(nn.Module):
-    """A layer that knows its place."""
-
-    def __init__(self, layer_idx: int) -> None:
-        super().__init__()
-        self.layer_idx = layer_idx
-        self.linear = nn.Linear(16, 16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.linear(x)
-        return x.sin() if self.layer_idx >= 5 else x
-
-
-UNLIKE: dict[str, Callable[[], nn.Module]] = {
-    **{forward.__name__: functools.partial(Layers, forward) for forward in (one_is_held, later_ones_share)},
-    "list": listed,
-    "shared weights": far_weights_shared,
-    "places": lambda: nn.Sequential(*map(Late, range(DEPTH))),
-}
-
-
-@pytest.mark.parametrize("name", UNLIKE)
-def test_layers_that_differ_are_not_folded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, x = UNLIKE[name](), torch.randn(50, 16)
-    assert unfolding.find_runs(model)
-    folded = estimate(model, x, optimizer="sgd")
-    monkeypatch.setattr(unfolding, "find_runs", lambda model: [])
-    full = estimate(model, x, optimizer="sgd")
-    assert folded.phases == full.phases
-    assert folded.saved_bytes == full.saved_bytes
-
-
-class Scaled(torch.autograd.Function):
-    """Keeps a tensor of its own, which its backward adds to a gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, w)
-        ctx.own = x.sin()
-        return x @ w
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x, w = ctx.saved_tensors
-        return grad @ w.t() + ctx.own, x.t() @ grad
-
-
-def test_an_addition_in_a_backward_of_python_is_no_sum_of_the_engine() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Linear(64, 64)
-            self.weight = nn.Parameter(torch.randn(64, 64))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return Scaled.apply(self.first(x), self.weight)
-
-    model, x = Model(), torch.randn(200, 64)
-    found = estimate(model, x, optimizer="sgd")
-    assert_measured(found, model, x, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 def test_parameters_without_a_gradient_get_no_state() -> None:
@@ -520,20 +391,6 @@ def test_bad_input(arguments: dict[str, Any], says: str) -> None:
         estimate(model, inputs, **arguments)
     with pytest.raises(InvalidInputError, match="meta"):
         estimate(nn.Linear(4, 4, device="meta"), torch.zeros(2, 4))
-
-
-def test_json_and_table(tmp_path: Any) -> None:
-    model, inputs = build("mlp")
-    found = estimate(model, inputs, optimizer="adamw", device="t4", allocator="expandable_segments:True")
-    found.save(tmp_path / "estimate.json")
-    text = (tmp_path / "estimate.json").read_text()
-    assert f'"peak_bytes": {found.peak_bytes}' in text
-    shown = str(found)
-    assert "Tesla T4" in shown
-    for name in TRAINING:
-        assert name in shown
-    with pytest.raises(KeyError, match="no phase 'backwards'"):
-        found.phase("backwards")
 
 
 def test_nothing_is_left_behind() -> None:

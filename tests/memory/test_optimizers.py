@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from measured_phases import measure_phases
+from measured_phases import assert_measured, measure_phases
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
@@ -36,10 +36,7 @@ def mlp() -> tuple[nn.Module, torch.Tensor]:
 def assert_as_measured(model: nn.Module, x: Any, optimizer: Optimizer, **how: Any) -> ckptplan.Estimate:
     """Every phase of two real steps has exactly the bytes that were estimated."""
     found = estimate(model, x, optimizer=optimizer, **how)
-    measured = measure_phases(make_step(model, Training(x)), optimizer, **how)
-    real = {p.name: (p.start_bytes, p.peak_bytes, p.end_bytes) for p in measured.phases}
-    phases = [found.phase(name) for name in real]
-    assert {p.name: (p.start_bytes, p.peak_bytes, p.end_bytes) for p in phases} == real
+    assert_measured(found, model, x, optimizer, **how)
     return found
 
 
@@ -87,68 +84,24 @@ def test_captured_updates_count_their_steps_on_the_device() -> None:
 # --- with attributes and state of their own ---
 
 
-class Manager:
-    """One for the process, which has settings of parameters by identity."""
-
-    _instance: ClassVar[Manager | None] = None
-
-    @classmethod
-    def instance(cls) -> Manager:
-        if cls._instance is None:
-            cls._instance = cls()
-            cls._instance.settings = {}
-            cls._instance.maps = {}
-        return cls._instance
-
-    settings: dict[int, dict[str, Any]]
-    maps: dict[str, torch.Tensor]
-
-
 class Eight(Optimizer):
-    """Adam with states of 8 bits in blocks, made at the first step; small parameters, and those said so, have 32."""
+    """States of 8 bits in blocks, made at the first step, and a table that is there once for all."""
 
-    def __init__(self, params: Any, lr: float = 1e-3) -> None:
-        super().__init__(params, {"lr": lr, "bits": 8})
-        self.initialized = False
-        self.manager = Manager.instance()
-        self.block = 256
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.manager.settings.setdefault(id(p), {"bits": 8})
-
-    def fill(self) -> None:
-        if "map" not in self.manager.maps:
-            self.manager.maps["map"] = torch.linspace(-1, 1, 256)
-        self.initialized = True
+    table: ClassVar[torch.Tensor | None] = None
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        if not self.initialized:
-            self.fill()
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    self.update(group, p, self.state[p])
-
-    def update(self, group: dict[str, Any], p: Any, state: dict[str, Any]) -> None:
-        eight = p.numel() >= 4096 and self.manager.settings[id(p)]["bits"] == 8
-        if not state:
-            state["step"] = 0
-            for n in (1, 2):
-                state[f"state{n}"] = torch.zeros_like(p, dtype=torch.uint8 if eight else torch.float32)
-                if eight:
-                    state[f"absmax{n}"] = torch.zeros(p.numel() // self.block)
-                    state[f"map{n}"] = self.manager.maps["map"]  # one for all
-        state["step"] += 1
-        if eight:
-            value = self.manager.maps["map"][state["state1"].long()]
-            value.view(-1, self.block).mul_(state["absmax1"].unsqueeze(1))
-            value.mul_(0.9).add_(p.grad, alpha=0.1)
-            torch.amax(value.abs().view(-1, self.block), 1, out=state["absmax1"])
-            state["state1"].copy_((value * 127 + 128).to(torch.uint8))
-        else:
-            value = state["state1"].mul_(0.9).add_(p.grad, alpha=0.1)
-        p.add_(value, alpha=-group["lr"])
+        table = Eight.table = torch.linspace(-1, 1, 256) if Eight.table is None else Eight.table
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            if not state:
+                state["codes"] = torch.zeros(p.numel() // 64, 64, dtype=torch.uint8)
+                state["largest"], state["table"] = torch.zeros(p.numel() // 64), table
+            value = table[state["codes"].long()].mul_(state["largest"].unsqueeze(1))
+            value.mul_(0.9).add_(p.grad.view(-1, 64), alpha=0.1)
+            torch.amax(value.abs(), 1, out=state["largest"])
+            state["codes"].copy_((value * 127 + 128).to(torch.uint8))
+            p.add_(value.view_as(p), alpha=-0.001)
 
 
 class OnSelf(Optimizer):
@@ -270,21 +223,18 @@ OWN: dict[str, Make] = {
 
 
 def initialized(kind: Any) -> Make:
-    return lambda params: kind(params, {}) if kind in (KeepsGradients, DropsGradients) else kind(params)
+    return lambda params: kind(params, {}) if kind in (Eight, KeepsGradients, DropsGradients) else kind(params)
 
 
 @pytest.mark.parametrize("how", OWN)
 def test_state_of_all_kinds_and_places(how: str) -> None:
     WORLD.clear()
-    Manager._instance = None
+    Eight.table = None
     model, x = mlp()
     optimizer = initialized(OWN[how])(model.parameters())
     beside = [p.average for p in model.parameters() if hasattr(p, "average")]
     found = estimated_without_a_trace(model, x, optimizer)
-    measured = measure_phases(make_step(model, Training(x)), optimizer, held=beside)
-    real = {p.name: (p.start_bytes, p.peak_bytes, p.end_bytes) for p in measured.phases}
-    phases = [found.phase(name) for name in real]
-    assert {p.name: (p.start_bytes, p.peak_bytes, p.end_bytes) for p in phases} == real
+    assert_measured(found, model, x, optimizer, held=beside)
     # What is there at the beginning of the second step, beside the model and its input, is state.
     own = unique_bytes([*model.parameters(), x])
     at_start = found.phase("forward 2").start_bytes

@@ -11,7 +11,7 @@ from device_examples import SIMPLE
 from torch import nn
 
 import ckptplan
-from ckptplan.core.device import Device, known_devices
+from ckptplan.core.device import Device
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.distributed.rates import ring_s
 
@@ -58,7 +58,7 @@ def test_a_ring_sends_all_but_its_own_part() -> None:
 
 
 def test_compute_hides_collectives_that_are_shorter() -> None:
-    plain, sharded = profile(SIMPLE, 2), profile(FAST, 2)
+    plain, sharded = profile(SIMPLE, 2, menus=False), profile(FAST, 2, menus=False)
     assert "take no time here" in note(plain)
     assert "peer_bytes_per_s" in note(plain)
     assert note(sharded).endswith("all but 0 s")
@@ -68,7 +68,6 @@ def test_compute_hides_collectives_that_are_shorter() -> None:
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_longer_ones_are_what_the_step_waits_for(ranks: int) -> None:
     """By hand: per block a gather in forward, and a gather and a reduction of float32 in backward."""
-    plain = profile(SIMPLE, ranks, menus=False)
     found = profile(SLOW, ckptplan.FSDP(ranks, param_dtype="bfloat16", reduce_dtype="float32"), menus=False)
     rate = 1e3 if ranks == 2 else 1e2
     padded = sum(-(-rows // ranks) * ranks * others for rows, others in ((257, 64), (257, 1), (64, 257), (64, 1)))
@@ -78,9 +77,8 @@ def test_longer_ones_are_what_the_step_waits_for(ranks: int) -> None:
         assert stage.forward_s == pytest.approx(gather_s)
         assert stage.backward_s == pytest.approx(gather_s + reduce_s)
         assert stage.find("recompute").recompute_s == 0, "backward waits longer than that anyway"
-        assert stage_of(plain, f"layers.{k}").find("recompute").recompute_s > 0
     # What is free is chosen before what isn't: the budget costs no time.
-    plan = ckptplan.solve(found, budget="30%", time_limit_s=2, actions=("keep", "recompute"))
+    plan = ckptplan.solve(found, budget="30%", time_limit_s=0.5, actions=("keep", "recompute"))
     assert any(choice.option == "recompute" for choice in plan.choices)
     assert plan.step_s == pytest.approx(plan.baseline_step_s)
 
@@ -128,13 +126,6 @@ def test_units_inside_a_stage_add_up_and_each_call_gathers() -> None:
     assert again["layers.0"] == pytest.approx(once, rel=0.01), "each of its three calls gathers"
     own = 64 * 64 + 8 * 65  # gathered once, and reduced
     assert said.endswith(f"not counted are at most {2 * own * 4 / 2 / 1e3:.3g} s of units without a stage")
-
-
-def test_known_devices_have_rates() -> None:
-    for device in known_devices().values():
-        assert device.peer_bytes_per_s is not None
-        assert device.peer_bytes_per_s >= device.out_bytes_per_s
-        assert (device.network_bytes_per_s or 0) < device.peer_bytes_per_s
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ class Block(nn.Module):
         return x + torch.tanh(self.b(torch.sigmoid(self.a(x))))
 
 
-def layers(n: int = 4) -> nn.Sequential:
+def layers(n: int = 2) -> nn.Sequential:
     return nn.Sequential(*(Block() for _ in range(n)), nn.Linear(WIDTH, 4))
 
 
@@ -46,17 +46,6 @@ def of_weights() -> Made:
         loss = model(X).square().mean()
         found = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
         return loss + 1e-2 * sum((g.square().sum() for g in found), torch.zeros(()))
-
-    return model, step
-
-
-def hessian_product() -> Made:
-    model = layers()
-
-    def step() -> Tensor:
-        parameters = list(model.parameters())
-        found = torch.autograd.grad(model(X).square().mean(), parameters, create_graph=True)
-        return sum((g.sum() for g in found), torch.zeros(()))
 
     return model, step
 
@@ -80,7 +69,7 @@ class Energy(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
         self.out = nn.Linear(WIDTH, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -113,7 +102,6 @@ def inner_loop(*, second_order: bool) -> Made:
 
 MADE: dict[str, Callable[[], Made]] = {
     "of weights": of_weights,
-    "Hessian product": hessian_product,
     "critic": critic,
     "forces": forces,
     "inner loop": lambda: inner_loop(second_order=True),
@@ -121,13 +109,12 @@ MADE: dict[str, Callable[[], Made]] = {
 }
 
 
-@pytest.mark.parametrize("share", ["100%", "0%"])
-@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize(("name", "share"), [("critic", "100%"), *((name, "0%") for name in MADE)])
 def test_a_step_that_differentiates_in_forward_is_planned(name: str, share: str, tmp_path: Path) -> None:
     torch.manual_seed(1)
     model, step = MADE[name]()
     profile = ckptplan.profile(model, step=step)
-    plan = ckptplan.solve(profile, budget=share, time_limit_s=1)
+    plan = ckptplan.solve(profile, budget=share, time_limit_s=0.3)
     plan.save(tmp_path / "plan.json")
     plan = ckptplan.Plan.load(tmp_path / "plan.json")
     assert plan.differentiated
@@ -153,32 +140,12 @@ def test_a_step_that_differentiates_in_forward_is_planned(name: str, share: str,
 def test_what_is_not_differentiated_has_all_options() -> None:
     model, step = critic()
     profile = ckptplan.profile(model, step=step)
-    assert profile.differentiated == tuple(Differentiated(f"critic.{i}", 0, 1) for i in range(6))
+    assert profile.differentiated == tuple(Differentiated(f"critic.{i}", 0, 1) for i in range(4))
     options = {stage.name: len(stage.options) for stage in profile.stages if not stage.is_glue}
     assert all(options[each.stage] == 1 for each in profile.differentiated)
     assert all(options[f"{each.stage}#2"] > 3 for each in profile.differentiated[1:])
-    assert all(options[f"generator.{i}"] > 2 for i in range(5))
+    assert all(options[f"generator.{i}"] > 2 for i in range(3))
     assert any("kept: critic.0" in note and "forward itself runs backward" in note for note in profile.notes)
-
-
-def test_gradients_that_a_step_leaves_itself_are_refused() -> None:
-    model = layers()
-
-    def step() -> Tensor:
-        loss: Tensor = model(X).square().mean()
-        loss.backward()
-        return loss
-
-    with pytest.raises(UnsupportedModelError, match=r"step= has run backward already.*return the loss without"):
-        ckptplan.profile(model, step=step)
-
-
-def test_an_estimate_counts_the_graph_of_the_gradient() -> None:
-    model, step = of_weights()
-    plain = layers()
-    single = ckptplan.estimate(plain, step=lambda: plain(X).square().mean())
-    double = ckptplan.estimate(model, step=step)
-    assert double.peak_bytes > 1.3 * single.peak_bytes
 
 
 def step_peak(model: nn.Module, step: Callable[[], object]) -> int:
@@ -187,12 +154,13 @@ def step_peak(model: nn.Module, step: Callable[[], object]) -> int:
     return before + peak_above_start(step)
 
 
-@pytest.mark.parametrize("kind", ["critic", "forces"])
-@pytest.mark.parametrize("what", ["two forwards", "graph kept", "graph made"])
+@pytest.mark.parametrize(
+    ("kind", "what"), [("critic", "two forwards"), ("forces", "graph kept"), ("critic", "graph made")]
+)
 def test_backwards_beyond_those_planned_are_noticed(kind: str, what: str) -> None:
     """Also where all stages are differentiated."""
     model, step = MADE[kind]()
-    plan = ckptplan.solve(model, step=step, budget="50%", time_limit_s=1)
+    plan = ckptplan.solve(model, step=step, budget="50%", time_limit_s=0.3)
 
     def one() -> None:
         if what == "two forwards":
@@ -225,7 +193,7 @@ def test_a_graph_that_only_later_steps_make_is_noticed() -> None:
         result: Tensor = functional_call(model, fast, (X[24:],)).square().mean()
         return result
 
-    plan = ckptplan.solve(model, step=step, budget="50%", time_limit_s=1)
+    plan = ckptplan.solve(model, step=step, budget="50%", time_limit_s=0.3)
     assert {(each.plain, each.creating) for each in plan.differentiated} == {(1, 0)}
     with ckptplan.apply(model, plan) as handle:
         assert step_peak(model, lambda: step().backward()) <= plan.budget_bytes
@@ -253,7 +221,7 @@ def test_a_backward_in_forward_that_was_not_planned_is_noticed_and_ends_with_its
         extra += slope().mean() if penalized["now"] and order == "mid" else 0.0
         return score - model["critic"](X[:, :4]).mean() + extra
 
-    plan = ckptplan.solve(model, step=step, budget="0%", time_limit_s=1)
+    plan = ckptplan.solve(model, step=step, budget="0%", time_limit_s=0.3)
     with ckptplan.apply(model, plan) as handle:
         step().backward()
         penalized["now"] = True
@@ -267,28 +235,9 @@ def test_a_backward_in_forward_that_was_not_planned_is_noticed_and_ends_with_its
         assert handle.stats().differences == seen
 
 
-def test_frozen_layers_may_be_differentiated() -> None:
-    """Those of a critic that guides, and whose graph has nothing but weights."""
-    model = nn.ModuleDict({"generator": layers(), "critic": nn.Sequential(nn.Linear(4, WIDTH), *layers())})
-    model["critic"].requires_grad_(False)
-
-    def step() -> Tensor:
-        made = model["generator"](X)
-        at = made.detach().requires_grad_()
-        (guide,) = torch.autograd.grad(model["critic"](at).square().mean(), at)
-        return (made - (at + guide).detach()).square().mean()
-
-    plan = ckptplan.solve(model, step=step, budget="0%", time_limit_s=1)
-    with ckptplan.apply(model, plan) as handle:
-        peaks = {step_peak(model, lambda: step().backward()) for _ in range(2)}
-        assert not handle.stats().differences
-    assert max(peaks) <= plan.budget_bytes
-
-
-@pytest.mark.parametrize("made", [torch.optim.SGD, torch.optim.AdamW])
-def test_a_step_that_updates_is_refused_and_changes_nothing(made: type[torch.optim.Optimizer]) -> None:
+def test_a_step_that_updates_is_refused_and_changes_nothing() -> None:
     model = layers()
-    optimizer = made(model.parameters())  # type: ignore[call-arg]
+    optimizer = torch.optim.AdamW(model.parameters())
 
     def step() -> Tensor:
         loss: Tensor = model(X).square().mean()

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from made_plans import scheduled
-from test_values import Packed
 from torch import nn
 
 from ckptplan import apply
@@ -62,24 +61,6 @@ class LargeForward(nn.Module):
         return self.head(x)
 
 
-class Activations(nn.Module):
-    """Activations that save their results, and layers that read these without saving them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.active = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2))
-        self.readers = nn.ModuleList(
-            nn.Sequential(Lambda(LargeBackward.apply), Lambda(lambda x: 2 * x), nn.Linear(WIDTH, WIDTH))
-            for _ in range(2)
-        )
-        self.head = nn.Linear(WIDTH, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for active, reader in zip(self.active, self.readers, strict=True):
-            x = reader(active(x))
-        return self.head(x)
-
-
 class Shifted(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -102,35 +83,6 @@ class Masked(nn.Module):
         for layer in self.layers:
             x = layer(x, mask)
         return self.head(LargeBackward.apply(x) * mask[:, :WIDTH])
-
-
-class Dropped(nn.Module):
-    """A layer that saves a mask for an unused result, one that takes most of the bytes, and a use of the mask."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([Product(), Large()])
-        self.head = nn.Linear(WIDTH, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        mask = (x.detach() > 0).float().repeat(1, 8)
-        hidden = self.layers[1](self.layers[0](x, mask)[0])
-        return self.head(hidden * mask[:, :WIDTH])
-
-
-class Product(Shifted):
-    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden = self.inner(x)
-        return hidden, hidden * mask[:, :WIDTH]
-
-
-class Large(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return LargeBackward.apply(self.inner(x))
 
 
 class Holding(nn.Module):
@@ -166,70 +118,13 @@ def in_hook(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return y
 
 
-class Emptied(torch.autograd.Function):
-    """A copy whose backward first empties an attribute of a module, and then takes 40 times its bytes."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, model: nn.Module) -> torch.Tensor:
-        ctx.model = model
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        ctx.model.seen = None
-        gradients[0].repeat(1, 40)
-        return gradients[0].clone(), None
-
-
-class Wide(nn.Module):
-    """A layer that leaves a large tensor, which it saves, in an attribute."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wide, self.narrow = nn.Linear(WIDTH, 16 * WIDTH), nn.Linear(16 * WIDTH, WIDTH)
-        self.seen: torch.Tensor | None = None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen = torch.tanh(self.wide(x))
-        return self.narrow(self.seen)
-
-
-class Emptier(nn.Module):
-    """A layer whose backward empties the attribute of another one, which it has by no attribute of its own."""
-
-    def __init__(self, other: Callable[[], nn.Module]) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-        self.other = other
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Emptied.apply(torch.tanh(self.inner(x)), self.other())
-
-
-class Emptying(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        wide = Wide()
-        self.layers = nn.ModuleList([wide, nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), Emptier(lambda: wide)])
-        self.head = nn.Linear(WIDTH, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-
 MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "forward": lambda: (LargeForward(), torch.randn(256, WIDTH)),
-    "activations": lambda: (Activations(), torch.randn(256, WIDTH)),
     "mask": lambda: (Masked(), torch.randn(256, WIDTH)),
-    "dropped": lambda: (Dropped(), torch.randn(256, WIDTH)),
     **{
         hold.__name__: lambda hold=hold: (Holding(hold), torch.randn(256, WIDTH))  # type: ignore[misc]
         for hold in (as_leaf, in_attribute, in_hook)
     },
-    "emptying": lambda: (Emptying(), torch.randn(256, WIDTH)),
-    "packed": lambda: (Packed(), (torch.randn(64, 5, WIDTH), torch.tensor([5, 2, 1, 4] * 16))),
 }
 
 

@@ -10,7 +10,6 @@ import torch
 from measured_phases import measure_phases
 from torch import nn
 from torch.nn import functional as F
-from torch.profiler import ProfilerActivity, profile
 
 import ckptplan
 from ckptplan.core.request import Training
@@ -43,31 +42,15 @@ def _written(x: torch.Tensor) -> torch.Tensor:
 FORMULAS: dict[str, Callable[[torch.Tensor], Any]] = {
     # in place on zeros
     "index": lambda x: x[EVEN],
-    "index by a mask": lambda x: x[MASK],
-    "unsafe index": lambda x: torch.ops.aten._unsafe_index(x, [EVEN]),
     "index_select": lambda x: x.index_select(0, EVEN),
     "take": lambda x: x.take(EVEN),
     "gather": lambda x: x.gather(0, ROWS),
-    "take_along_dim": lambda x: torch.take_along_dim(x, ROWS, 0),
     "sort": lambda x: x.sort()[0],
-    "stable sort": lambda x: x.sort(stable=True)[0],
-    "msort": lambda x: x.msort(),
-    "topk": lambda x: x.topk(7)[0],
-    "kthvalue": lambda x: x.kthvalue(3)[0],
-    "mode": lambda x: x.mode()[0],
     "max of rows": lambda x: x.max(0)[0],
-    "min of rows": lambda x: x.min(0, keepdim=True)[0],
-    "median of rows": lambda x: x.median(0)[0],
-    "nanmedian of rows": lambda x: x.nanmedian(0)[0],
-    "quantile": lambda x: x.quantile(0.3, dim=0),
-    "cummax": lambda x: x.cummax(0)[0],
-    "cummin": lambda x: x.cummin(0)[0],
     "masked_select": lambda x: x.masked_select(MASK),
     "trace": lambda x: x.trace(),
     # in place on other results
     "clamp": lambda x: x.clamp(OTHER * 0.1, OTHER * 2),
-    "clamp from below": lambda x: x.clamp(min=OTHER * 0.1),
-    "clamp from above": lambda x: x.clamp(max=OTHER * 2),
     "maximum": lambda x: torch.maximum(x, OTHER * 2),
     "minimum of two": lambda x: torch.minimum(x, x.flip(0)),
     "fmax": lambda x: torch.fmax(x, OTHER * 2),
@@ -77,7 +60,6 @@ FORMULAS: dict[str, Callable[[torch.Tensor], Any]] = {
     "cross entropy's target": lambda x: F.binary_cross_entropy(OTHER, x.sigmoid()),
     "cross entropy of logits": lambda x: F.binary_cross_entropy_with_logits(x, OTHER),
     "with weights": lambda x: F.binary_cross_entropy_with_logits(x, OTHER, weight=OTHER, pos_weight=OTHER),
-    "its target": lambda x: F.binary_cross_entropy_with_logits(OTHER, x, weight=OTHER, pos_weight=OTHER),
     "cumprod with a zero": lambda x: (x * (OTHER > 0.1)).cumprod(0),
     # of all elements
     "max": lambda x: x.max(),
@@ -86,18 +68,11 @@ FORMULAS: dict[str, Callable[[torch.Tensor], Any]] = {
     "nanmedian": lambda x: x.nanmedian(),
     # out of place on real tensors too
     "a formula in Python": OutOfPlace.apply,
-    "amax": lambda x: x.amax(0),
     "index_put": lambda x: x.index_put((EVEN,), _written(x)),
     "put": lambda x: x.put(EVEN, x[0, : SIDE // 2]),
     "index_add": lambda x: x.index_add(0, EVEN, _written(x)),
-    "index_copy": lambda x: x.index_copy(0, EVEN, _written(x)),
-    "index_fill": lambda x: x.index_fill(0, EVEN, x.mean()),
     "scatter": lambda x: x.scatter(0, ROWS, _written(x)),
     "scatter_add": lambda x: x.scatter_add(0, ROWS, _written(x)),
-    "scatter_reduce": lambda x: x.scatter_reduce(0, ROWS, _written(x), "prod"),
-    "logcumsumexp": lambda x: x.logcumsumexp(0),
-    "unfold": lambda x: x.unfold(0, 2, 1),
-    "as_strided": lambda x: x.as_strided((SIDE - 1, SIDE - 1), (SIDE, 1)),
 }
 # fmt: on
 
@@ -120,12 +95,5 @@ def test_backward_takes_what_real_tensors_take(name: str) -> None:
     (real,) = (p for p in measure_phases(make_step(model, Training(())), steps=1).phases if p.name == "backward")
     beside_bytes = found.phase("loaded").end_bytes - model.x.nbytes  # what the formula reads of this module's variables
     peak_bytes = found.phase("backward").peak_bytes - beside_bytes
-    assert peak_bytes == real.peak_bytes or (_selects(name) and peak_bytes > real.peak_bytes)
+    assert peak_bytes == real.peak_bytes
     assert found.phase("backward").end_bytes - beside_bytes == real.end_bytes
-
-
-def _selects(name: str) -> bool:
-    """Whether PyTorch looks for a quantile on the CPU without sorting (from 2.14 on), which fake tensors don't show."""
-    with profile(activities=[ProfilerActivity.CPU]) as run:
-        Formula(name)()
-    return name == "quantile" and not any(event.name == "aten::sort" for event in run.events())

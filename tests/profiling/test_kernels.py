@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,13 +12,11 @@ from torch import nn
 import ckptplan
 from ckptplan.core.plan import KEEP
 from ckptplan.core.request import Training
-from ckptplan.profiling.bytes import fake, workspace
+from ckptplan.profiling.bytes import fake
 from ckptplan.profiling.bytes.fake import FakeWorld
 from ckptplan.profiling.bytes.kernels import _prefers_cudnn
-from ckptplan.profiling.bytes.operations import op_key
 from ckptplan.profiling.bytes.trace import find_stages, replay
 from ckptplan.profiling.target import find_target
-from ckptplan.tensors import accelerator
 from ckptplan.training.step import make_step
 
 aten = torch.ops.aten
@@ -120,35 +116,6 @@ def test_what_a_kernel_keeps_beside_its_results_is_learned_from_the_kernel(monke
         kept = [torch.ops.ckptplan_test.normalize(t)[1].numel() for t in (last, x, last, x)]
     assert kept == [1000, 0, 1000, 0]
     assert len(ran) == 2  # each kind once
-
-
-def test_an_operation_run_alone_has_its_operands_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    alive = most = 0
-    make = workspace._make
-
-    def counted(spec: Any, device: torch.device) -> torch.Tensor:
-        nonlocal alive, most
-        tensor = make(spec, device)
-        nbytes = tensor.untyped_storage().nbytes()
-        alive += nbytes
-        most = max(most, alive)
-
-        def freed() -> None:
-            nonlocal alive
-            alive -= nbytes
-
-        weakref.finalize(tensor, freed)
-        return tensor
-
-    monkeypatch.setattr(workspace, "_make", counted)
-    monkeypatch.setattr(accelerator, "module", SimpleNamespace(memory_stats=lambda device: {}))
-    a = torch.empty(64, 64)
-    key = op_key(aten.mm.default, (a, a), {})
-    failed: list[str] = []
-    monkeypatch.setattr(workspace, "is_accelerator", lambda device: True)
-    assert workspace._run(key, torch.device("cpu"), failed, {}, label="") == 0
-    assert failed == []
-    assert most == 2 * 64 * 64 * 4
 
 
 class _Unsteady(torch.autograd.Function):

@@ -11,24 +11,18 @@ from typing import Any
 
 import pytest
 import torch
+from made_plans import scheduled
 from torch import nn
 from torch.nn import functional as F
 
 import ckptplan
-from ckptplan.core.option import Option
 from ckptplan.core.request import Limits
-from ckptplan.core.schedule import residency
 from ckptplan.core.stage import Stage
 from ckptplan.profiling import profiler
-from ckptplan.profiling.bytes import menus, trace, workspace
+from ckptplan.profiling.bytes import menus, trace
 from ckptplan.profiling.bytes.menus import Op, SavedOps
 from ckptplan.profiling.target import Target
-from ckptplan.profiling.times import timing
-from ckptplan.runtime.recompute.call import PlannedStage
-from ckptplan.runtime.recompute.selective import NumberedOps, can_be_saved, is_random
 from ckptplan.solving.planner import smallest_peak
-from ckptplan.tensors.positions import has_position
-from ckptplan.training.measure import recorded_allocations
 
 
 class Mlp(nn.Module):
@@ -55,8 +49,8 @@ class Attending(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         b, t, c = x.shape
-        q, k, v = self.mix(F.dropout(self.norm(x), 0.1)).view(b, t, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=0.1, is_causal=True)
+        q, k, v = self.mix(F.dropout(self.norm(x), 0.125)).view(b, t, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=0.125, is_causal=True)
         return self.mlp(x + self.out(mixed.transpose(1, 2).reshape(b, t, c)))
 
 
@@ -86,10 +80,6 @@ class Stack(nn.Module):
         return self.head(x)
 
 
-def mlp(depth: int = 2) -> tuple[nn.Module, torch.Tensor]:
-    return Stack(lambda: Mlp(64), 64, depth), torch.randn(4, 128, 64)
-
-
 def attending(depth: int = 2) -> tuple[nn.Module, torch.Tensor]:
     return Stack(lambda: Attending(64), 64, depth), torch.randn(4, 64, 64)
 
@@ -108,7 +98,7 @@ def normed(depth: int = 2) -> tuple[nn.Module, torch.Tensor]:
     return nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), *blocks, nn.Conv2d(16, 1, 1)), torch.randn(4, 3, 32, 32)
 
 
-BUILT = {"mlp": mlp, "attending": attending, "normed": normed}
+BUILT = {"attending": attending, "normed": normed}
 
 
 @contextlib.contextmanager
@@ -133,38 +123,9 @@ def profiled(name: str) -> tuple[nn.Module, torch.Tensor, ckptplan.Profile]:
         return model, inputs, ckptplan.profile(model, inputs)
 
 
-def plan_of(profile: ckptplan.Profile, options: Sequence[Option]) -> ckptplan.Plan:
-    """Everything that moves is away in all steps but its own stage's."""
-    r = residency(profile, options)
-    choices = tuple(
-        ckptplan.Decision.moving(o.action, m, k, k, o.name, ops=o.ops)
-        for k, (o, m) in enumerate(zip(options, r.moves, strict=True))
-    )
-    peak = max(*r.forward_bytes, *r.backward_bytes, profile.update_peak_bytes)
-    return ckptplan.Plan(
-        stages=tuple(stage.name for stage in profile.stages),
-        choices=choices,
-        status="feasible",
-        budget_bytes=peak,
-        peak_bytes=peak,
-        host_bytes=sum(r.moved_bytes),
-        step_s=1.0,
-        baseline_step_s=1.0,
-        lower_bound_s=0.0,
-        space="one choice",
-        planner="tests",
-        fingerprint=profile.fingerprint,
-        inputs=tuple(stage.inputs for stage in profile.stages),
-    )
-
-
 def block_of(profile: ckptplan.Profile) -> Stage:
     """A block in the middle."""
     return max(profile.stages[: len(profile.stages) // 2 + 1], key=lambda stage: len(stage.options))
-
-
-def bytes_of(profile: ckptplan.Profile, storages: Sequence[int]) -> int:
-    return sum(profile.storages[s].nbytes for s in storages)
 
 
 # --- the knapsack ---
@@ -180,7 +141,7 @@ def allowed(ops: Sequence[Op], chosen: tuple[int, ...]) -> bool:
     )
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(20))
 def test_the_front_is_that_of_brute_force(seed: int) -> None:
     rng = random.Random(seed)
     ops = [
@@ -212,22 +173,6 @@ def test_the_front_is_that_of_brute_force(seed: int) -> None:
         assert (c.nbytes, c.saved_s) == (sum(ops[i].nbytes for i in c.ops), sum(ops[i].seconds for i in c.ops))
 
 
-def test_random_operations_are_saved_last_ones_first() -> None:
-    dear, cheap = Op(1, 9.0, True, random=True), Op(1, 1.0, True, random=True)
-    assert [c.ops for c in menus.front([dear, cheap])] == [(), (1,), (0, 1)]
-    assert [c.ops for c in menus.front([dear, Op(1, 1.0, False, random=True)])] == [()]
-
-
-def test_a_long_stage_has_a_front_of_limited_length() -> None:
-    rng = random.Random(1)
-    ops = [Op(rng.randrange(1 << 30), rng.random(), True) for _ in range(24)]
-    found = menus.front(ops)
-    assert len(found) <= menus._MOST_SUMS
-    assert found[0].ops == ()
-    assert found[-1].ops == tuple(range(24))
-    assert all(a.nbytes < b.nbytes and a.saved_s < b.saved_s for a, b in itertools.pairwise(found))
-
-
 def test_collectives_are_recognised() -> None:
     pytest.importorskip("torch.distributed._functional_collectives")
     assert menus._is_collective(torch.ops._c10d_functional.all_reduce.default)
@@ -255,51 +200,6 @@ def test_the_points_offered_follow_the_hull() -> None:
 # --- the menu of a block ---
 
 
-def outputs(module: nn.Module, x: torch.Tensor) -> list[tuple[Any, list[torch.Tensor], list[int]]]:
-    """Per numbered operation of a real run: the function, the tensors it made, their versions then."""
-    seen = []
-
-    def run(number: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result = func(*args, **kwargs)
-        tensors = [t for t in torch.utils._pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
-        assert number == len(seen)
-        seen.append((func, tensors, [t._version for t in tensors]))
-        return result
-
-    with NumberedOps(run):
-        module(x)
-    return seen
-
-
-@pytest.mark.parametrize("name", BUILT)
-def test_a_menu_saves_exactly_what_its_operations_make(name: str) -> None:
-    model, inputs, profile = profiled(name)
-    stage = block_of(profile)
-    assert len(stage.options) <= 10
-    block = model.get_submodule(stage.name)
-    x = torch.randn(profile.storages[stage.option("recompute").saved[0]].nbytes // 4)
-    x = x.view(inputs.shape[0], -1, *inputs.shape[2:])
-    ran = outputs(block, x)
-    draws = [n for n, (func, _, _) in enumerate(ran) if is_random(func)]
-    selective = [option for option in stage.options if option.ops]
-    assert selective
-    for option in selective:
-        made: dict[int, int] = {}
-        for number in option.ops:
-            func, tensors, versions = ran[number]
-            assert can_be_saved(func), func
-            assert [t._version for t in tensors] == versions, f"{func}: written to later"
-            made.update({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if has_position(t)})
-        want = [*made.values(), x.untyped_storage().nbytes()]
-        assert [profile.storages[s].nbytes for s in option.saved] == want
-        kept = [n for n in draws if n in option.ops]
-        assert kept == draws[len(draws) - len(kept) :]
-        again = stage.option("recompute")
-        assert set(again.pinned) <= set(option.pinned)
-        assert set(again.held) <= set(option.held)
-        assert option.recompute_s > 0
-
-
 def test_a_menu_may_divide_a_stage_in_three() -> None:
     _, _, profile = profiled("attending")
     stage = block_of(profile)
@@ -311,54 +211,21 @@ def test_a_menu_may_divide_a_stage_in_three() -> None:
     assert stage.option("swap-1").saved == stage.keep.saved
 
 
-def test_without_menus_there_are_the_plain_options() -> None:
-    model, inputs = mlp()
-    for stage in ckptplan.profile(model, inputs, menus=False).stages:
+@pytest.mark.parametrize(("width", "menus"), [(8, True), (64, False)])
+def test_tiny_stages_and_those_of_profiles_without_menus_have_the_plain_options(width: int, menus: bool) -> None:
+    model, inputs = Stack(lambda: Mlp(width), width, 2), torch.randn(4, width, width)
+    for stage in ckptplan.profile(model, inputs, menus=menus).stages:
         assert {o.name for o in stage.options} <= {"keep", "swap", "recompute", "recompute+swap"}
-
-
-def test_a_tiny_stage_has_no_menu() -> None:
-    model, inputs = Stack(lambda: Mlp(8), 8), torch.randn(4, 8, 8)
-    for stage in ckptplan.profile(model, inputs).stages:
-        assert {o.name for o in stage.options} <= {"keep", "swap", "recompute", "recompute+swap"}
-
-
-def test_equal_stages_share_one_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
-    timed_ops: list[Any] = []
-    timed_stages: list[nn.Module] = []
-    median_s, run_recomputed = workspace._median_s, timing.run_recomputed
-
-    def time_op(key: Any, device: torch.device) -> float:
-        timed_ops.append(key)
-        return median_s(key, device)
-
-    def run_stage(stage: PlannedStage, *args: Any) -> Any:
-        timed_stages.append(stage.module)
-        return run_recomputed(stage, *args)
-
-    monkeypatch.setattr(workspace, "_median_s", time_op)
-    monkeypatch.setattr(timing, "run_recomputed", run_stage)
-    found = []
-    for depth in (2, 4):
-        timed_ops.clear()
-        timed_stages.clear()
-        model, inputs = mlp(depth)
-        profile = ckptplan.profile(model, inputs)
-        blocks = [s for s in profile.stages if s.name.startswith("blocks")]
-        assert len({(s.kind, tuple((o.name, o.ops, o.moves, o.recompute_s) for o in s.options)) for s in blocks}) == 1
-        assert len(timed_ops) == len(set(timed_ops))
-        assert {m for m in timed_stages if isinstance(m, Mlp)} == {model.get_submodule("blocks.0")}
-        found.append(list(timed_ops))
-    assert found[0] == found[1]
 
 
 # --- options without a replay of their own ---
 
 
-@pytest.mark.parametrize("name", BUILT)
-def test_options_without_a_replay_have_the_bytes_that_one_finds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, inputs, profile = profiled(name)
-    counted = _counted_replays(monkeypatch)
+def test_options_without_a_replay_have_the_bytes_that_one_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs, profile = profiled("attending")
+    counted: list[None] = []
+    original = trace.replay
+    monkeypatch.setattr(trace, "replay", lambda *args, **kwargs: (counted.append(None), original(*args, **kwargs))[1])
     with by_made_up_times():
         ckptplan.profile(model, inputs)
         few = len(counted)
@@ -372,21 +239,13 @@ def test_options_without_a_replay_have_the_bytes_that_one_finds(name: str, monke
             assert (found.forward_bytes, found.backward_bytes) == (option.forward_bytes, option.backward_bytes)
 
 
-def _counted_replays(monkeypatch: pytest.MonkeyPatch) -> list[None]:
-    counted: list[None] = []
-    original = trace.replay
-    monkeypatch.setattr(trace, "replay", lambda *args, **kwargs: (counted.append(None), original(*args, **kwargs))[1])
-    return counted
-
-
 # --- what really happens ---
 
 
-@pytest.mark.parametrize("built", [mlp, shared])
-def test_menus_under_autocast(built: Callable[[], tuple[nn.Module, torch.Tensor]]) -> None:
+def test_menus_under_autocast() -> None:
     """Whether a call casts its weights depends on autocast's cache: while profiling, and in each later step."""
     torch.manual_seed(0)
-    model, inputs = built()
+    model, inputs = shared()
 
     def step() -> torch.Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -396,36 +255,11 @@ def test_menus_under_autocast(built: Callable[[], tuple[nn.Module, torch.Tensor]
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled="inputs" in how), by_made_up_times():
             profile = ckptplan.profile(model, **how)
             selective = [option.name for option in block_of(profile).options if option.ops]
-            for name in ("keep", selective[0], selective[-1]):
-                plan = plan_of(profile, [stage.find(name) or stage.keep for stage in profile.stages])
+            for name in ("keep", selective[-1]):
+                plan = scheduled(profile, [stage.find(name) or stage.keep for stage in profile.stages])
                 report = ckptplan.verify(model, plan, **how, repeats=1)
                 assert report.gradients_equal, (name, report.differing)
                 assert report.measured_peak_bytes <= report.predicted_peak_bytes, name
-
-
-def held_after_forward(model: nn.Module, inputs: torch.Tensor) -> int:
-    kept: list[torch.Tensor] = []  # so that the graph lives until the recording has ended
-    return sum(nbytes for _, nbytes in recorded_allocations(lambda: kept.append(model(inputs)))[0])
-
-
-def test_an_option_holds_what_it_says() -> None:
-    """One block under each option: the allocator's level after forward, beside that with the block kept."""
-    model, inputs, profile = profiled("attending")
-    k = next(i for i, stage in enumerate(profile.stages) if stage.name == "blocks.1")
-    keep = [stage.keep for stage in profile.stages]
-    levels = {}
-    for option in profile.stages[k].options:
-        if not option.moves:
-            with ckptplan.apply(model, plan_of(profile, [*keep[:k], option, *keep[k + 1 :]])):
-                held_after_forward(model, inputs)
-                levels[option.name] = held_after_forward(model, inputs)
-    assert len(levels) > 2
-    assert any(name.startswith("selective") for name in levels)
-    for name, level in levels.items():
-        saved = levels["keep"] - level
-        want = bytes_of(profile, keep[k].held) - bytes_of(profile, profile.stages[k].option(name).held)
-        # Numbers that autograd keeps as tensors of 8 bytes are counted for every plan alike.
-        assert want <= saved <= want + 256, name
 
 
 @pytest.mark.parametrize("name", BUILT)
@@ -435,10 +269,10 @@ def test_peaks_and_gradients_under_any_mixture_of_options(name: str) -> None:
     names = dict.fromkeys(option.name for stage in profile.stages for option in stage.options)
     mixtures = [[stage.find(n) or stage.keep for stage in profile.stages] for n in names]
     rng = random.Random(0)
-    mixtures += [[rng.choice(stage.options) for stage in profile.stages] for _ in range(4)]
+    mixtures += [[rng.choice(stage.options) for stage in profile.stages] for _ in range(3)]
     state = torch.get_rng_state().numel()
     for options in mixtures:
-        report = ckptplan.verify(model, plan_of(profile, options), inputs, repeats=1)
+        report = ckptplan.verify(model, scheduled(profile, options), inputs, repeats=1)
         mixture = [option.name for option in options]
         assert report.gradients_equal, (mixture, report.differing)
         assert report.other_paths == 0, mixture
@@ -465,9 +299,8 @@ def test_operations_that_run_otherwise_than_traced_are_not_offered() -> None:
     model, inputs = nn.Sequential(*(_Counts() for _ in range(3))), torch.randn(512, 256)
     profile = ckptplan.profile(model, inputs)
     least = smallest_peak(profile, Limits(actions=("keep", "recompute"))).peak_bytes
-    for times in (1.0, 1.2):
-        plan = ckptplan.solve(profile, times * least / 2**30, actions=("keep", "recompute"), time_limit_s=2)
-        assert "recompute" in {choice.action for choice in plan.choices}
-        found = ckptplan.verify(model, plan, inputs, repeats=1)
-        assert found.gradients_equal
-        assert found.measured_peak_bytes <= plan.budget_bytes
+    plan = ckptplan.solve(profile, least / 2**30, actions=("keep", "recompute"), time_limit_s=1)
+    assert "recompute" in {choice.action for choice in plan.choices}
+    found = ckptplan.verify(model, plan, inputs, repeats=1)
+    assert found.gradients_equal
+    assert found.measured_peak_bytes <= plan.budget_bytes

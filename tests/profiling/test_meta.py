@@ -39,25 +39,23 @@ def build(model_on: str, inputs_on: str) -> tuple[nn.Module, torch.Tensor]:
 
 
 @pytest.mark.parametrize("device", ["cpu", "h100"])
-@pytest.mark.parametrize("places", PLACES)
-def test_estimates_are_those_with_values(places: tuple[str, str], device: str) -> None:
+def test_estimates_are_those_with_values(device: str) -> None:
     expected = ckptplan.estimate(*build("cpu", "cpu"), device=device, optimizer="adamw")
-    assert ckptplan.estimate(*build(*places), device=device, optimizer="adamw").phases == expected.phases
+    for places in PLACES:
+        assert ckptplan.estimate(*build(*places), device=device, optimizer="adamw").phases == expected.phases
 
 
-@pytest.mark.parametrize("places", PLACES)
-def test_plans_for_a_device_that_is_not_here(places: tuple[str, str]) -> None:
+def test_plans_for_a_device_that_is_not_here() -> None:
     plans = [
-        ckptplan.solve(model, budget_gb=1, inputs=x, device="h100")
-        for model, x in (build("cpu", "cpu"), build(*places))
+        ckptplan.solve(model, budget_gb=1, inputs=x, device="h100", menus=False)
+        for model, x in (build("cpu", "cpu"), build("meta", "meta"))
     ]
     assert plans[0].peak_bytes == plans[1].peak_bytes
     assert plans[0].choices == plans[1].choices
 
 
-@pytest.mark.parametrize("places", PLACES)
-def test_times_can_not_be_measured(places: tuple[str, str]) -> None:
-    model, x = build(*places)
+def test_times_can_not_be_measured() -> None:
+    model, x = build("cpu", "meta")
     with pytest.raises(InvalidInputError, match=r"times are measured by running .* device="):
         ckptplan.profile(model, x, device="cpu")
 

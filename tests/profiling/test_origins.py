@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import ckptplan
 from ckptplan.core.request import Training
@@ -89,46 +88,6 @@ def test_operation_module_and_line(depth: int, tmp_path: Path) -> None:
     found.save(tmp_path / "profile.json")
     loaded = ckptplan.Profile.load(tmp_path / "profile.json")
     assert [s.origin for s in loaded.storages] == [s.origin for s in found.storages]
-
-
-def test_layers_that_run_at_other_lines() -> None:
-    """Replays leave layers out that are alike but for such lines; the one that saves nothing runs all of them."""
-
-    class Split(Net):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.stem(x)
-            for block in self.blocks[:4]:
-                x = block(x).tanh()
-            for block in self.blocks[4:]:
-                x = block(x).tanh()
-            return x
-
-    found = traced(Split(9), torch.randn(50, 20, 16))
-    at = {k: {o for o in origins(found, f"(before blocks.{k + 1})") if "tanh" in o} for k in range(8)}
-    assert at == {k: {f"aten.tanh, {line(Split, 3 if k < 4 else 5)}"} for k in range(8)}
-
-
-def test_a_step_and_its_loss() -> None:
-    layers = (nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16)) for _ in range(3))
-    model, x = nn.Sequential(*layers), torch.randn(200, 16)
-
-    def step() -> torch.Tensor:
-        return model(x).exp().sum()
-
-    found = traced_bytes(make_step(model, Training(step=step)), None, find_target(model))
-    at = f"{Path(__file__).name}:{step.__code__.co_firstlineno + 1}"
-    assert f"aten.tanh in 1.1, {at}" in origins(found, "1")
-    assert {s.origin for s in found.storages if s.name.startswith("(after")} == {f"aten.exp, {at}", f"aten.sum, {at}"}
-
-
-def test_code_that_is_checkpointed_by_the_model() -> None:
-    class Checkpointed(Block):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return checkpoint(super().forward, x, use_reentrant=False)
-
-    model = nn.Sequential(*(Checkpointed() for _ in range(3)))
-    found = traced(model, torch.randn(50, 20, 32))
-    assert f"aten.add in 1, {line(Block, 2)}" in origins(found, "1")
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # from the compiler, as in `test_compile.py`

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import contextvars
-import copy
 import functools
-import itertools
 import random
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from random_chains import random_options, random_segments
-from small_models import scheduled
+from small_models import build, measured, scheduled, state_of
 from torch import nn
 from torch.nn import functional as F
 
@@ -63,68 +57,6 @@ class Net(nn.Module):
         return self.head(x)
 
 
-class Convolutional(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        widths = (3, 16, 32, 64)
-        self.layers = nn.Sequential(
-            *(
-                nn.Sequential(nn.Conv2d(a, b, 3, padding=1, stride=2), nn.BatchNorm2d(b), nn.ReLU(inplace=True))
-                for a, b in itertools.pairwise(widths)
-            )
-        )
-        self.head = nn.Linear(64, 10)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.layers(x).mean((2, 3)))
-
-
-class UShaped(nn.Module):
-    """Skips across many stages, joined by concatenation."""
-
-    def __init__(self, width: int = 16, depth: int = 3) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(3, width, 3, padding=1)
-        self.down = nn.ModuleList(nn.Sequential(nn.Conv2d(width, width, 3, padding=1), nn.SiLU()) for _ in range(depth))
-        self.up = nn.ModuleList(
-            nn.Sequential(nn.Conv2d(2 * width, width, 3, padding=1), nn.SiLU()) for _ in range(depth)
-        )
-        self.last = nn.Conv2d(width, 1, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        skips = []
-        for block in self.down:
-            x = block(x)
-            skips.append(x)
-        for block in self.up:
-            x = block(torch.cat([x, skips.pop()], 1))
-        return self.last(x)
-
-
-class Cell(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.inner = nn.Linear(width, width)
-
-    def forward(self, state: dict[str, torch.Tensor], *, mask: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"x": torch.tanh(self.inner(state["x"])) * mask, "skip": state["x"]}
-
-
-class Shared(nn.Module):
-    """One cell called three times, dictionaries in and out, a keyword tensor."""
-
-    def __init__(self, width: int = 64) -> None:
-        super().__init__()
-        self.cells = nn.ModuleList([Cell(width), Cell(width)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        state, mask = {"x": x}, torch.ones_like(x)
-        for cell in (self.cells[0], self.cells[1], self.cells[0], self.cells[0]):
-            state = cell(state, mask=mask)
-        return state["x"] + state["skip"]
-
-
 class Recurrent(nn.Module):
     """Kernels whose fake twins misreport their workspace."""
 
@@ -136,19 +68,6 @@ class Recurrent(nn.Module):
         for layer in self.layers:
             x = layer(x)[0]
         return x
-
-
-MODELS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
-    "blocks": lambda: (Net(), torch.randn(64, 64)),
-    "convolutional": lambda: (Convolutional(), torch.randn(4, 3, 32, 32)),
-    "u-shaped": lambda: (UShaped(), torch.randn(2, 3, 24, 24)),
-    "recurrent": lambda: (Recurrent(), torch.randn(32, 8, 48)),
-    "shared": lambda: (Shared(), torch.randn(128, 64)),
-    "sequential": lambda: (
-        nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4))),
-        torch.randn(128, 64),
-    ),
-}
 
 
 def measured_peak(model: nn.Module, inputs: Any, **kwargs: Any) -> int:
@@ -168,7 +87,7 @@ def keep_all_peak(profile: ckptplan.Profile) -> int:
 
 def built(name: str) -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)
-    return ANY[name]()
+    return MODELS[name]() if name in MODELS else build(name)
 
 
 @functools.cache
@@ -176,22 +95,7 @@ def profiled(name: str) -> ckptplan.Profile:
     return ckptplan.profile(*built(name))
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_the_plain_peak_is_predicted(name: str) -> None:
-    predicted, measured = keep_all_peak(profiled(name)), measured_peak(*built(name))
-    # Never under. Over by what is counted without being seen: 8 bytes per number among the operands.
-    assert measured <= predicted <= measured + 1024
-
-
-def test_a_part_of_a_larger_tensor_counts_once_and_whole() -> None:
-    model, everything = MODELS["blocks"]()
-    inputs = torch.cat([everything, everything])[:64]
-    predicted, measured = keep_all_peak(ckptplan.profile(model, inputs)), measured_peak(model, inputs)
-    assert measured <= predicted <= measured + 1024
-
-
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("share", [0.0, 0.5])
+@pytest.mark.parametrize(("name", "share"), [("blocks", 0.5), ("recurrent", 0.0)])
 def test_a_solved_plan_holds_its_budget_and_gradients(name: str, share: float) -> None:
     model, inputs = built(name)
     profile = profiled(name)
@@ -269,34 +173,45 @@ class Bottleneck(nn.Module):
         return torch.relu(self.long(x) + self.short(x))
 
 
-ANY: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
-    **MODELS,
+MODELS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
+    "blocks": lambda: (Net(), torch.randn(64, 64)),
+    "recurrent": lambda: (Recurrent(), torch.randn(32, 8, 48)),
     "noting": lambda: (Noting(), torch.randn(128, 48)),
     "bulky": bulky,
     "bottlenecks": lambda: (
-        nn.Sequential(Bottleneck(3, 32), Bottleneck(32, 64), Bottleneck(64, 64), Bottleneck(64, 64)),
+        nn.Sequential(Bottleneck(3, 32), *(Bottleneck(32, 32) for _ in range(3))),
         torch.randn(4, 3, 32, 32),
     ),
 }
+NAMES = (*MODELS, "unet", "nested")
 
 
-@pytest.mark.parametrize("name", ANY)
-def test_forward_peaks_are_predicted_too(name: str) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_the_peaks_of_a_plain_step_are_predicted(name: str) -> None:
     """A plain step mostly peaks in backward, so a forward peak that is too low shows in other plans alone."""
-    model, inputs = built(name)
     profile = profiled(name)
+    model, inputs = built(name)
+    forward_bytes = max(residency(profile, [stage.keep for stage in profile.stages]).forward_bytes)
+    # In forward, 5 KB of random state and copies of buffers, which a stage would need again in a segment.
+    beside_bytes = 5056 + sum(b.untyped_storage().nbytes() for b in model.buffers())
+    predicted, measured = keep_all_peak(profile), measured_peak(model, inputs)
+    # Never under. Over by what is counted without being seen: 8 bytes per number among the operands.
+    assert measured <= predicted <= measured + 1024 + (beside_bytes if predicted == forward_bytes else 0)
     step = make_step(model, Training(inputs))
-    predicted = max(residency(profile, [stage.keep for stage in profile.stages]).forward_bytes)
     graph: list[Any] = []  # as long as the measurement lasts
     held = unique_bytes([*held_tensors(model), *step.tensors()])
     measured = held + peak_above_start(lambda: graph.append(step.forward()))
-    assert measured <= predicted
-    # 5 KB of random state and copies of buffers, which a stage would need again in a segment.
-    copies = sum(b.untyped_storage().nbytes() for b in model.buffers())
-    assert predicted <= measured + 5056 + copies + 1024
+    assert measured <= forward_bytes <= measured + 1024 + beside_bytes
 
 
-@pytest.mark.parametrize("name", ANY)
+def test_a_part_of_a_larger_tensor_counts_once_and_whole() -> None:
+    model, everything = MODELS["blocks"]()
+    inputs = torch.cat([everything, everything])[:64]
+    predicted, measured = keep_all_peak(ckptplan.profile(model, inputs, menus=False)), measured_peak(model, inputs)
+    assert measured <= predicted <= measured + 1024
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_any_plan_holds_its_predicted_peak_and_gradients(name: str) -> None:
     model, inputs = built(name)
     profile = profiled(name)
@@ -308,7 +223,7 @@ def test_any_plan_holds_its_predicted_peak_and_gradients(name: str) -> None:
             options = [stage.recompute or stage.keep for stage in stages]
             plans.append(scheduled(profile, options, segments))
     rng = random.Random(name)
-    for share in (0.0, 0.0, 0.0, 0.2, 0.6):
+    for share in (0.0, 0.0, 0.4):
         segments = random_segments(rng, profile, share=rng.choice((0.0, 0.3, 0.6)))
         plans.append(scheduled(profile, random_options(rng, profile, segments), segments, share))
     for plan in plans:
@@ -321,7 +236,6 @@ def test_any_plan_holds_its_predicted_peak_and_gradients(name: str) -> None:
         assert report.stats.swapped_in_bytes == report.stats.swapped_out_bytes == plan.host_bytes, what
 
 
-SINK: list[torch.Tensor] = []
 COLLECTED: contextvars.ContextVar[list[torch.Tensor]] = contextvars.ContextVar("COLLECTED")
 
 
@@ -338,21 +252,20 @@ class Gated(Block):
 
 
 class Collecting(Net):
-    """Its loss has what blocks leave by the side: in a global list, one of its own, a context variable, a hook's."""
+    """Its loss has what blocks leave by the side: in a list of its own, a context variable, a hook's."""
 
     def __init__(self, where: str) -> None:
         super().__init__(4)
         self.where, self.losses = where, []
         if where != "hooks":
             put = {
-                "global": lambda loss: SINK.append(loss),
                 "own": self.losses.append,
                 "variable": lambda loss: COLLECTED.get().append(loss),
             }[where]
             self.blocks = nn.ModuleList(Gated(64, put) for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: list[torch.Tensor] = {"global": SINK, "own": self.losses}.get(self.where, [])
+        found: list[torch.Tensor] = self.losses if self.where == "own" else []
         found.clear()
         hooks = [
             block.up.register_forward_hook(lambda module, args, output: found.append(output))
@@ -371,11 +284,11 @@ class Collecting(Net):
 
 
 def stepped(model: nn.Module, x: torch.Tensor, after: Callable[[nn.Module], None] = lambda model: None) -> list[Any]:
-    """Losses of five steps of SGD."""
+    """Losses of three steps of SGD."""
     torch.manual_seed(1)
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
     found: list[Any] = []
-    for _ in range(5):
+    for _ in range(3):
         optimizer.zero_grad()
         loss = model(x).square().mean()
         loss.backward()
@@ -400,7 +313,7 @@ def uniform_plans(profile: ckptplan.Profile) -> list[ckptplan.Plan]:
     ]
 
 
-@pytest.mark.parametrize("where", ["global", "own", "variable", "hooks"])
+@pytest.mark.parametrize("where", ["own", "variable", "hooks"])
 def test_tensors_that_leave_a_stage_by_the_side(where: str) -> None:
     def made() -> tuple[nn.Module, torch.Tensor]:
         torch.manual_seed(0)
@@ -415,13 +328,11 @@ def test_tensors_that_leave_a_stage_by_the_side(where: str) -> None:
     assert set(again) == {where in ("variable", "hooks")}
     for plan in uniform_plans(profile):
         model, x = made()
+        found: list[Any] = []
         with ckptplan.apply(model, plan):
-            found = [*stepped(model, x), *model.parameters()]
-        assert all(map(torch.equal, found, expected))
-        model, x = made()
-        with ckptplan.apply(model, plan):
-            peak = held + peak_above_start(functools.partial(stepped, model, x))
-        losses = 4 * 4  # of the steps before
+            peak = held + peak_above_start(lambda model=model, x=x, found=found: found.extend(stepped(model, x)))
+        assert all(map(torch.equal, [*found, *model.parameters()], expected))
+        losses = 2 * 4  # of the steps before
         assert peak <= plan.peak_bytes + losses, [choice.option for choice in plan.choices]
 
 
@@ -443,8 +354,7 @@ class Stateful(nn.Module):
         self.state = (self.state[0].detach(),) * 2 if self.nested else self.state.detach()
 
 
-@pytest.mark.parametrize("begun", [False, True])
-@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize(("nested", "begun"), [(False, True), (True, False)])
 def test_a_state_that_is_carried_from_step_to_step(nested: bool, begun: bool) -> None:
     def made() -> tuple[nn.Module, torch.Tensor]:
         torch.manual_seed(0)
@@ -469,64 +379,6 @@ def test_a_state_that_is_carried_from_step_to_step(nested: bool, begun: bool) ->
         with ckptplan.apply(model, plan):
             found = [*stepped(model, x, cut), *model.parameters()]
         assert all(map(torch.equal, found, expected)), [choice.option for choice in plan.choices]
-
-
-class Keeper:
-    def __init__(self) -> None:
-        self.state: Any = None
-
-
-KEEPER = Keeper()
-
-
-class Hidden(nn.Linear):
-    """Carries a state where nothing looks for it."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = torch.tanh(super().forward(x))
-        if type(x) is torch.Tensor:
-            h = h if KEEPER.state is None else h * KEEPER.state
-            KEEPER.state = h
-        return h
-
-
-def test_a_state_that_nothing_can_put_back_is_refused_with_what_to_do() -> None:
-    try:
-        with pytest.raises(ckptplan.UnsupportedModelError, match=r"carried from step to step.*attribute of a module"):
-            ckptplan.profile(nn.Sequential(*(Hidden(64, 64) for _ in range(3))), torch.randn(8, 64))
-    finally:
-        KEEPER.state = None
-
-
-class Unused(Block):
-    """Nobody uses its second output."""
-
-    def forward(self, x: torch.Tensor) -> Any:
-        y = super().forward(x)
-        return y, y.exp()
-
-
-@pytest.mark.parametrize("at_once", [True, False])
-def test_an_output_that_nothing_uses(at_once: bool) -> None:
-    class Using(Net):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for block in self.blocks:
-                if at_once:
-                    x = block(x)[0]
-                else:
-                    x, _kept = block(x)
-            return self.head(x)
-
-    torch.manual_seed(0)
-    model, x = Using(3), torch.randn(64, 64)
-    model.blocks = nn.ModuleList(Unused(64) for _ in range(3))
-    profile = ckptplan.profile(model, x)
-    assert any(storage.graph_until is not None for storage in profile.storages)
-    for plan in uniform_plans(profile):
-        report = ckptplan.verify(model, plan, x, repeats=1)
-        assert report.gradients_equal
-        assert report.other_paths == 0
-        assert report.measured_peak_bytes <= plan.peak_bytes
 
 
 class WritesItsInput(nn.Module):
@@ -564,55 +416,6 @@ def test_the_options_of_a_block() -> None:
     assert sum(profile.storages[s].nbytes for s in keep.held) == 4 * (64 * 64 * 3 + 2 * 64 + 2 * 64 * 256)
 
 
-class Masked(nn.Module):
-    """Two tensors in, the second made outside of any stage."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(64, 64)
-
-    def forward(self, mask: torch.Tensor, options: dict[str, Any], x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.inner(x)) * mask * options["scale"]
-
-
-class Linked(nn.Module):
-    """A chain of stages: what one gets may be a view of another's output, or that output modified meanwhile."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Masked() for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        mask, scale = torch.ones_like(x), torch.full_like(x, 2.0)
-        y = self.blocks[0](mask, {"scale": scale}, x)
-        z = self.blocks[1](mask, {"scale": scale}, y.view(64, 64))
-        z = self.blocks[2](mask, {"scale": scale}, z.add_(1.0))
-        return self.blocks[3](mask, {"scale": y}, z)
-
-
-def test_inputs_are_held_in_the_order_passed_and_linked_to_their_makers() -> None:
-    profile = ckptplan.profile(Linked(), torch.randn(64, 64), menus=False)
-    stages = {stage.name: stage for stage in profile.stages}
-
-    def name(s: int) -> str:
-        return profile.storages[s].name.partition("/")[0]
-
-    def inputs(stage: str) -> list[str]:
-        option = stages[f"blocks.{stage}"].option("recompute")
-        return [name(s) for s in option.saved]
-
-    assert inputs("0") == ["(before blocks.0)", "(before blocks.0)", "input 0"]
-    assert inputs("1") == ["(before blocks.0)", "(before blocks.0)", "blocks.0"]
-    assert inputs("3") == ["(before blocks.0)", "blocks.0", "blocks.2"]
-    linked = {key: [name(s) for s in stage.linked] for key, stage in stages.items() if not stage.is_glue}
-    assert linked == {
-        "blocks.0": [],
-        "blocks.1": ["blocks.0"],
-        "blocks.2": [],  # modified on the way
-        "blocks.3": ["blocks.0", "blocks.2"],
-    }
-
-
 def test_stages_are_blocks_and_what_is_worth_it_around_them() -> None:
     stages = profiled("blocks").stages
     names = [s.name for s in stages]
@@ -622,84 +425,31 @@ def test_stages_are_blocks_and_what_is_worth_it_around_them() -> None:
 
 
 def test_later_calls_of_a_shared_module_are_stages_of_their_own() -> None:
-    names = [s.name for s in profiled("shared").stages if not s.is_glue]
-    assert names == ["cells.0", "cells.1", "cells.0#2", "cells.0#3"]
+    names = [s.name for s in measured("shared").stages if s.name.startswith("blocks")]
+    assert names == ["blocks.0", "blocks.0#2", "blocks.0#3", "blocks.1"]
 
 
 def test_skips_are_held_by_the_program_until_their_last_use() -> None:
-    storages = profiled("u-shaped").storages
-    spans = [s.program_until - s.born for s in storages if s.nbytes == 2 * 16 * 24 * 24 * 4]
+    storages = profiled("unet").storages
+    spans = [s.program_until - s.born for s in storages if s.nbytes == 2 * 8 * 16 * 16 * 4]
     assert max(spans) > 4, "the outermost skip lives across the inner blocks"
 
 
-def snapshot(model: nn.Module) -> dict[str, Any]:
-    return {
-        "parameters": {n: (id(p), p.detach().clone(), p.grad, p.requires_grad) for n, p in model.named_parameters()},
-        "buffers": {n: (id(b), b.clone()) for n, b in model.named_buffers()},
-        "modules": {n: (m.training, sorted(m.__dict__), len(m._forward_hooks)) for n, m in model.named_modules()},
-        "random": (torch.get_rng_state(), random.getstate(), np.random.get_state()[1]),  # noqa: NPY002
-    }
-
-
-def assert_same(a: Any, b: Any, where: str = "") -> None:
-    if isinstance(a, torch.Tensor):
-        assert a is b or torch.equal(a, b), where
-    elif isinstance(a, np.ndarray):
-        assert np.array_equal(a, b), where
-    elif isinstance(a, dict):
-        assert a.keys() == b.keys(), where
-        for key in a:
-            assert_same(a[key], b[key], f"{where}/{key}")
-    elif isinstance(a, tuple):
-        assert len(a) == len(b), where
-        for i, (x, y) in enumerate(zip(a, b, strict=True)):
-            assert_same(x, y, f"{where}/{i}")
-    else:
-        assert a == b, where
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_profiling_and_solving_change_nothing(name: str) -> None:
+@pytest.mark.parametrize("name", ["bulky", "recurrent"])
+def test_profiling_changes_nothing(name: str) -> None:
     model, inputs = MODELS[name]()
     next(model.parameters()).grad = torch.full_like(next(model.parameters()), 3.0)
-    before = snapshot(model)
-    ckptplan.solve(model, budget_gb=1.0, inputs=inputs)
-    assert_same(before, snapshot(model))
+    before = state_of(model)
+    ckptplan.profile(model, inputs)
+    assert state_of(model) == before
 
 
 def test_an_error_inside_the_model_changes_nothing_either() -> None:
-    model, wrong = Convolutional(), torch.randn(4, 5, 32, 32)
-    before = snapshot(model)
+    (model, _), wrong = bulky(), torch.randn(4, 32)
+    before = state_of(model)
     with pytest.raises(ckptplan.InvalidInputError, match=r"forward with these inputs failed"):
         ckptplan.solve(model, budget_gb=1.0, inputs=wrong)
-    assert_same(before, snapshot(model))
-
-
-class CalledTwice(nn.Module):
-    """Calls one module twice; one of the calls saves little, or nothing."""
-
-    def __init__(self, *, first: bool) -> None:
-        super().__init__()
-        self.act, self.first = nn.Tanh(), first
-        self.up, self.down, self.out = nn.Linear(64, 256), nn.Linear(256, 64), nn.Linear(64, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.act(self.up(self.act(x) if self.first else x))
-        out: torch.Tensor = self.out(self.down(hidden))
-        return out if self.first else self.act(out)
-
-
-@pytest.mark.parametrize("first", [True, False])
-def test_all_calls_of_a_module_are_stages_if_one_is(first: bool) -> None:
-    torch.manual_seed(0)
-    model, x = CalledTwice(first=first), torch.randn(512, 64)
-    profile = ckptplan.profile(model, x)
-    assert {"act", "act#2"} <= {stage.name for stage in profile.stages}
-    for plan in uniform_plans(profile):
-        report = ckptplan.verify(model, plan, x, repeats=1)
-        assert report.gradients_equal
-        assert report.other_paths == 0
-        assert report.measured_peak_bytes <= plan.peak_bytes
+    assert state_of(model) == before
 
 
 @pytest.mark.usefixtures("short_search")
@@ -724,60 +474,23 @@ def test_profiling_stays_below_the_smallest_feasible_peak(monkeypatch: pytest.Mo
     assert ckptplan.verify(model, plan, inputs, repeats=1).measured_peak_bytes <= limit
 
 
-def test_the_link_is_measured_within_what_a_plan_may_use() -> None:
-    profile = profiled("blocks")
-    assert profile.link.out_bytes_per_s > 1e6
-    assert profile.link.in_bytes_per_s > 1e6
-
-
-def test_optimizer_state_and_update_count() -> None:
-    model, inputs = Net(), torch.randn(64, 64)
-    parameters = sum(p.numel() * 4 for p in model.parameters())
-    plain = ckptplan.profile(model, inputs, menus=False)
-    adam = ckptplan.profile(model, inputs, optimizer=torch.optim.AdamW(model.parameters()), menus=False)
-    steps = 4 * len(list(model.parameters()))  # AdamW counts its steps in a float32 per parameter
-    assert adam.resident_bytes - plain.resident_bytes == 2 * parameters + steps
-    sgd = ckptplan.profile(model, inputs, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), menus=False)
-    assert sgd.resident_bytes == plain.resident_bytes
-
-
-class Gan(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator = nn.Sequential(
-            *(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(3)), nn.Linear(64, 64)
-        )
-        self.judge = nn.Sequential(
-            *(nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.2), nn.ReLU()) for _ in range(3)), nn.Linear(64, 1)
-        )
-
-
 def test_a_step_given_as_a_callable() -> None:
-    """A generator and a discriminator, the latter run twice, one loss: no `model(inputs)` anywhere."""
-    model = Gan()
-    noise, real = torch.randn(256, 64), torch.randn(256, 64)
+    """A part of the model runs twice, and no `model(inputs)` anywhere."""
+    model, x = Net(), torch.randn(256, 64)
 
     def step() -> torch.Tensor:
-        fake = model.generator(noise)
-        scores, truth = model.judge(fake), model.judge(real)
-        ones = torch.ones_like(scores)
-        return F.binary_cross_entropy_with_logits(scores, ones) + F.binary_cross_entropy_with_logits(truth, ones)
+        made = model.blocks[0](model.stem(x))
+        return (model.head(model.blocks[1](made)) - model.head(model.blocks[1](x))).square().mean()
 
     profile = ckptplan.profile(model, step=step)
-    names = [s.name for s in profile.stages if not s.is_glue]
-    assert "judge.0#2" in names
+    assert "blocks.1#2" in [stage.name for stage in profile.stages]
     least = smallest_peak(profile, Limits(actions=ALL)).peak_bytes
     assert least < keep_all_peak(profile)
-    plan = ckptplan.solve(model, budget_gb=least / 2**30, step=step)
+    plan = ckptplan.solve(profile, least / 2**30)
     assert any(choice.action != "keep" for choice in plan.choices)
     report = ckptplan.verify(model, plan, step=step, repeats=1)
     assert report.gradients_equal
     assert report.measured_peak_bytes <= plan.budget_bytes
-    with ckptplan.apply(model, plan) as handle:
-        for _ in range(3):
-            model.zero_grad()
-            step().backward()
-        assert handle.stats().recomputed_stages == 3 * handle.stats().planned_recomputed_stages
 
 
 class Declared(Net):
@@ -836,14 +549,11 @@ INVALID, UNSUPPORTED, solve = ckptplan.InvalidInputError, ckptplan.UnsupportedMo
     ("call", "error", "text"),
     [
         (lambda: solve(Net(), "12GB", inputs=X), INVALID, r"'12GB' is not a number.*2\*\*30"),
-        (lambda: solve(Net(), -1, inputs=X), INVALID, r"-1 must be finite and above 0"),
         (lambda: solve(Net(), float("nan"), inputs=X), INVALID, r"nan must be finite"),
-        (lambda: solve(Net(), True, inputs=X), INVALID, r"not a number"),
         (lambda: solve(Net(), 1, inputs=X, host_gb=-2), INVALID, r"host_gb=-2"),
         (lambda: solve(frozen(), 1, inputs=X), INVALID, r"does not depend on a parameter that needs gradients"),
         (lambda: solve(nn.ReLU(), 1, inputs=X), INVALID, r"no parameter"),
         (lambda: solve(Net(), 1, inputs=torch.randn(8, 63)), INVALID, r"Net's forward .* failed"),
-        (lambda: solve(Net(), 1, inputs={"y": X}), INVALID, r"unexpected keyword"),
         (lambda: solve(Net(), 1, inputs="text"), INVALID, r"inputs of type str"),
         (lambda: solve(Detached(), 1, inputs=X), INVALID, r"never runs backward"),
         (lambda: solve(Net(), 1, inputs=X, loss_fn=lambda y: y), INVALID, r"shape \(8, 10\)"),
@@ -851,48 +561,14 @@ INVALID, UNSUPPORTED, solve = ckptplan.InvalidInputError, ckptplan.UnsupportedMo
         (lambda: solve(Net(), 1, step=lambda: 1.0), INVALID, r"step\(\) gave 'float'"),
         (lambda: solve(Net(), 1, inputs=X, step=lambda: None), INVALID, r"leave out inputs="),
         (lambda: solve(Net(), 1, inputs=X, device="cuda"), INVALID, r"the model is on 'cpu'"),
-        (lambda: solve(Net(), 1, inputs=X.to("meta")), INVALID, r"the model or its inputs lie on 'meta'"),
-        (lambda: solve(Net(), 1, inputs=X, actions=("recompute",)), INVALID, r"keep"),
-        (lambda: solve(Net(), 1, inputs=X, time_limit_s=0), INVALID, r"time_limit_s"),
         (lambda: solve(Net(), 1, inputs=X, swap_dir="/nowhere/at/all"), INVALID, r"can't be written"),
         (lambda: solve("model", 1), INVALID, r"model is a str"),
         (lambda: solve(Checkpointing(), 1, inputs=X), UNSUPPORTED, r"already checkpoints"),
-        (lambda: solve(Net(), 1e-5, inputs=X), ckptplan.InfeasibleBudgetError, r"smallest feasible peak"),
     ],
 )  # fmt: skip
 def test_bad_input_is_a_clear_error(call: Callable[[], Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         call()
-
-
-def test_the_error_for_too_small_a_budget_names_one_that_works() -> None:
-    model = Net()
-    with pytest.raises(ckptplan.InfeasibleBudgetError) as caught:
-        ckptplan.solve(model, 1e-5, inputs=X)
-    plan = ckptplan.solve(model, caught.value.min_peak_bytes / 2**30, inputs=X)
-    assert plan.peak_bytes <= caught.value.min_peak_bytes
-    assert caught.value.stage in plan.stages
-
-
-def test_a_copy_of_the_model_gets_the_same_profile_bytes() -> None:
-    model = Net()
-    a, b = ckptplan.profile(model, X), ckptplan.profile(copy.deepcopy(model), X)
-    assert a.storages == b.storages
-    assert [s.keep for s in a.stages] == [s.keep for s in b.stages]
-
-
-def test_gradients_summed_by_the_engine_are_known_whether_or_not_the_compiler_is_loaded() -> None:
-    program = """
-        import sys
-        from ckptplan.profiling.bytes.tracker import owners_of_a_lone_gradient
-        assert "torch._dynamo" not in sys.modules
-        without = owners_of_a_lone_gradient()
-        import torch._dynamo
-        owners_of_a_lone_gradient.cache_clear()
-        assert owners_of_a_lone_gradient() == without
-        assert min(without) > 0
-    """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True)
 
 
 class Converting(nn.Sequential):

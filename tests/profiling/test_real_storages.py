@@ -14,7 +14,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import ckptplan
-from ckptplan.core.profile import Profile
 from ckptplan.core.units import format_bytes
 
 ROWS, WIDTH = 128, 64
@@ -118,30 +117,22 @@ def model_with(odd: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
     return nn.Sequential(first, _Layer(odd), _Layer(odd), last)
 
 
-def _profile(model: nn.Module) -> Profile:
-    return ckptplan.profile(model, inputs(), menus=False)
-
-
 def inputs() -> torch.Tensor:
     torch.manual_seed(1)
     return torch.randn(ROWS, WIDTH)
 
 
 @pytest.mark.parametrize("name", ODD)
-@pytest.mark.parametrize("action", ["keep", "swap", "recompute"])
-def test_peaks_and_gradients_are_right(name: str, action: Any) -> None:
+def test_peaks_gradients_and_notes_are_right(name: str) -> None:
+    """Notes say which stages are kept, and by how much they differ."""
     model = model_with(ODD[name])
-    measured = _profile(model)
-    plan = plan_of(measured, [action] * len(measured.stages))
-    found = ckptplan.verify(model, plan, inputs(), repeats=1)
-    assert found.gradients_equal
-    assert found.other_paths == 0
-    assert found.measured_peak_bytes <= plan.peak_bytes
-
-
-@pytest.mark.parametrize("name", ODD)
-def test_notes_say_which_stages_and_by_how_much(name: str) -> None:
-    measured = _profile(model_with(ODD[name]))
+    measured = ckptplan.profile(model, inputs(), menus=False)
+    for action in ("keep", "swap", "recompute") if name in LARGER else ("swap", "recompute"):
+        plan = plan_of(measured, [action] * len(measured.stages))
+        found = ckptplan.verify(model, plan, inputs(), repeats=1)
+        assert found.gradients_equal
+        assert found.other_paths == 0
+        assert found.measured_peak_bytes <= plan.peak_bytes
     notes = [note for note in measured.notes if "without memory" in note]
     kept = [stage.name for stage in measured.stages if len(stage.options) == 1 and not stage.is_glue]
     more = {**REFUSED, **LARGER}.get(name)

