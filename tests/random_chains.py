@@ -273,6 +273,26 @@ def launched(rng: random.Random, chain: Profile) -> Profile:
     )
 
 
+def enlarged(chain: Profile, times: int) -> Profile:
+    """The same chain with so many times as many bytes everywhere."""
+
+    def options(stage: Stage) -> tuple[Option, ...]:
+        return tuple(
+            replace(o, forward_bytes=o.forward_bytes * times, backward_bytes=o.backward_bytes * times)
+            for o in stage.options
+        )
+
+    return replace(
+        chain,
+        stages=tuple(replace(stage, options=options(stage)) for stage in chain.stages),
+        storages=tuple(replace(s, nbytes=s.nbytes * times) for s in chain.storages),
+        base_forward_bytes=tuple(n * times for n in chain.base_forward_bytes),
+        base_backward_bytes=tuple(n * times for n in chain.base_backward_bytes),
+        update_peak_bytes=chain.update_peak_bytes * times,
+        resident_bytes=chain.resident_bytes * times,
+    )
+
+
 def dropped(rng: random.Random, chain: Profile) -> Profile:
     """A chain in which forward drops the graphs of some storages that one stage alone may hold, and of whole stages."""
     holders: dict[int, set[int]] = {}
@@ -310,6 +330,14 @@ def random_chain(seed: int, n: int, *, most_options: int = 7) -> Profile:
     chain = textbook_chain(rng, n) if seed % 3 == 0 else rich_chain(rng, n, most_options=most_options)
     chain = launched(rng, chain) if seed % 7 < 2 else chain
     return dropped(rng, chain) if seed % 3 and seed % 5 == 2 else chain
+
+
+def with_disk(rng: random.Random, chain: Profile) -> Profile:
+    """A chain with a disk behind the host, no faster than the link."""
+    link = chain.link
+    out, back, latency_s = rng.choice((1, 2, 4, 10)), rng.choice((1, 2, 8)), rng.choice((0, 0.25))
+    disk = Link(link.out_bytes_per_s / out, link.in_bytes_per_s / back, link.latency_s + latency_s)
+    return replace(chain, disk=disk)
 
 
 def random_segments(rng: random.Random, profile: Profile, *, share: float = 0.3) -> tuple[Segment, ...]:

@@ -12,25 +12,26 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from made_plans import plan_with, scheduled
 from random_chains import random_chain, random_options, random_segments
 
-from ckptplan.core.errors import CkptPlanError, InvalidInputError
+from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.link import Link
 from ckptplan.core.option import Option
 from ckptplan.core.plan import KEEP, Decision, Plan, Transfer
 from ckptplan.core.profile import Fingerprint, Profile
-from ckptplan.core.schedule import StepNeed, evaluate, residency, tightest_peak
+from ckptplan.core.schedule import evaluate
 from ckptplan.core.segment import Segment
 from ckptplan.core.stage import InputTensor, Stage
 from ckptplan.core.storage import Storage
 from ckptplan.core.units import budget_to_bytes
-from ckptplan.referee import simulate, validate
+from ckptplan.referee import validate
 
 pytestmark = pytest.mark.planning
 
-NOT_BYTES = (-1, 1.5, float("nan"), float("inf"), True, "12", None, [12], 1 << 60, 10**5000)
-NOT_SECONDS = (-0.5, float("nan"), float("inf"), -float("inf"), True, "1", None, [1.0], 1e10, 10**400)
-NOT_INDICES = ([0], "0", 0, None, (0.0,), (True,), ("0",), (-1,), (0, 0), ((0,),), (1 << 70,))
+NOT_BYTES = (-1, 1.5, float("nan"), True, "12", None, 1 << 60, 10**5000)
+NOT_SECONDS = (-0.5, float("nan"), -float("inf"), True, "1", None, 1e10, 10**400)
+NOT_INDICES = ([0], "0", None, (0.0,), (True,), (-1,), (0, 0), (1 << 70,))
 
 KEEPING = Option("keep", (0,), (), 10, 5)
 AGAIN = Option("recompute", (), (), 4, 9, recompute_s=1.0, recomputes=True)
@@ -60,19 +61,10 @@ def chain() -> Profile:
     return Profile(tuple(stages), tuple(storages), (100,) * 4, (100,) * 4, 90, Link(8.0, 4.0), disk=Link(2.0, 1.0))
 
 
-def plan_of(profile: Profile, choices: tuple[Decision, ...], segments: tuple[Segment, ...] = ()) -> Plan:
-    timeline = simulate(profile, choices, segments)
-    return Plan(
-        tuple(stage.name for stage in profile.stages), choices, "feasible", timeline.peak_bytes, timeline.peak_bytes,
-        timeline.host_bytes, timeline.makespan_s, profile.baseline_step_s, 0.0, "one by hand", "hand",
-        profile.fingerprint, tuple(stage.inputs for stage in profile.stages), segments,
-    )  # fmt: skip
-
-
 def a_plan() -> Plan:
     again = Decision("recompute")
     moving = Decision.moving("recompute", (0,), 0, 3, "recompute+swap")
-    return plan_of(chain(), (moving, KEEP, again, again), (Segment(0, 3, (Segment(2, 2),)),))
+    return plan_with(chain(), (moving, KEEP, again, again), segments=(Segment(0, 3, (Segment(2, 2),)),))
 
 
 @pytest.mark.parametrize("value", NOT_BYTES, ids=lambda v: repr(v)[:12] if not isinstance(v, int) else f"{v:#x}"[:12])
@@ -118,11 +110,11 @@ def test_no_seconds(value: Any) -> None:
             make()
 
 
-@pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf"), True, "1e9", None, 1e-300, 1e300, 10**400])
-def test_no_bandwidth(value: Any) -> None:
-    for link in (lambda: Link(value, 1), lambda: Link(1, value)):
-        with pytest.raises(InvalidInputError, match="bytes per second"):
-            link()
+def test_no_bandwidth() -> None:
+    for value in (0, -1, float("nan"), float("inf"), True, "1e9", None, 1e-300, 1e300, 10**400):
+        for rates in ((value, 1), (1, value)):
+            with pytest.raises(InvalidInputError, match="bytes per second"):
+                Link(*rates)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("value", NOT_INDICES, ids=repr)
@@ -144,29 +136,20 @@ def test_no_indices(value: Any) -> None:
 CONTRADICTIONS: dict[str, tuple[str, Callable[[], object]]] = {
     "made later than held last": ("program_until", lambda: Storage("s", 1, 3, 2)),
     "made before the step's beginning": ("born", lambda: Storage("s", 1, -2, 2)),
-    "made at half past": ("born", lambda: Storage("s", 1, 0.5, 2)),  # type: ignore[arg-type]
-    "held for a year": ("program_until", lambda: Storage("s", 1, 0, "2")),  # type: ignore[arg-type]
     "a graph that is dropped before it is made": ("graph_until", lambda: Storage("s", 1, 2, 2, graph_until=1)),
     "a truth that is none": ("to_end", lambda: Storage("s", 1, 0, 2, to_end="no")),  # type: ignore[arg-type]
-    "stays, perhaps": ("stays", lambda: Storage("s", 1, 0, 2, stays=1)),  # type: ignore[arg-type]
     "name": ("name", lambda: Storage(["s"], 1, 0, 2)),  # type: ignore[arg-type]
     "saved and pinned": ("saved and pinned", lambda: Option("keep", (1, 2), (2,), 1, 1)),
     "moves what it doesn't save": ("positions", lambda: Option("swap", (7,), (), 1, 1, moves=(1,))),
     "time without recompute": ("with recomputes=False", lambda: replace(AGAIN, recomputes=False)),
-    "operations without recompute": ("with recomputes=False", lambda: replace(KEEPING, ops=(1,))),
-    "recomputes, perhaps": ("recomputes", lambda: replace(AGAIN, recomputes=1)),  # type: ignore[arg-type]
     "no options": ("begin with 'keep'", lambda: Stage("s", "s", (), 1, 1)),
     "keep isn't first": ("begin with 'keep'", lambda: Stage("s", "s", (AGAIN, KEEPING), 1, 1)),
-    "two of one name": ("no name twice", lambda: Stage("s", "s", (KEEPING, AGAIN, AGAIN), 1, 1)),
+    "two options of one name": ("no name twice", lambda: Stage("s", "s", (KEEPING, AGAIN, AGAIN), 1, 1)),
     "keep moves": ("'keep' must not recompute or move", lambda: Stage("s", "s", (replace(KEEPING, moves=(0,)),), 1, 1)),
     "keep recomputes": ("'keep' must not recompute", lambda: Stage("s", "s", (replace(AGAIN, name="keep"),), 1, 1)),
     "recompute keeps": (
         "'recompute' must have recomputes=True",
         lambda: Stage("s", "s", (KEEPING, replace(KEEPING, name="recompute")), 1, 1),
-    ),
-    "recompute saves operations": (
-        "'recompute' must have recomputes=True",
-        lambda: Stage("s", "s", (KEEPING, replace(AGAIN, ops=(1,))), 1, 1),
     ),
     "recompute+swap holds other things": (
         r"'recompute\+swap' must hold all",
@@ -186,23 +169,16 @@ CONTRADICTIONS: dict[str, tuple[str, Callable[[], object]]] = {
         "glue can only have 'keep'",
         lambda: Stage("(s)", "s", (KEEPING, replace(KEEPING, name="swap", moves=(0,))), 1, 1),
     ),
-    "glue that recomputes": ("glue can only have 'keep'", lambda: Stage("(s)", "s", (KEEPING, AGAIN), 1, 1)),
     "linked to what isn't held": ("linked", lambda: Stage("s", "s", (KEEPING, AGAIN), 1, 1, linked=(0,))),
     "linked and can't recompute": ("linked", lambda: Stage("s", "s", (KEEPING,), 1, 1, linked=(0,))),
     "an option that is none": ("Option", lambda: Stage("s", "s", ("keep",), 1, 1)),  # type: ignore[arg-type]
-    "options in a list": ("Option", lambda: Stage("s", "s", [KEEPING], 1, 1)),  # type: ignore[arg-type]
     "segment from below": ("first <= last", lambda: Segment(-1, 2)),
-    "segment backwards": ("first <= last", lambda: Segment(3, 2)),
     "segment of halves": ("first <= last", lambda: Segment(0.5, 2)),  # type: ignore[arg-type]
-    "segment of truth": ("first <= last", lambda: Segment(False, True)),
     "inner segment past the end": ("out of order", lambda: Segment(0, 3, (Segment(1, 4),))),
-    "inner segment with the last stage": ("out of order", lambda: Segment(0, 3, (Segment(1, 3),))),
     "inner segment before the first": ("out of order", lambda: Segment(1, 3, (Segment(0, 2),))),
     "inner segments overlap": ("out of order", lambda: Segment(0, 9, (Segment(1, 4), Segment(4, 5)))),
-    "inner segments out of order": ("out of order", lambda: Segment(0, 9, (Segment(5, 6), Segment(1, 2)))),
     "an inner segment that is none": ("Segment", lambda: Segment(0, 9, ((1, 2),))),  # type: ignore[arg-type]
     "unknown action": ("unknown action", lambda: Decision("offload")),  # type: ignore[arg-type]
-    "an action that is no word": ("unknown action", lambda: Decision(["keep"])),  # type: ignore[arg-type]
     "kept and moved": ("can't move", lambda: Decision.moving("keep", (0,), 1, 1)),
     "swapped, and operations chosen": ("can't save operations", lambda: Decision("swap", ops=(1,))),
     "moved without points": ("indices", lambda: Transfer((0,), None, None)),  # type: ignore[arg-type]
@@ -210,17 +186,9 @@ CONTRADICTIONS: dict[str, tuple[str, Callable[[], object]]] = {
     "moved twice": ("twice", lambda: Decision("swap", (Transfer((0, 1), 1, 1), Transfer((1,), 2, 2)))),
     "a transfer that is none": ("Transfer", lambda: Decision("swap", ((0,),))),  # type: ignore[arg-type]
     "a point below": ("stage indices", lambda: Decision.moving("swap", (0,), -1, 1)),
-    "half a point": ("stage indices", lambda: Decision.moving("swap", (0,), 0.5, 1)),  # type: ignore[arg-type]
     "an option that is no word": ("option", lambda: Decision("keep", option=1)),  # type: ignore[arg-type]
     "fingerprint": ("training", lambda: Fingerprint("", "", "yes", "", "", "")),  # type: ignore[arg-type]
 }
-
-
-@pytest.mark.parametrize("case", CONTRADICTIONS)
-def test_contradictions(case: str) -> None:
-    message, make = CONTRADICTIONS[case]
-    with pytest.raises(InvalidInputError, match=message):
-        make()
 
 
 def with_stage(i: int, **changes: Any) -> Profile:
@@ -238,20 +206,16 @@ def linked_to(i: int, s: int) -> Profile:
 
 IMPOSSIBLE: dict[str, tuple[str, Callable[[], object]]] = {
     "no stages": ("at least one", lambda: replace(chain(), stages=(), base_forward_bytes=(), base_backward_bytes=())),
-    "no chain": ("one entry per stage", lambda: Profile.from_chain([], [], [], [], input_bytes=0)),
     "lists of two lengths": (
         "one entry per stage",
         lambda: Profile.from_chain([1, 1], [1, 1], [1], [1], input_bytes=0),
     ),
     "saves less than its output": ("below its output", lambda: Profile.from_chain([1], [1], [2], [1], input_bytes=0)),
-    "stages in a list": ("Stage", lambda: replace(chain(), stages=list(chain().stages))),
-    "a stage that is none": ("Stage", lambda: replace(chain(), stages=(*chain().stages[:3], "d"))),
     "a storage that is none": ("Storage", lambda: replace(chain(), storages=(*chain().storages, 12))),
     "no link": ("Link", lambda: replace(chain(), link=None)),
     "too few base bytes": ("4 stages", lambda: replace(chain(), base_forward_bytes=(1, 1, 1))),
     "two of one name": ("'a' is used twice", lambda: with_stage(3, name="a")),
     "no such storage": ("there are 8", lambda: with_stage(0, options=(Option("keep", (8,), (), 1, 1),))),
-    "pins no such storage": ("there are 8", lambda: with_stage(0, options=(Option("keep", (), (8,), 1, 1),))),
     "held before it is made": (
         "made only in step 3",
         lambda: with_stage(0, options=(Option("keep", (7,), (), 1, 1),)),
@@ -263,7 +227,6 @@ IMPOSSIBLE: dict[str, tuple[str, Callable[[], object]]] = {
     "takes its own product": ("own product", lambda: linked_to(2, 6)),
     "linked to a later stage's": ("made only in step 3", lambda: linked_to(2, 7)),
     "linked to glue's": ("no earlier module stage makes", lambda: linked_to(2, 2)),
-    "linked to the step's input": ("no earlier module stage makes", lambda: linked_to(2, 0)),
     "absurd in all": (
         "in all",
         lambda: replace(chain(), storages=(*chain().storages, *[Storage("s", (1 << 60) - 1, 0, 0)] * 2)),
@@ -271,7 +234,6 @@ IMPOSSIBLE: dict[str, tuple[str, Callable[[], object]]] = {
     "notes": ("notes", lambda: replace(chain(), notes="abc")),
     "a plan of nothing": ("2 decisions", lambda: replace(a_plan(), choices=(KEEP, KEEP), segments=())),
     "a plan with a stage twice": ("used twice", lambda: replace(a_plan(), stages=("a", "(b)", "c", "a"))),
-    "a plan with a decision that is none": ("Decision", lambda: replace(a_plan(), choices=("keep",) * 4)),
     "a plan with a segment that is none": ("Segment", lambda: replace(a_plan(), segments=((0, 3),))),
     "status": ("unknown status", lambda: replace(a_plan(), status="proven")),
     "a point past the end": (
@@ -281,7 +243,6 @@ IMPOSSIBLE: dict[str, tuple[str, Callable[[], object]]] = {
     "segment past the end": ("past the end", lambda: replace(a_plan(), segments=(Segment(2, 4),))),
     "segment of one": ("a single stage", lambda: replace(a_plan(), segments=(Segment(2, 2),))),
     "segments overlap": ("out of order", lambda: replace(a_plan(), segments=(Segment(0, 2), Segment(2, 3)))),
-    "segments out of order": ("out of order", lambda: replace(a_plan(), segments=(Segment(2, 3), Segment(0, 1)))),
     "segment of a kept stage": (
         "'d' has action 'keep'; it must be 'recompute'",
         lambda: replace(a_plan(), choices=(*a_plan().choices[:3], KEEP)),
@@ -299,9 +260,9 @@ IMPOSSIBLE: dict[str, tuple[str, Callable[[], object]]] = {
 }
 
 
-@pytest.mark.parametrize("case", IMPOSSIBLE)
-def test_impossible_profiles_and_plans(case: str) -> None:
-    message, make = IMPOSSIBLE[case]
+@pytest.mark.parametrize("case", [*CONTRADICTIONS, *IMPOSSIBLE])
+def test_contradictions_and_impossible_profiles_and_plans(case: str) -> None:
+    message, make = (CONTRADICTIONS | IMPOSSIBLE)[case]
     with pytest.raises(InvalidInputError, match=message):
         make()
 
@@ -313,13 +274,10 @@ def test_a_segment_of_what_can_t_be_recomputed_has_no_schedule() -> None:
         evaluate(profile, options, 10_000, (Segment(0, 3),))
 
 
-@pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf"), True, "12", None, 1e300, 10**400])
-def test_no_budget(value: Any) -> None:
-    with pytest.raises(InvalidInputError, match="budget_gb="):
-        budget_to_bytes(value)
-
-
-def test_budgets_round_down() -> None:
+def test_budgets_are_positive_numbers_and_round_down() -> None:
+    for value in (0, -1, float("nan"), True, "12", None, 1e300, 10**400):
+        with pytest.raises(InvalidInputError, match="budget_gb="):
+            budget_to_bytes(value)  # type: ignore[arg-type]
     assert budget_to_bytes(1) == 1 << 30
     assert budget_to_bytes(1.9 / (1 << 30)) == 1
 
@@ -327,7 +285,7 @@ def test_budgets_round_down() -> None:
 names = st.text(min_size=1, max_size=8)
 
 
-@settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 10_000), n=st.integers(1, 9), name=names, note=st.text(), share=st.floats(0, 1))
 def test_what_is_written_is_read_back(tmp_path: Path, seed: int, n: int, name: str, note: str, share: float) -> None:
     rng = random.Random(seed)
@@ -335,19 +293,14 @@ def test_what_is_written_is_read_back(tmp_path: Path, seed: int, n: int, name: s
     profile = replace(random_chain(seed, n), notes=(note, name), fingerprint=fingerprint)
     segments = random_segments(rng, profile, share=share)
     options = random_options(rng, profile, segments)
-    r = residency(profile, options, segments)
-    least = tightest_peak(profile, r).bytes
-    found = evaluate(profile, options, least, segments)
-    assert not isinstance(found, StepNeed)
-    choices = found.decisions()
-    plan = replace(plan_of(profile, choices, segments), planner=name, space=note)
+    plan = replace(scheduled(profile, options, segments), planner=name, space=note)
     profile.save(tmp_path / "profile.json")
     plan.save(tmp_path / "plan.json")
     profile_again, plan_again = Profile.load(tmp_path / "profile.json"), Plan.load(tmp_path / "plan.json")
     assert profile_again == profile
     assert plan_again == plan
     assert hash(plan_again) == hash(plan)
-    assert validate(profile_again, plan_again, plan.peak_bytes) == ()
+    assert validate(profile_again, plan_again, plan.budget_bytes) == ()
     assert str(plan_again) == str(plan)
     assert plan.planner in str(plan)
 
@@ -383,13 +336,13 @@ def test_values_of_another_type_are_refused(what: str, tmp_path: Path) -> None:
     good = json.loads((tmp_path / "good.json").read_text())
     bad = tmp_path / "bad.json"
     of_same_type: dict[type, tuple[Any, ...]] = {
-        int: ([], {}, "x", [1], True, -7, 0.5, float("nan"), 1 << 70),
-        float: ([], {}, "x", [1.0], True, -7, float("nan"), float("inf")),
-        str: ([], {}, 3, ["x"], True, None),
-        bool: ([], {}, 3, ["x"], 0, None, "true"),
-        list: ({}, "x", 3, True, None, {"0": 1}),
-        dict: ([], "x", 3, True, None),
-        type(None): ([], {}, "x", True, -0.5, float("nan")),
+        int: ([], "x", True, -7, 0.5, 1 << 70),
+        float: ({}, "x", True, -7, float("nan")),
+        str: ([], 3, None),
+        bool: ([], 3, 0, None, "true"),
+        list: ({}, "x", 3, None),
+        dict: ([], "x", 3, None),
+        type(None): ({}, "x", True, -0.5),
     }
     tried = 0
     for path in paths_in(good):
@@ -438,52 +391,6 @@ def test_unknown_and_missing_fields_are_named(what: str, tmp_path: Path) -> None
     assert seen > 20
 
 
-@pytest.mark.parametrize("what", LOADERS)
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "[]",
-        "3",
-        "null",
-        "{",
-        '{"schema": 2}',
-        '{"schema": ["ckptplan.plan/2"]}',
-        "[" * 100_000,
-        "\x00",
-        '{"a": NaN',
-    ],
-)
-def test_files_that_are_neither(what: str, text: str, tmp_path: Path) -> None:
-    path = tmp_path / "bad.json"
-    path.write_text(text)
-    with pytest.raises(InvalidInputError, match=r"bad\.json"):
-        LOADERS[what][1](path)
-
-
-@pytest.mark.parametrize("what", LOADERS)
-@pytest.mark.parametrize("version", ["1", "2", "5", "two", ""])
-def test_other_schema_versions_are_named(what: str, version: str, tmp_path: Path) -> None:
-    save, load = LOADERS[what]
-    path = tmp_path / "file.json"
-    save(path)
-    data = json.loads(path.read_text())
-    path.write_text(json.dumps({**data, "schema": f"ckptplan.{what}/{version}"}))
-    with pytest.raises(InvalidInputError, match=f"{what}/{version}.*reads .*'ckptplan.{what}/3'"):
-        load(path)
-
-
-def test_a_profile_is_no_plan(tmp_path: Path) -> None:
-    chain().save(tmp_path / "profile.json")
-    with pytest.raises(InvalidInputError, match=r"has schema 'ckptplan\.profile/3'"):
-        Plan.load(tmp_path / "profile.json")
-    with pytest.raises(InvalidInputError, match="can't be read"):
-        Plan.load(tmp_path / "nowhere.json")
-    (tmp_path / "latin.json").write_bytes(b'{"schema": "\xe9"}')
-    with pytest.raises(CkptPlanError, match="can't be read"):
-        Profile.load(tmp_path / "latin.json")
-
-
 def test_segments_nested_too_deep_are_refused(tmp_path: Path) -> None:
     a_plan().save(tmp_path / "plan.json")
     data = json.loads((tmp_path / "plan.json").read_text())
@@ -508,7 +415,7 @@ def test_segments_nested_too_deep_are_refused(tmp_path: Path) -> None:
 def test_a_plan_is_told_in_one_line(fields: dict[str, Any], verdict: str) -> None:
     nbytes = int(2.34 * 2**30)
     given = {"budget_bytes": int(2.35 * 2**30), "peak_bytes": nbytes, "step_s": 1.1, "lower_bound_s": 1.05, **fields}
-    plan = replace(plan_of(chain(), (KEEP,) * 4), baseline_step_s=1.0, **given)
+    plan = replace(plan_with(chain(), (KEEP,) * 4), baseline_step_s=1.0, **given)
     assert plan.verdict == verdict
     first, *_, last = str(plan).splitlines()
     assert first == verdict

@@ -10,7 +10,6 @@ import networkx as nx
 import pytest
 from made_plans import plan_with, scheduled
 from random_chains import random_chain, random_options, random_segments
-from rich.console import Console
 
 from ckptplan.core.link import Link
 from ckptplan.core.option import Option
@@ -98,7 +97,7 @@ def test_a_skip_a_branch_a_shared_block_and_glue() -> None:
     }
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(5))
 def test_edges_are_what_options_hold_and_the_program(seed: int) -> None:
     profile = random_chain(seed, 12)
     graph, n = profile.graph(), len(profile.stages)
@@ -142,10 +141,7 @@ def test_a_traced_transformer_is_a_chain() -> None:
 
 
 def test_the_table_marks_skips_and_branches() -> None:
-    console = Console(width=140, record=True, quiet=True)
-    table = graph_table(small_profile())
-    console.print(table)
-    cells = [list(column.cells) for column in table.columns]
+    cells = [list(column.cells) for column in graph_table(small_profile()).columns]
     assert list(zip(*cells, strict=True)) == [
         ("(inputs)", "down", "", "1", "8 B", ""),
         ("down", "itself", "", "1", "40 B", "20 B"),
@@ -169,7 +165,7 @@ def test_an_explanation_names_the_skip_that_passes_what_binds() -> None:
     assert "20 B there for other stages: skip (20 B, for up)" in str(found)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(8))
 def test_what_passes_a_stage_is_there_by_the_referee(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under plans with moves and segments, and held by others than the stage."""
     rng = random.Random(seed)

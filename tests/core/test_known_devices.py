@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from device_examples import FORMATS, ROOT, SIMPLE, example
+from device_examples import FORMATS, SIMPLE, example
 
 from ckptplan.core.device import OP_CLASSES, Device, find_device, known_devices, library_workspaces
 from ckptplan.core.errors import InvalidInputError
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.planning
 
 
 @pytest.mark.parametrize("device", known_devices().values(), ids=lambda device: device.name)
-def test_every_number_of_a_known_device_has_a_source(device: Device) -> None:
+def test_every_number_of_a_known_device_has_a_source_and_is_plausible(device: Device) -> None:
     for field in fields(Device):
         if field.name in ("name", "description", "sources"):
             continue
@@ -29,10 +29,6 @@ def test_every_number_of_a_known_device_has_a_source(device: Device) -> None:
         else:
             assert device.sources.get(field.name), field.name
     assert set(OP_CLASSES) <= set(device.efficiency)
-
-
-@pytest.mark.parametrize("device", known_devices().values(), ids=lambda device: device.name)
-def test_known_devices_are_plausible(device: Device) -> None:
     # The driver never reports what is on the box ("40GB", 10**9 bytes each or 2**30), but never less than 88 % of it.
     boxed = int(re.search(r"(\d+)GB", device.description)[1])  # type: ignore[index]
     assert 0.88 * boxed < device.memory_bytes / 2**30 <= boxed
@@ -48,36 +44,15 @@ def test_known_devices_are_plausible(device: Device) -> None:
     assert device.usable_bytes < device.memory_bytes
 
 
-def test_the_data_file_is_installed() -> None:
-    tomllib = pytest.importorskip("tomllib")  # Python 3.11
-    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"][
-        "ckptplan.core"
-    ]
-    installed = {path for pattern in patterns for path in (ROOT / "ckptplan" / "core").glob(pattern)}
-    assert ROOT / "ckptplan" / "core" / "devices.json" in installed
-
-
 def test_devices_are_found_by_name_however_it_is_written() -> None:
     assert find_device("rtx4090") is find_device("RTX 4090") is find_device("rtx-4090")
     assert find_device("A100_40GB").name == "a100-40gb"
     assert find_device(SIMPLE) is SIMPLE
-
-
-@pytest.mark.parametrize(
-    ("asked", "hint"),
-    [("a100", "'a100-40gb' or 'a100-80gb'?"), ("v100", "'v100-16gb' or 'v100-32gb'?"), ("h1000", "'h100'")],
-)
-def test_a_name_that_is_not_known_is_answered_with_near_ones(asked: str, hint: str) -> None:
-    with pytest.raises(InvalidInputError, match="not known") as error:
-        find_device(asked)
-    assert hint in str(error.value)
-    assert "calibrate" in str(error.value)
-
-
-def test_a_description_survives_its_file(tmp_path: Path) -> None:
-    device = known_devices()["t4"]
-    device.save(tmp_path / "t4.json")
-    assert find_device(tmp_path / "t4.json") == device
+    for asked, hint in (("a100", "'a100-40gb' or 'a100-80gb'?"), ("h1000", "'h100'")):
+        with pytest.raises(InvalidInputError, match="not known") as error:
+            find_device(asked)
+        assert hint in str(error.value)
+        assert "calibrate" in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +63,6 @@ def test_a_description_survives_its_file(tmp_path: Path) -> None:
         ({"bytes_per_s": 0}, "bytes_per_s"),
         ({"flops_per_s": {"float16": 1e12}}, "'float32'"),
         ({"efficiency": {"matmul": 1.5}}, "at most 1"),
-        ({"efficiency": {"products": 0.5}}, "'products'"),
         ({"efficiency": {"matmul.int8": 0.5}}, "'matmul.int8'"),
         ({"efficiency": {"reduction.float32": 0.5}}, "'reduction.float32'"),
         ({"compute_capability": (8,)}, "compute_capability"),
@@ -104,6 +78,7 @@ def test_impossible_numbers_are_named(change: dict[str, Any], text: str) -> None
 def test_the_documented_fields_of_a_device_are_those_written(tmp_path: Path) -> None:
     text = FORMATS.read_text(encoding="utf-8")
     SIMPLE.save(tmp_path / "simple.json")
+    assert find_device(tmp_path / "simple.json") == SIMPLE
     written = json.loads((tmp_path / "simple.json").read_text())
     for name in (*written, *OP_CLASSES):
         assert f"`{name}`" in text, name
@@ -115,12 +90,9 @@ def test_the_documented_fields_of_a_device_are_those_written(tmp_path: Path) -> 
     ("capability", "version", "workspaces"),
     [
         ((8, 0), "2.9.0", (8_519_680, 1 << 20)),
-        ((8, 9), "2.13.0+cu130", (8_519_680, 0)),
         ((9, 0), "2.9.1+cu128", (32 << 20, 1 << 20)),
-        ((9, 0), "2.11.0", (32 << 20, 1 << 20)),
         ((10, 0), "2.11.0+cu130", (8_519_680, 1 << 20)),
         ((10, 0), "2.12.0", (32 << 20, 0)),
-        ((12, 0), "2.13.0a0+gitfffffff", (32 << 20, 0)),
         ((11, 0), "2.13.0", (8_519_680, 0)),
     ],
 )

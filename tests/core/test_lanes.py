@@ -30,7 +30,7 @@ def test_a_copy_waits_for_the_one_in_front_of_it_and_nothing_waits_for_what_is_d
 def test_a_lane_takes_as_long_from_its_end_to_its_start() -> None:
     rng = random.Random(0)
     waiting = 0
-    for _ in range(300):
+    for _ in range(100):
         n = rng.randint(1, 8)
         compute_s = [float(rng.randint(0, 5)) for _ in range(n)]
         joins = sorted(rng.randint(0, n) for _ in range(rng.randint(0, 6)))
@@ -41,4 +41,4 @@ def test_a_lane_takes_as_long_from_its_end_to_its_start() -> None:
         assert seconds == lane(reversed_copies, compute_s[::-1])[0]  # whole seconds add up exactly
         assert seconds == sum(compute_s) + sum(waits_s)
         waiting += seconds > sum(compute_s)
-    assert waiting > 100
+    assert waiting > 30

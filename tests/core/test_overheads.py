@@ -31,9 +31,6 @@ def test_an_option_takes_seconds_for_what_it_saves_and_bytes_for_what_it_moves()
     assert overheads.copies_s(SWAP, SIZES) == pytest.approx(500 * 0.01)
     kept = replace(SWAP, name="keep", moves=())
     assert overheads.swapping_s(kept) == overheads.copies_s(kept, SIZES) == 0
-
-
-def test_seconds_that_an_option_adds() -> None:
     again = Option("recompute+swap", (0,), (), 4, 9, recompute_s=2.0, recomputes=True, moves=(0,), overhead_s=0.5)
     assert again.added_s == 2.5
     with pytest.raises(InvalidInputError, match=r"overhead_s=0\.5 must be 0"):

@@ -32,9 +32,8 @@ def test_a_message_is_its_text_with_its_counts() -> None:
     assert (message.done, message.total) == (17, 40)
     assert limited("searching", 10.0) == "searching, 0 s of 10 s"
     assert str(Message("plain")) == "plain"
-
-
-def test_a_search_says_step_peak_and_gap() -> None:
+    assert "━" in text_of(drawn(message))
+    assert "[red]" in text_of(drawn("a stage named [red]"))  # no markup
     assert search_state(float("inf"), 0.0, None) == "no plan yet"
     assert search_state(0.102, 0.1, 3 << 29) == "step 102.0 ms, peak 1.50 GiB, gap 2.00%"
 
@@ -49,18 +48,10 @@ def test_the_clock_of_a_search_runs_on_between_messages(monkeypatch: pytest.Monk
     assert text_of(line.drawn()).endswith("plain, 4 s")  # since the line began
 
 
-def test_counts_are_a_bar() -> None:
-    assert "━" in text_of(drawn(counted("timing", 21, 40, "stages")))
-    assert "[red]" in text_of(drawn("a stage named [red]"))  # no markup
-
-
-def test_nothing_is_shown_where_stderr_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_terminal_alone_shows_the_line_until_the_work_is_done(capsys: pytest.CaptureFixture[str]) -> None:
     with ckptplan.progress() as shown:
         shown("working")
     assert capsys.readouterr() == ("", "")
-
-
-def test_a_terminal_shows_the_line_until_the_work_is_done() -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=80)
     with ckptplan.progress("first", console=console) as shown:
         shown(counted("timing", 3, 4, "stages"))
@@ -91,7 +82,7 @@ def notebook(monkeypatch: pytest.MonkeyPatch) -> Notebook:
 
 
 def test_a_search_in_a_notebook_shows_one_line(notebook: Notebook) -> None:
-    profile = homogeneous_chain(6, link_ratio=0.5)
+    profile = homogeneous_chain(3, link_ratio=0.5)
     budget_gb = everything_kept_bytes(profile) / 2 / 2**30
     ckptplan.solve(profile, budget_gb)
     assert len(notebook.outputs) == 1
@@ -115,13 +106,13 @@ def test_programs_and_terminals_show_nothing_by_themselves(monkeypatch: pytest.M
 
 
 def test_plans_of_a_frontier_and_of_a_slowdown_are_counted_and_timed() -> None:
-    profile = homogeneous_chain(6, link_ratio=0.5)
+    profile = homogeneous_chain(3, link_ratio=0.5)
     seen: list[str] = []
     ckptplan.frontier(profile, points=3, time_limit_s=5, on_progress=seen.append)
     assert any(text.startswith("budget 2 of 3 (") and text.endswith(" s of 5 s") for text in seen)
     seen.clear()
-    ckptplan.solve(profile, max_overhead=0.1, time_limit_s=5, on_progress=seen.append)
+    plan = ckptplan.solve(profile, max_overhead=0.1, time_limit_s=5, on_progress=seen.append)
     assert any(text.startswith("trying ") and "gap" in text for text in seen)
     seen.clear()
-    ckptplan.explain(profile, ckptplan.solve(profile, 1.0), on_progress=seen.append)
+    ckptplan.explain(profile, plan, on_progress=seen.append)
     assert seen[-1].endswith("0 s of 10 s")

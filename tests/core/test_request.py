@@ -18,7 +18,6 @@ from ckptplan.core.units import GIB
 pytestmark = pytest.mark.planning
 
 CHAIN = Profile.from_chain([0.01] * 3, [0.02] * 3, [1 << 20] * 3, [4 << 20] * 3, input_bytes=1 << 20)
-PLANNING_CALLS = ("solve", "frontier", "explain")
 
 
 def test_keywords_name_the_fields_of_the_objects() -> None:
@@ -37,21 +36,10 @@ def test_every_option_is_documented(described: type) -> None:
     assert [f.name for f in fields(described) if f"\n{f.name} : " not in text] == []  # type: ignore[arg-type]
 
 
-def test_no_public_call_has_more_than_twelve_parameters() -> None:
-    for name in PLANNING_CALLS:
-        assert len(inspect.signature(getattr(ckptplan, name)).parameters) <= 12, name
-
-
-@pytest.mark.parametrize(
-    ("name", "near"),
-    [("host_gbs", "host_gb"), ("segment", "segments"), ("time_limit", "time_limit_s"), ("budget_gbs", "budget_gb")],
-)
-def test_an_unknown_keyword_names_the_nearest(name: str, near: str) -> None:
-    with pytest.raises(InvalidInputError, match=rf"solve\(\) has no option '{name}'; did you mean '{near}'\?"):
-        ckptplan.solve(CHAIN, **{name: 1})  # type: ignore[call-overload]
-
-
-def test_a_keyword_unlike_any_lists_them_all() -> None:
+def test_an_unknown_keyword_names_the_nearest_or_all() -> None:
+    for name, near in (("segment", "segments"), ("budget_gbs", "budget_gb")):
+        with pytest.raises(InvalidInputError, match=rf"solve\(\) has no option '{name}'; did you mean '{near}'\?"):
+            ckptplan.solve(CHAIN, **{name: 1})  # type: ignore[call-overload]
     with pytest.raises(InvalidInputError, match=r"explain\(\) has no option 'zzz'; its options are actions, gap,"):
         require_known(ckptplan.explain, {"zzz": 1}, request.SearchKeywords)
 
@@ -64,6 +52,8 @@ def test_options_become_the_objects() -> None:
     assert (training.inputs, training.amp, training.given()) == ("tokens", "bfloat16", ["inputs", "amp"])
     assert Limits.of({"host_gb": 0}).host_bytes == 0
     assert not Training().has_forward
+    names = {"bf16": "bfloat16", "fp16": "float16", "torch.float16": "float16", None: None}
+    assert {given: Training(amp=given).amp for given in names} == names
 
 
 @pytest.mark.parametrize(
@@ -72,18 +62,14 @@ def test_options_become_the_objects() -> None:
         ({"actions": ("swap",)}, "'keep' is missing"),
         ({"actions": 3}, "actions=3: give 'keep'"),
         ({"segments": "no"}, "segments='no'; it is True or False"),
-        ({"menus": None}, "menus=None; it is True or False"),
-        ({"host_gb": False}, "host_gb=False"),
         ({"host_gb": "12GB"}, "host_gb='12GB'"),
         ({"disk_gb": 1}, "disk_gb=1 without host_gb"),
         ({"time_limit_s": True}, "time_limit_s=True must be"),
         ({"gap": -0.01}, "gap=-0.01 must be a number, 0 or more"),
-        ({"gap": "1%"}, "gap='1%' must be"),
         ({"on_plan": 5}, "on_plan=5 is not callable"),
         ({"in_flight": 2}, r"no option .in_flight. any more: .* leave room for what the others hold"),
         ({"cache": False}, r"no option .cache. any more: .* plan_file= keeps a plan for the next run"),
         ({"seed": -1}, "seed=-1 must be a whole number from 0 to 2147483647"),
-        ({"seed": 1 << 31}, "seed=2147483648"),
         ({"workers": 0}, "workers=0 must be"),
     ],
 )
@@ -105,11 +91,3 @@ def test_limits_that_cannot_be_used(options: dict[str, Any], message: str) -> No
 def test_trainings_that_cannot_be(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         Training(**options)
-
-
-@pytest.mark.parametrize(
-    ("given", "name"),
-    [("bf16", "bfloat16"), ("bfloat16", "bfloat16"), ("fp16", "float16"), ("torch.float16", "float16"), (None, None)],
-)
-def test_autocast_has_the_names_that_people_give_it(given: str | None, name: str | None) -> None:
-    assert Training(amp=given).amp == name

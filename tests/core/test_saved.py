@@ -93,7 +93,7 @@ def with_transfers(choice: dict[str, Any]) -> dict[str, Any]:
     return {**rest, "transfers": [points] if points["moves"] else []}
 
 
-@pytest.mark.parametrize("kind", ["profile", "plan"])
+@pytest.mark.parametrize("kind", LOAD)
 @pytest.mark.parametrize("name", NAMES)
 def test_fields_are_read_as_they_were_saved(name: str, kind: str, tmp_path: Path) -> None:
     path = unpacked(f"{name}_{kind}", tmp_path)
@@ -147,29 +147,28 @@ def test_a_storage_that_its_stage_drops_is_read_with_its_bytes(tmp_path: Path) -
         assert (storage.nbytes, storage.graph_until) == (nbytes, graph_until)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_saved_plan_fits_its_saved_profile(name: str, tmp_path: Path) -> None:
-    profile = Profile.load(unpacked(f"{name}_profile", tmp_path))
-    plan = Plan.load(unpacked(f"{name}_plan", tmp_path))
-    plan.require_profile(profile)
-    assert validate(profile, plan, plan.budget_bytes) == ()
-    replayed = simulate(profile, plan)
-    assert replayed.peak_bytes == plan.peak_bytes
-    assert replayed.makespan_s == pytest.approx(plan.step_s, rel=1e-9)  # sums in another order
-
-
-def test_the_saved_plans_have_every_action_and_segments(tmp_path: Path) -> None:
+def test_saved_plans_fit_their_saved_profiles(tmp_path: Path) -> None:
+    """They have every action, and nested segments."""
     plans = [Plan.load(unpacked(f"{name}_plan", tmp_path)) for name in NAMES]
     assert {choice.action for plan in plans for choice in plan.choices} == {"keep", "swap", "recompute"}
     assert any(segment.inner for plan in plans for segment in plan.segments)
+    for name, plan in zip(NAMES, plans, strict=True):
+        profile = Profile.load(unpacked(f"{name}_profile", tmp_path))
+        plan.require_profile(profile)
+        assert validate(profile, plan, plan.budget_bytes) == ()
+        replayed = simulate(profile, plan)
+        assert replayed.peak_bytes == plan.peak_bytes
+        assert replayed.makespan_s == pytest.approx(plan.step_s, rel=1e-9)  # sums in another order
 
 
-@pytest.mark.parametrize(("kind", "call"), [("profile", "ckptplan.profile"), ("plan", "ckptplan.solve")])
-def test_another_schema_is_named_with_the_remedy(kind: str, call: str, tmp_path: Path) -> None:
-    path = unpacked(f"schema_2_{kind}", tmp_path)
-    newer = tmp_path / "newer.json"
+@pytest.mark.parametrize("kind", LOAD)
+def test_another_schema_or_kind_is_named_with_the_remedy(kind: str, tmp_path: Path) -> None:
+    path, newer = unpacked(f"schema_2_{kind}", tmp_path), tmp_path / "newer.json"
     newer.write_text(path.read_text().replace(f"ckptplan.{kind}/2", f"ckptplan.{kind}/5"))
-    read = {"profile": "'ckptplan.profile/3'", "plan": "'ckptplan.plan/4' and 'ckptplan.plan/3'"}[kind]
+    call, read = {
+        "profile": ("ckptplan.profile", "'ckptplan.profile/3'"),
+        "plan": ("ckptplan.solve", "'ckptplan.plan/4' and 'ckptplan.plan/3'"),
+    }[kind]
     for file, version in ((path, 2), (newer, 5)):
         text = (
             f"{file} has schema 'ckptplan.{kind}/{version}'; this version reads {read}: make it again "
@@ -177,29 +176,26 @@ def test_another_schema_is_named_with_the_remedy(kind: str, call: str, tmp_path:
         )
         with pytest.raises(InvalidInputError, match=f"^{re.escape(text)}$"):
             LOAD[kind](file)
+    other = {"profile": "plan", "plan": "profile"}[kind]
+    with pytest.raises(InvalidInputError, match=rf"schema 'ckptplan.{other}/3'.*give a file that {call} made"):
+        LOAD[kind](unpacked(f"conv_{other}", tmp_path))
 
 
-def test_a_file_of_another_kind_is_named_with_the_remedy(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInputError, match=r"schema 'ckptplan.profile/3'.*give a file that ckptplan.solve made"):
-        Plan.load(unpacked("conv_profile", tmp_path))
-    with pytest.raises(InvalidInputError, match=r"schema 'ckptplan.plan/3'.*give a file that ckptplan.profile made"):
-        Profile.load(unpacked("conv_plan", tmp_path))
-
-
-@pytest.mark.parametrize("kind", ["profile", "plan"])
-@pytest.mark.parametrize("name", NAMES)
-def test_damaged_files_are_refused(name: str, kind: str, tmp_path: Path) -> None:
-    text = saved(f"{name}_{kind}")
-    path = tmp_path / "file.json"
-    for end in (0, 1, len(text) // 3, len(text) // 2, len(text.rstrip()) - 1):
-        path.write_text(text[:end])
+@pytest.mark.parametrize("kind", LOAD)
+def test_damaged_files_are_refused(kind: str, tmp_path: Path) -> None:
+    text, path = saved(f"chain_{kind}"), tmp_path / "file.json"
+    for damaged in ("", text[: len(text) // 2], text.rstrip()[:-1], "[" * 100_000, "\x00", '{"a": NaN'):
+        path.write_text(damaged)
         with pytest.raises(InvalidInputError, match=r"can't be read as JSON: .*if it was cut off, make it again"):
             LOAD[kind](path)
-    data = json.loads(text)
-    path.write_text(json.dumps({**data, "colour": "blue"}))
+    for neither in ("[]", "3", "null", '{"schema": 2}', '{"schema": ["ckptplan.plan/2"]}'):
+        path.write_text(neither)
+        with pytest.raises(InvalidInputError, match=r"file\.json"):
+            LOAD[kind](path)
+    path.write_bytes(b'{"schema": "\xe9"}')
+    for file in (path, tmp_path / "nowhere.json"):
+        with pytest.raises(InvalidInputError, match="can't be read"):
+            LOAD[kind](file)
+    path.write_text(json.dumps({**json.loads(text), "colour": "blue"}))
     with pytest.raises(InvalidInputError, match=r"'colour'.*docs/formats\.md"):
         LOAD[kind](path)
-    for field in ("stages", "base_forward_bytes", "update_peak_bytes") if kind == "profile" else ("choices", "step_s"):
-        path.write_text(json.dumps({key: value for key, value in data.items() if key != field}))
-        with pytest.raises(InvalidInputError, match=rf"'{field}'.*docs/formats\.md"):
-            LOAD[kind](path)

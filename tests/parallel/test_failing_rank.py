@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-SOON_S = 30.0
+SOON_S = 90.0
 
 
 def test_every_process_ends() -> None:

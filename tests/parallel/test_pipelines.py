@@ -56,7 +56,7 @@ def train(model: nn.Module, schedule: Any, input_bytes: int) -> tuple[list[torch
         runs.step(*given, target=target if rank else None, losses=losses, return_outputs=False)
         return [loss.detach() for loss in losses]
 
-    for _ in range(4):
+    for _ in range(3):
         optimizer.zero_grad(set_to_none=False)  # as planned: steps begin with gradients
         found, peak = measured(step, model, [optimizer], ())
         optimizer.step()
@@ -75,7 +75,7 @@ def compared(name: str) -> dict[str, Any]:
     model = made()
     loss = None if first else lambda output: loss_fn(output, torch.zeros(()))
     plans = ckptplan.frontier(
-        model, points=4, inputs=x, loss_fn=loss, accumulate=True, optimizer="sgd", time_limit_s=0.3
+        model, points=3, inputs=x, loss_fn=loss, accumulate=True, optimizer="sgd", time_limit_s=0.3
     )
 
     def needs(plan: ckptplan.Plan) -> int:

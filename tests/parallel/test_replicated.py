@@ -20,7 +20,6 @@ from ckptplan.distributed.replicated import copied
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "views": {"gradient_as_bucket_view": True},
     "unused": {"find_unused_parameters": True},
     "static views": {"static_graph": True, "gradient_as_bucket_view": True},
     "accumulating": {},
@@ -67,7 +66,7 @@ def train(wrapped: DistributedDataParallel, x: torch.Tensor, *, twice: bool) -> 
         loss.backward()
         return loss.detach()
 
-    for number in range(8):
+    for number in range(5):
         optimizer.zero_grad()
         if twice:
             with wrapped.no_sync():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import itertools
 import warnings
 import weakref
 from collections.abc import Callable
@@ -33,15 +35,20 @@ def is_plain(model: nn.Module) -> bool:
 
 
 def planned(model: nn.Module, share: str = "50%") -> ckptplan.Plan:
-    return ckptplan.solve(model, budget=share, inputs=X, loss_fn=loss_of, time_limit_s=1)
+    return ckptplan.solve(model, budget=share, inputs=X, loss_fn=loss_of, time_limit_s=0.2)
+
+
+@functools.cache
+def plan_of_blocks() -> ckptplan.Plan:
+    return planned(blocks())
 
 
 def by_plan(model: nn.Module, **options: Any) -> None:
-    ckptplan.apply(model, planned(model), **options)
+    ckptplan.apply(model, plan_of_blocks(), **options)
 
 
 def by_budget(model: nn.Module, **options: Any) -> None:
-    ckptplan.apply(model, budget="50%", loss_fn=loss_of, time_limit_s=1, **options)
+    ckptplan.apply(model, budget="50%", loss_fn=loss_of, time_limit_s=0.2, **options)
 
 
 def by_budget_and_forward(model: nn.Module, **options: Any) -> None:
@@ -54,7 +61,7 @@ WAYS: list[Callable[..., None]] = [by_plan, by_budget, by_budget_and_forward]
 
 
 @pytest.mark.parametrize("applied", WAYS)
-def test_a_plan_is_taken_off_without_its_handle(applied: Callable[..., None]) -> None:
+def test_a_plan_is_taken_off_without_its_handle_and_a_model_freed_with_it(applied: Callable[..., None]) -> None:
     model = blocks()
     assert not ckptplan.remove(model)  # there is none
     applied(model)
@@ -63,10 +70,14 @@ def test_a_plan_is_taken_off_without_its_handle(applied: Callable[..., None]) ->
     assert ckptplan.remove(model)
     assert is_plain(model)
     assert not ckptplan.remove(model)
+    applied(model, replace=True)  # nothing
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
 
 
-@pytest.mark.parametrize("after", WAYS)
-@pytest.mark.parametrize("before", WAYS)
+@pytest.mark.parametrize(("before", "after"), [*itertools.pairwise(WAYS), (WAYS[2], WAYS[0])])
 def test_a_plan_replaces_another(before: Callable[..., None], after: Callable[..., None]) -> None:
     model, plain = blocks(), blocks()
     before(model)
@@ -83,7 +94,7 @@ def test_a_plan_replaces_another(before: Callable[..., None], after: Callable[..
 
 @pytest.mark.parametrize("before", WAYS)
 def test_a_plan_that_cant_be_applied_leaves_the_former(before: Callable[..., None]) -> None:
-    model, plan = blocks(), planned(blocks())
+    model, plan = blocks(), plan_of_blocks()
     before(model)
     for options in ({"check": "never"}, {"checksums": 2}):
         with pytest.raises(InvalidInputError):
@@ -94,48 +105,24 @@ def test_a_plan_that_cant_be_applied_leaves_the_former(before: Callable[..., Non
     assert is_plain(model)
 
 
-def test_replacing_nothing_is_applying() -> None:
-    model = blocks()
-    by_plan(model, replace=True)
-    assert ckptplan.remove(model)
-
-
-def test_a_handle_that_was_removed_is_forgotten() -> None:
-    model = blocks()
-    with ckptplan.apply(model, planned(model)):
-        pass
-    assert not ckptplan.remove(model)
-
-
-@pytest.mark.parametrize("applied", WAYS)
-def test_a_model_with_a_plan_can_be_freed(applied: Callable[..., None]) -> None:
-    model = blocks()
-    applied(model)
-    alive = weakref.ref(model)
-    del model
-    gc.collect()
-    assert alive() is None
-
-
 def test_a_budget_beyond_the_device_is_warned_of() -> None:
     there = psutil.virtual_memory().total / 2**30
     for budget, model, options in ((there + 1, blocks(), {}), (25, blocks().to("meta"), {"device": "rtx4090"})):
         with pytest.warns(RuntimeWarning, match=r"the budget, .* GiB, is more than all memory of .*units of 2\*\*30"):
-            ckptplan.solve(model, budget, inputs=X.to(next(model.parameters()).device), time_limit_s=1, **options)
+            ckptplan.solve(model, budget, inputs=X.to(next(model.parameters()).device), time_limit_s=0.2, **options)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        ckptplan.solve(blocks(), there - 1, inputs=X, time_limit_s=1)
+        ckptplan.solve(blocks(), there - 1, inputs=X, time_limit_s=0.2)
 
 
-@pytest.mark.parametrize("applied", WAYS)
-def test_solving_in_a_pause_ends_no_pause(applied: Callable[..., None]) -> None:
+@pytest.mark.parametrize("forward", [False, True])
+def test_solving_in_a_pause_ends_no_pause(forward: bool) -> None:
     model = blocks()
-    handle = ckptplan.apply(model, planned(model)) if applied is by_plan else None
-    handle = handle or ckptplan.apply(model, budget="50%", loss_fn=loss_of, time_limit_s=1)
-    if applied is by_budget_and_forward:
-        loss_of(model(X)).backward()
-    with handle.paused():
-        planned(model)
-        assert is_plain(model)
-    assert not is_plain(model)
-    handle.remove()
+    with ckptplan.apply(model, budget="50%", loss_fn=loss_of, time_limit_s=0.2) as handle:
+        if forward:
+            loss_of(model(X)).backward()
+        with handle.paused():
+            planned(model)
+            assert is_plain(model)
+        assert not is_plain(model)
+    assert not ckptplan.remove(model)

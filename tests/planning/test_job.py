@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -116,56 +117,36 @@ def test_what_smaller_fragments_leave_unused_is_used(monkeypatch: pytest.MonkeyP
     assert again.step_s <= fitting[0].step_s
 
 
-def test_a_plan_with_fragments_is_not_called_optimal_by_the_bound_of_a_smaller_budget() -> None:
+def beside(more: int) -> Callable[[ckptplan.Plan], DeviceBytes]:
+    """A replay in which every plan needs `more` bytes beside its tensors."""
+    return lambda plan: DeviceBytes(plan.peak_bytes, plan.peak_bytes + more, plan.peak_bytes + more)
+
+
+def test_the_bound_counts_what_every_plan_has_beside_its_tensors_and_nothing_else() -> None:
     chain = homogeneous_chain(6, link_ratio=1.0)
-    budget = ckptplan.solve(chain, 1.0).peak_bytes  # everything kept
-
-    def needs(plan: ckptplan.Plan) -> DeviceBytes:
-        return DeviceBytes(plan.peak_bytes, plan.peak_bytes, plan.peak_bytes + budget // 2)
-
-    limits = Limits(actions=("keep", "recompute"), time_limit_s=1.0)
-    plan = jobs.Job(chain, limits, needs, on_cuda=True).solved(budget)
-    assert plan.reserved_bytes == plan.peak_bytes + budget // 2 <= budget == plan.budget_bytes
-    assert plan.step_s > plan.baseline_step_s
-    assert plan.lower_bound_s == pytest.approx(plan.baseline_step_s)  # in tensors everything fits
-    assert plan.status == "feasible"
-
-
-def test_the_bound_counts_what_every_plan_has_beside_its_tensors() -> None:
-    chain, workspace = homogeneous_chain(6, link_ratio=1.0), 1 << 20
-    budget = ckptplan.solve(chain, 1.0).peak_bytes  # everything kept, without the workspace
-
-    def needs(plan: ckptplan.Plan) -> DeviceBytes:
-        return DeviceBytes(plan.peak_bytes, plan.peak_bytes + workspace, plan.peak_bytes + workspace)
-
-    limits = Limits(actions=("keep", "recompute"), time_limit_s=1.0)
-    plan = jobs.Job(chain, limits, needs, on_cuda=True, library_bytes=workspace).solved(budget)
+    budget = ckptplan.solve(chain, 1.0).peak_bytes  # everything kept, with nothing beside
+    limits, workspace = Limits(actions=("keep", "recompute"), time_limit_s=1.0), 1 << 20
+    alone = jobs.Job(chain, limits)
+    # A library's workspace is there under every plan.
+    plan = jobs.Job(chain, limits, beside(workspace), on_cuda=True, library_bytes=workspace).solved(budget)
+    assert plan.reserved_bytes is not None
     assert plan.reserved_bytes <= budget == plan.budget_bytes
     assert plan.status == "optimal"
-    alone = jobs.Job(chain, limits).solved(budget - workspace)
-    assert plan.lower_bound_s == pytest.approx(alone.lower_bound_s)
+    assert plan.lower_bound_s == pytest.approx(alone.solved(budget - workspace).lower_bound_s)
     assert plan.lower_bound_s > plan.baseline_step_s
+    # Another plan may have less of rounding, and of fragments: in tensors everything fits.
+    for more, library_bytes in ((workspace, 3 * workspace), (budget // 2, 0)):
+        plan = jobs.Job(chain, limits, beside(more), on_cuda=True, library_bytes=library_bytes).solved(budget)
+        assert plan.counted_bytes <= budget == plan.budget_bytes
+        assert plan.lower_bound_s == pytest.approx(alone.solved(budget).lower_bound_s)
+        assert plan.status == "feasible"
 
 
-def test_the_bound_does_not_count_what_another_plan_may_not_have() -> None:
-    """Rounding, for one, by which the fastest plan for the whole budget doesn't fit and another one does."""
-    chain, rounding = homogeneous_chain(6, link_ratio=1.0), 1 << 20
-    budget = ckptplan.solve(chain, 1.0).peak_bytes
-
-    def needs(plan: ckptplan.Plan) -> DeviceBytes:
-        return DeviceBytes(plan.peak_bytes, plan.peak_bytes + rounding, plan.peak_bytes + rounding)
-
-    limits = Limits(actions=("keep", "recompute"), time_limit_s=1.0)
-    plan = jobs.Job(chain, limits, needs, on_cuda=True, library_bytes=3 * rounding).solved(budget)
-    assert plan.lower_bound_s == pytest.approx(jobs.Job(chain, limits).solved(budget).lower_bound_s)
-
-
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(2))
 def test_orders_with_other_fragments(seed: int) -> None:
     """No plan over the budget, none that the referee rejects."""
     chain = homogeneous_chain(6, link_ratio=1.0)
-    most = ckptplan.solve(chain, 1024).peak_bytes
-    budget = int(most * (0.5 + 0.08 * seed))
+    budget = int(ckptplan.solve(chain, 1024).peak_bytes * (0.6 + 0.2 * seed))
 
     def needs(plan: ckptplan.Plan) -> DeviceBytes:
         fragments = hash(tuple(choice.action == "keep" for choice in plan.choices)) % 16 << 18

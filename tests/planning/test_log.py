@@ -43,17 +43,23 @@ def planned(stderr: IO[str]) -> None:
         (shown or str)("working")
 
 
-def test_a_terminal_shows_what_is_being_done(terminal: Terminal) -> None:
+def test_a_terminal_shows_what_is_being_done_and_a_file_one_line(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
     planned(terminal)
-    text = terminal.getvalue()
-    assert text.startswith(f"ckptplan: {BEGINS}\n")
-    assert "working" in text
-
-
-def test_what_is_no_terminal_gets_one_line() -> None:
-    file = io.StringIO()
+    assert terminal.getvalue().startswith(f"ckptplan: {BEGINS}\n")
+    assert "working" in terminal.getvalue()
+    file, found, given = io.StringIO(), [], io.StringIO()
     planned(file)
-    assert file.getvalue() == f"ckptplan: {BEGINS}\n"
+    with contextlib.redirect_stderr(given), log.planning(Budget.of(12, None), 10.0, found.append) as shown:
+        assert shown is not None
+        shown("working")
+    assert found == ["working"]  # the user's own progress has it all
+    assert file.getvalue() == given.getvalue() == f"ckptplan: {BEGINS}\n"
+    monkeypatch.setattr(log, "is_first_rank", lambda: False)
+    other = io.StringIO()
+    planned(other)
+    assert other.getvalue() == ""
 
 
 @pytest.mark.parametrize("how", ["level", "level of handlers", "disabled"])
@@ -76,22 +82,6 @@ def test_a_log_has_the_line(logger: logging.Logger, terminal: Terminal) -> None:
     planned(terminal)
     assert file.getvalue() == f"ckptplan: {BEGINS}\n"
     assert BEGINS not in terminal.getvalue()
-
-
-def test_another_rank_shows_nothing(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log, "is_first_rank", lambda: False)
-    planned(terminal)
-    assert terminal.getvalue() == ""
-
-
-def test_the_user_s_own_progress_has_it_all(terminal: Terminal) -> None:
-    found: list[str] = []
-    given = log.planning(Budget.of(12, None), 10.0, found.append)
-    with contextlib.redirect_stderr(terminal), given as shown:
-        assert shown is not None
-        shown("working")
-    assert found == ["working"]
-    assert terminal.getvalue() == f"ckptplan: {BEGINS}\n"
 
 
 def test_no_line_is_drawn_below_another_display_of_rich(terminal: Terminal) -> None:

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from small_models import assert_same, gradients
 from torch import nn
 
 import ckptplan
-from ckptplan.core.errors import InvalidInputError, PlanMismatchError
+from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.plan import Plan
 from ckptplan.core.request import recalled, remember
 from ckptplan.tensors.storages import unique_bytes
@@ -23,12 +24,9 @@ from ckptplan.training.measure import held_tensors, optimizer_tensors, peak_abov
 
 def blocks() -> nn.Sequential:
     torch.manual_seed(0)
-    block = [nn.Linear(32, 128), nn.GELU(), nn.Dropout(0.1), nn.Linear(128, 32)]
-    return nn.Sequential(*(nn.Sequential(*(type(m)(*_sizes(m)) for m in block)) for _ in range(4)))
-
-
-def _sizes(m: nn.Module) -> tuple[Any, ...]:
-    return (m.in_features, m.out_features) if isinstance(m, nn.Linear) else (m.p,) if isinstance(m, nn.Dropout) else ()
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Dropout(0.1), nn.Linear(128, 32)) for _ in range(4))
+    )
 
 
 def loss_of(output: torch.Tensor) -> torch.Tensor:
@@ -36,6 +34,7 @@ def loss_of(output: torch.Tensor) -> torch.Tensor:
 
 
 X = torch.randn(128, 32, generator=torch.Generator().manual_seed(1))
+HOW: dict[str, Any] = {"inputs": X, "loss_fn": loss_of, "time_limit_s": 0.2}
 
 
 def accumulating(model: nn.Module, number: int) -> None:
@@ -77,25 +76,20 @@ def prepared(kind: str) -> nn.Sequential:
     return model.eval() if kind == "mode" else model
 
 
-def trained(model: nn.Module, step: Step, steps: int = 4) -> list[list[torch.Tensor | None]]:
+def trained(model: nn.Module, step: Step, steps: int = 4) -> list[dict[str, torch.Tensor]]:
     torch.manual_seed(3)
     found = []
     for number in range(steps):
         model.zero_grad()
         step(model, number)
-        found.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
+        found.append(gradients(model))
     return found
-
-
-def assert_same(found: list[Any], wanted: list[Any]) -> None:
-    for a, b in zip((g for step in found for g in step), (g for step in wanted for g in step), strict=True):
-        assert (a is None and b is None) or torch.equal(a, b)
 
 
 def within(model: nn.Module, share: str) -> Plan:
     """A plan for as many bytes as a share of the way is."""
-    least = ckptplan.solve(model, budget=share, inputs=X, loss_fn=loss_of, time_limit_s=0.5)
-    return ckptplan.solve(model, least.budget_bytes / 2**30, inputs=X, loss_fn=loss_of, time_limit_s=0.5)
+    least = ckptplan.solve(model, budget=share, **HOW)
+    return ckptplan.solve(model, least.budget_bytes / 2**30, **HOW)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -130,8 +124,8 @@ def updating(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
     return step
 
 
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad])
-def test_the_state_of_an_optimizer_that_was_not_given_is_planned_for(kind: type[torch.optim.Optimizer]) -> None:
+def test_the_state_of_an_optimizer_that_was_not_given_is_planned_for() -> None:
+    kind = torch.optim.AdamW
     model = blocks()
     wanted = trained(model, updating(model, kind(model.parameters(), lr=0.1)))
     model = blocks()
@@ -151,7 +145,7 @@ def test_the_state_of_an_optimizer_that_was_not_given_is_planned_for(kind: type[
 
 def test_a_first_forward_that_trains_nothing_is_not_planned_for() -> None:
     model = blocks().requires_grad_(False)
-    with ckptplan.apply(model, budget="60%", loss_fn=loss_of, time_limit_s=0.5) as handle:
+    with ckptplan.apply(model, budget="60%", loss_fn=loss_of, time_limit_s=0.2) as handle:
         model(X)
         with pytest.raises(InvalidInputError, match="no plan yet"):
             handle.plan  # noqa: B018
@@ -162,16 +156,14 @@ def test_a_first_forward_that_trains_nothing_is_not_planned_for() -> None:
 def test_the_state_of_a_second_optimizer_is_warned_of() -> None:
     model = blocks()
     first, second = (torch.optim.AdamW(model[i:j].parameters()) for i, j in ((0, 2), (2, 4)))
-    third = torch.optim.Adagrad(model[3:].parameters())
-    plan = ckptplan.solve(model, budget="10%", inputs=X, loss_fn=loss_of, optimizer=first, time_limit_s=0.5)
+    plan = ckptplan.solve(model, budget="10%", optimizer=first, **HOW)
     with ckptplan.apply(model, plan) as handle:
         loss_of(model(X)).backward()
         first.step()
         assert not handle.stats().differences  # the first of its class is the one that was given
         with pytest.warns(RuntimeWarning, match=r"state of AdamW takes .* smaller by the others'"):
             second.step()
-        third.step()
-        assert handle.stats().differences == {"states": 2}
+        assert handle.stats().differences == {"states": 1}
 
 
 def test_state_without_a_plan_that_has_room_for_it_is_warned_of() -> None:
@@ -197,7 +189,7 @@ def test_casts_that_two_forwards_share_stay_while_plans_are_made() -> None:
 
     wanted = trained(blocks(), step)
     model = blocks()
-    plan = ckptplan.solve(model, budget_gb=1, inputs=X, loss_fn=loss_of, amp="bfloat16", time_limit_s=0.5)
+    plan = ckptplan.solve(model, budget_gb=1, inputs=X, loss_fn=loss_of, amp="bfloat16", time_limit_s=0.2)
     with ckptplan.apply(model, plan) as handle:
         assert_same(trained(model, step), wanted)
         assert "stage" in handle.stats().differences
@@ -217,7 +209,7 @@ def test_a_graph_from_before_a_new_plan_runs_backward_with_the_buffers_that_it_s
 
     wanted = trained(normed(), step)
     model = normed()
-    plan = ckptplan.solve(model, budget_gb=1, inputs=X, loss_fn=loss_of, time_limit_s=0.5)
+    plan = ckptplan.solve(model, budget_gb=1, **HOW)
     with ckptplan.apply(model, plan) as handle:
         assert_same(trained(model, step), wanted)
         assert handle.replans
@@ -252,14 +244,6 @@ def test_a_plan_without_gradients_from_before_serves_steps_with_them_if_there_is
         assert handle.stats().differences == {"gradients": 3, "no plan": 1}
 
 
-def test_with_strict_nothing_is_planned_again() -> None:
-    model = prepared("thawed")
-    plan = ckptplan.solve(model, budget="60%", inputs=X, loss_fn=loss_of, time_limit_s=0.5)
-    with ckptplan.apply(model, plan, strict=True) as handle, pytest.raises(PlanMismatchError, match="was frozen"):
-        trained(model, thawing)
-    assert not handle.replans
-
-
 def test_a_batch_without_a_plan_follows_the_former_one() -> None:
     def step(model: nn.Module, number: int) -> None:
         loss_of(model(torch.cat([X] * 6) if number in (1, 3) else X)).backward()
@@ -274,28 +258,6 @@ def test_a_batch_without_a_plan_follows_the_former_one() -> None:
         assert handle.stats().differences["no plan"] == 2
     texts = [str(w.message) for w in said]
     assert sum("smallest" in text and "the former plan stays applied" in text for text in texts) == 1
-
-
-def test_layers_thawed_by_turns_have_a_plan_for_each_turn() -> None:
-    def step(model: nn.Module, number: int) -> None:
-        for index, layer in enumerate(model.children()):
-            layer.requires_grad_(index in ((0, 3) if number % 4 > 1 else (1, 3)))
-        loss_of(model(X)).backward()
-
-    def made() -> nn.Sequential:
-        model = blocks()
-        model[0].requires_grad_(False)
-        model[2].requires_grad_(False)
-        return model
-
-    wanted = trained(made(), step, 10)
-    model = made()
-    plan = ckptplan.solve(model, budget="60%", inputs=X, loss_fn=loss_of, time_limit_s=0.3)
-    with warnings.catch_warnings(record=True), ckptplan.apply(model, plan) as handle:
-        warnings.simplefilter("always")
-        assert_same(trained(model, step, 10), wanted)
-        assert len(handle.replans) == 1
-        assert handle.returns >= 1
 
 
 def test_options_of_a_solve_are_recalled_and_hold_no_model() -> None:
@@ -316,36 +278,25 @@ def test_options_of_a_solve_are_recalled_and_hold_no_model() -> None:
     assert there() is None
     assert recalled(plan) is None
 
+    class Slotted:  # it can't be referred to weakly
+        __slots__ = ()
 
-@pytest.mark.parametrize("where", ["here", "file"])
-def test_a_share_is_of_what_each_plan_s_own_inputs_span(where: str, tmp_path: Path) -> None:
-    model, more = blocks(), {}
-    plan = ckptplan.solve(model, budget="30%", inputs=X, loss_fn=loss_of, time_limit_s=0.5)
-    if where == "file":
-        plan.save(tmp_path / "plan.json")
-        plan, more = Plan.load(tmp_path / "plan.json"), {"on_larger": "replan", "loss_fn": loss_of}
-    with ckptplan.apply(model, plan, **more) as handle:
+    remember(plan, {"loss_fn": Slotted()})
+    assert recalled(plan) is None
+
+
+def test_a_share_is_of_what_each_plan_s_own_inputs_span(tmp_path: Path) -> None:
+    model = blocks()
+    ckptplan.solve(model, budget="30%", **HOW).save(tmp_path / "plan.json")
+    plan = Plan.load(tmp_path / "plan.json")
+    with ckptplan.apply(model, plan, on_larger="replan", loss_fn=loss_of) as handle:
         with pytest.warns(RuntimeWarning, match="planned again for"):
             loss_of(model(torch.cat([X, X]))).backward()
         found = handle.plan
-    wanted = ckptplan.solve(blocks(), budget="30%", inputs=torch.cat([X, X]), loss_fn=loss_of, time_limit_s=0.5)
+    wanted = ckptplan.solve(blocks(), budget="30%", inputs=torch.cat([X, X]), loss_fn=loss_of, time_limit_s=0.2)
     assert found.budget_share == plan.budget_share == 0.3
     assert found.budget_bytes == pytest.approx(wanted.budget_bytes, rel=0.05)
     assert found.budget_bytes > 1.3 * plan.budget_bytes
-
-
-class Slotted:
-    """A loss that can't be referred to weakly."""
-
-    __slots__ = ()
-
-    def __call__(self, output: torch.Tensor) -> torch.Tensor:
-        return output.square().mean()
-
-
-def test_a_loss_without_weak_references_is_planned_with() -> None:
-    plan = ckptplan.solve(blocks(), 1.0, inputs=X, loss_fn=Slotted(), menus=False)
-    assert recalled(plan) is None
 
 
 # ---------------------------------------------------------------- the first forward
@@ -355,7 +306,7 @@ def test_a_plan_is_made_on_the_first_training_forward() -> None:
     wanted = trained(blocks(), lambda model, _: loss_of(model(X)).backward())
     model = blocks()
     optimizer = torch.optim.SGD(model.parameters(), 0.0, momentum=0.9)
-    handle = ckptplan.apply(model, budget_gb=7.6e-4, loss_fn=loss_of, optimizer=optimizer, time_limit_s=0.5)
+    handle = ckptplan.apply(model, budget_gb=7.6e-4, loss_fn=loss_of, optimizer=optimizer, time_limit_s=0.2)
     with torch.no_grad():
         model(X[:3])
     for ask in (lambda: handle.plan, lambda: handle.stats()):
@@ -375,16 +326,11 @@ def test_a_plan_is_made_on_the_first_training_forward() -> None:
     assert "planned again" in str(said[0].message)  # with the loss that was given
     handle.remove()
     assert not any("forward" in vars(m) for m in model.modules())
-
-
-def test_a_handle_without_a_plan_is_removed() -> None:
-    model = blocks()
-    with ckptplan.apply(model, budget_gb=1.0) as handle:
+    with ckptplan.apply(model, budget_gb=1.0) as handle:  # removed before it has a plan
         assert "forward" in vars(model)
         with handle.unmetered():
             pass
     assert not any("forward" in vars(m) for m in model.modules())
-    model(X).sum().backward()
 
 
 def test_an_error_of_the_first_forward_leaves_the_model_as_it_was() -> None:
@@ -397,28 +343,18 @@ def test_an_error_of_the_first_forward_leaves_the_model_as_it_was() -> None:
     assert not any("forward" in vars(m) for m in model.modules())
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_bad_options_are_refused_at_once() -> None:
+    model = blocks()
+    for options, message in (
         ({"budget_gb": -1}, "must be finite and above 0"),
         ({"budget_gb": 1, "budget": "1 GiB"}, "both given"),
         ({"budgets": 1}, "did you mean 'budget'"),
         ({"inputs": X}, "leave out inputs="),
-        ({"actions": ("keep", "fly")}, "fly"),
-    ],
-)
-def test_bad_options_are_refused_at_once(options: dict[str, Any], message: str) -> None:
-    model = blocks()
-    with pytest.raises(InvalidInputError, match=message):
-        ckptplan.apply(model, **options)
-    assert "forward" not in vars(model)
-
-
-def test_a_plan_has_its_budget() -> None:
-    model = blocks()
-    plan = ckptplan.solve(model, 1.0, inputs=X, loss_fn=loss_of, menus=False)
-    with pytest.raises(InvalidInputError, match="a plan has its budget"):
-        ckptplan.apply(model, plan, budget_gb=1.0)
+        ({"plan": ckptplan.solve(model, 1.0, **HOW, menus=False), "budget_gb": 1.0}, "a plan has its budget"),
+    ):
+        with pytest.raises(InvalidInputError, match=message):
+            ckptplan.apply(model, **options)
+        assert "forward" not in vars(model)
 
 
 @pytest.mark.parametrize("given", [True, False])
@@ -433,7 +369,7 @@ def test_state_of_parameters_that_are_frozen_again_is_counted(given: bool) -> No
 
     turn(0)
     plan = ckptplan.solve(
-        model, budget="60%", inputs=X, loss_fn=loss_of, time_limit_s=0.3,
+        model, budget="60%", inputs=X, loss_fn=loss_of, time_limit_s=0.2,
         optimizer=optimizer if given else torch.optim.AdamW,
     )  # fmt: skip
     made = []

@@ -26,9 +26,9 @@ WIDE_GAP = 0.1
 LONG_S = 60.0
 """A time limit that no search of these tests meets, however busy the machine is."""
 CHAINS: dict[str, Profile] = {
-    "equal": homogeneous_chain(20, link_ratio=0.5),
-    **{f"textbook {seed}": textbook_chain(random.Random(seed), 16) for seed in (2, 13)},
-    **{f"rich {seed}": random_chain(seed, 14) for seed in (0, 11)},
+    "equal": homogeneous_chain(16, link_ratio=0.5),
+    **{f"textbook {seed}": textbook_chain(random.Random(seed), 16) for seed in (2,)},
+    **{f"rich {seed}": random_chain(seed, 14) for seed in (0,)},
 }
 
 
@@ -53,8 +53,7 @@ def beats(one: Plan, other: Plan) -> bool:
     return one.peak_bytes <= other.peak_bytes and one.step_s < other.step_s * (1 - 1e-9)
 
 
-@pytest.mark.parametrize("step_error", [0.0, 0.3])
-@pytest.mark.parametrize("budget", ["30%", "50%"])
+@pytest.mark.parametrize(("budget", "step_error"), [("30%", 0.0), ("50%", 0.3)])
 def test_no_rule_beats_a_plan(chain: Profile, budget: str, step_error: float) -> None:
     """Though its search ended early, and though a simpler plan may be taken that is slower within the error."""
     profile = replace(chain, step_error=step_error)
@@ -65,9 +64,8 @@ def test_no_rule_beats_a_plan(chain: Profile, budget: str, step_error: float) ->
         assert not [other.planner for other in by_rule(profile, limit) if beats(other, plan)]
 
 
-@pytest.mark.parametrize("budget", ["30%", "50%", "80%"])
-def test_no_alternative_beats_the_plan_that_is_explained(chain: Profile, budget: str) -> None:
-    plan = solved(chain, budget)
+def test_no_alternative_beats_the_plan_that_is_explained(chain: Profile) -> None:
+    plan = solved(chain)
     found = ckptplan.explain(chain, plan, time_limit_s=LONG_S)
     alternatives = [a for choice in found.choices for a in (choice.leaner, choice.richer) if a is not None]
     assert alternatives
@@ -99,20 +97,18 @@ def test_a_plan_that_is_better_takes_the_place_of_those_it_beats() -> None:
     assert list(Frontier.of([last, slower, first, middle])) == list(plans)
 
 
-@pytest.mark.parametrize("name", ["equal", "rich 0"])
-def test_no_rule_beats_a_frontier(name: str) -> None:
-    chain = CHAINS[name]
-    plans = ckptplan.frontier(chain, points=4, gap=WIDE_GAP, time_limit_s=4 * LONG_S)
+def test_no_rule_beats_a_frontier() -> None:
+    chain = CHAINS["rich 0"]
+    plans = ckptplan.frontier(chain, points=3, gap=WIDE_GAP, time_limit_s=4 * LONG_S)
     for plan in plans:
         assert ckptplan.validate(chain, plan, plan.budget_bytes) == ()
         assert not [other.step_s for other in plans if other is not plan and beats(other, plan)]
         assert not [rule.planner for rule in by_rule(chain, plan.peak_bytes) if beats(rule, plan)]
 
 
-@pytest.mark.parametrize("name", ["textbook 2", "rich 0"])
-def test_a_page_shows_no_beaten_point(name: str) -> None:
+def test_a_page_shows_no_beaten_point() -> None:
     """Neither the plan nor the rules, whose points lie beside it, beat a point of the frontier; it has what did."""
-    chain = CHAINS[name]
+    chain = CHAINS["textbook 2"]
     plan, (first, *_, last) = solved(chain), ckptplan.frontier(chain, points=2, time_limit_s=LONG_S)
     slower = BASELINES["recompute_all"](chain, max(plan.peak_bytes, last.peak_bytes))
     data = plan.report(chain, frontier=[first, slower, last]).data["frontier"]

@@ -6,10 +6,12 @@ import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from brute_force import Combination, combinations, decision, fastest, fastest_of_all_points, smallest_peak
-from random_chains import homogeneous_chain, random_chain, random_options, random_segments, rich_chain, textbook_chain
+from made_plans import plan_with
+from random_chains import random_chain, random_options, random_segments, rich_chain, textbook_chain
 
 from ckptplan.core.errors import InvalidInputError, PlanMismatchError
 from ckptplan.core.link import Link
@@ -69,11 +71,15 @@ def test_keep_all() -> None:
 
 
 def test_recompute_all() -> None:
-    timeline = simulate(four_stages(), (RECOMPUTE,) * 4)
+    profile = four_stages()
+    timeline = simulate(profile, (RECOMPUTE,) * 4)
     assert peaks(timeline) == [103, 103, 103, 103, 123, 120, 117, 114, 90]
     assert timeline.makespan_s == 16
     assert [e.what for e in timeline.events if e.lane == "compute"] == ["forward"] * 4 + ["recompute", "backward"] * 4
     assert timeline.runs == (2, 2, 2, 2)
+    # What the caller keeps stays.
+    kept = replace(profile, storages=(*profile.storages, Storage("output", 7, 3, 3, to_end=True)))
+    assert starts(simulate(kept, (RECOMPUTE,) * 4)) == [100, 100, 100, 100, 116, 113, 110, 107, 90]
 
 
 def test_swap_hides_behind_compute() -> None:
@@ -93,9 +99,7 @@ def test_stalls() -> None:
     timeline = simulate(four_stages(4, 5), (Decision.moving("swap", (0,), 0, 0), KEEP, KEEP, KEEP))
     assert [(e.start_s, e.end_s) for e in timeline.events if e.what == "wait"] == [(1, 3.5), (12.5, 14.5)]
     assert (timeline.makespan_s, timeline.stall_s) == (16.5, 4.5)
-
-
-def test_latency_counts_per_transfer() -> None:
+    # Latency counts per transfer.
     timeline = simulate(four_stages(10, 10, 0.25), (Decision.moving("swap", (0,), 0, 0), KEEP, KEEP, KEEP))
     assert timeline.makespan_s == 12 + 2 * 1.25
 
@@ -110,13 +114,6 @@ def test_queues_are_first_in_first_out() -> None:
     assert lanes["in"] == [("s2", 8.5, 11), ("s1", 11, 13.5), ("s0", 13.5, 16)]
     # Backward: 3 in [8.5, 10.5), 2 from 11, 1 from 13.5, 0 from 16.
     assert timeline.makespan_s == 18
-
-
-def test_recompute_comes_after_the_return_of_the_stage_before() -> None:
-    # Issued at the start of backward 1 (7 s with its recompute in front): back at 8, hidden.
-    timeline = simulate(four_stages(), (Decision.moving("swap", (0,), 1, 1), RECOMPUTE, KEEP, KEEP))
-    assert timeline.makespan_s == 13
-    assert timeline.stall_s == 0
 
 
 def test_a_shared_storage_is_counted_once_and_stays_for_its_last_holder() -> None:
@@ -142,13 +139,6 @@ def test_what_a_stage_is_the_first_to_hold_was_there_before() -> None:
     assert starts(dropped) == [100, 110, 120, 120, 139, 126, 123, 110, 90]
     r = residency(profile, [stage.keep for stage in profile.stages])
     assert worst_bytes(kept) == (r.forward_bytes, r.backward_bytes)
-
-
-def test_what_the_caller_keeps_stays() -> None:
-    profile = four_stages()
-    profile = replace(profile, storages=(*profile.storages, Storage("output", 7, 3, 3, to_end=True)))
-    steps = simulate(profile, (RECOMPUTE,) * 4).steps
-    assert [step.start_bytes for step in steps] == [100, 100, 100, 100, 116, 113, 110, 107, 90]
 
 
 def five_linked(*, out2_to_end: bool = False, skip: tuple[int, int] | None = None, glue: int | None = None) -> Profile:
@@ -241,45 +231,27 @@ def test_nested_segment() -> None:
     assert timeline.runs == (2, 3, 3, 2, 2)
 
 
-def test_an_inner_segment_of_one_stage() -> None:
-    timeline = simulate(five_linked(), MIDDLE, (Segment(1, 3, (Segment(2, 2),)),))
-    # Against the plain segment: stage 2 runs with 6, not 16, and holds out1' alone until its own recompute with 15.
-    assert peaks(timeline)[6:10] == [131, 129 + 6, 143 - 10 + 15, 140 - 10 + 15]
-    assert timeline.makespan_s == 18.5 + 1.5
-    assert timeline.runs == (1, 2, 3, 2, 1)
+NESTED = (Segment(1, 3, (Segment(1, 2),)),)
 
 
-def test_what_a_later_stage_consumes_stays_as_the_original() -> None:
-    # Stage 4 saves out1 too: there from forward 3 on, where the plain segment had let it go, to backward 4.
-    plain = peaks(simulate(five_linked(), MIDDLE, (Segment(1, 3),)))
-    skip = peaks(simulate(five_linked(skip=(1, 4)), MIDDLE, (Segment(1, 3),)))
-    assert [b - a for a, b in zip(plain, skip, strict=True)] == [0, 0, 0, 4, 4, 4, 0, 0, 0, 0, 0, 0, 0]
-
-
-def test_a_skip_inside_a_segment() -> None:
-    # Stage 3 takes out1 too. Forward 3 has it as the program's; backward 3 as the copy, which stage 2 holds anyway.
-    plain = peaks(simulate(five_linked(), MIDDLE, (Segment(1, 3),)))
-    skip = peaks(simulate(five_linked(skip=(1, 3)), MIDDLE, (Segment(1, 3),)))
-    assert [b - a for a, b in zip(plain, skip, strict=True)] == [0, 0, 0, 4, 0, 0, 0, 0, 0, 0, 0, 0, 0]
-    # With stages 1 and 2 in an inner segment nobody holds the copy of out1 but stage 3; on the way to it, it is there.
-    nested = (Segment(1, 3, (Segment(1, 2),)),)
-    plain = peaks(simulate(five_linked(), MIDDLE, nested))
-    skip = peaks(simulate(five_linked(skip=(1, 3)), MIDDLE, nested))
-    assert [b - a for a, b in zip(plain, skip, strict=True)][5:] == [0, 0, 0, 4, 0, 0, 0, 0, 0]
-
-
-def test_a_skip_into_a_segment() -> None:
-    # Stage 3 holds out0 until its backward, as stage 1 does anyway.
-    plain = simulate(five_linked(), MIDDLE, (Segment(1, 3),))
-    skip = simulate(five_linked(skip=(0, 3)), MIDDLE, (Segment(1, 3),))
-    assert peaks(plain) == peaks(skip)
-
-
-def test_copies_are_beside_the_caller_s_originals() -> None:
-    # The caller keeps out2: 4 bytes more in forward 4 and in all of backward, where the sweep makes a copy of its own.
-    plain = peaks(simulate(five_linked(), MIDDLE, (Segment(1, 3),)))
-    kept = peaks(simulate(five_linked(out2_to_end=True), MIDDLE, (Segment(1, 3),)))
-    assert [b - a for a, b in zip(plain, kept, strict=True)] == [0, 0, 0, 0, 4, *[4] * 7, 0]
+@pytest.mark.parametrize(
+    ("other", "segments", "more"),
+    [
+        # Stage 4 saves out1 too: there from forward 3 on, where the plain segment had let it go, to backward 4.
+        ({"skip": (1, 4)}, (Segment(1, 3),), [0, 0, 0, 4, 4, 4, 0, 0, 0, 0, 0, 0, 0]),
+        # Stage 3 takes out1 too. Forward 3 has it as the program's; backward 3 as the copy, which stage 2 holds anyway.
+        ({"skip": (1, 3)}, (Segment(1, 3),), [0, 0, 0, 4, 0, 0, 0, 0, 0, 0, 0, 0, 0]),
+        # With stages 1 and 2 in an inner segment only stage 3 holds the copy of out1; on the way to it, it is there.
+        ({"skip": (1, 3)}, NESTED, [0, 0, 0, 4, 0, 0, 0, 0, 4, 0, 0, 0, 0, 0]),
+        # Stage 3 holds out0 until its backward, as stage 1 does anyway.
+        ({"skip": (0, 3)}, (Segment(1, 3),), [0] * 13),
+        # The caller keeps out2: 4 bytes more in forward 4 and in all of backward, where the sweep makes its own copy.
+        ({"out2_to_end": True}, (Segment(1, 3),), [0, 0, 0, 0, 4, *[4] * 7, 0]),
+    ],
+)
+def test_what_others_hold_of_a_segment(other: dict[str, Any], segments: tuple[Segment, ...], more: list[int]) -> None:
+    plain, found = (peaks(simulate(five_linked(**how), MIDDLE, segments)) for how in ({}, other))
+    assert [b - a for a, b in zip(plain, found, strict=True)] == more
 
 
 def test_glue_inside_a_segment_is_not_run_again() -> None:
@@ -351,7 +323,7 @@ def sound() -> tuple[Profile, Plan]:
     shared = Storage("shared", 4, 0, 1)
     stages = tuple(saving_also(s, 4) if i < 2 else s for i, s in enumerate(profile.stages))
     profile = replace(profile, stages=stages, storages=(*profile.storages, shared))
-    return profile, plan_of(
+    return profile, plan_with(
         profile, (Decision.moving("swap", (0,), 1, 1), Decision.moving("swap", (0, 1), 2, 2), KEEP, KEEP)
     )
 
@@ -360,29 +332,7 @@ def sound_segment() -> tuple[Profile, Plan]:
     """Five linked stages, the middle three together, their input swapped, the last two of them in an inner segment."""
     profile = five_linked()
     moving = Decision.moving("recompute", (0,), 1, 3, "recompute+swap")
-    return profile, plan_of(profile, (KEEP, moving, *MIDDLE[2:]), (Segment(1, 3, (Segment(1, 2),)),))
-
-
-def plan_of(profile: Profile, choices: tuple[Decision, ...], segments: tuple[Segment, ...] = ()) -> Plan:
-    timeline = simulate(profile, choices, segments)
-    plan = Plan(
-        stages=tuple(stage.name for stage in profile.stages),
-        choices=choices,
-        status="feasible",
-        budget_bytes=timeline.peak_bytes,
-        peak_bytes=timeline.peak_bytes,
-        host_bytes=timeline.host_bytes,
-        step_s=timeline.makespan_s,
-        baseline_step_s=profile.baseline_step_s,
-        lower_bound_s=profile.baseline_step_s,
-        space="one by hand",
-        planner="hand",
-        fingerprint=profile.fingerprint,
-        inputs=(None,) * len(choices),
-        segments=segments,
-    )
-    assert validate(profile, plan, plan.budget_bytes) == ()
-    return plan
+    return profile, plan_with(profile, (KEEP, moving, *MIDDLE[2:]), segments=NESTED)
 
 
 def with_choice(plan: Plan, i: int, choice: Decision) -> Plan:
@@ -422,6 +372,7 @@ BROKEN_SEGMENTS: dict[str, tuple[str, Callable[[Plan], Plan]]] = {
 def test_broken_plans_are_named(case: str) -> None:
     kind, damage = (BROKEN | BROKEN_SEGMENTS)[case]
     profile, plan = sound() if case in BROKEN else sound_segment()
+    assert validate(profile, plan, plan.budget_bytes) == ()
     damaged = damage(plan)
     assert kind in {violation.kind for violation in validate(profile, damaged, plan.budget_bytes)}
     # What can't be replayed is refused by the replay itself.
@@ -474,19 +425,6 @@ def test_points_lie_where_modules_begin_and_end() -> None:
             simulate(profile, (KEEP, late, *MIDDLE[2:]), (Segment(1, 3),))
 
 
-def test_a_point_that_is_no_stage_is_refused_when_the_plan_is_made() -> None:
-    _, plan = sound()
-    with pytest.raises(InvalidInputError, match="no stage has index 4"):
-        with_choice(plan, 1, Decision.moving("swap", (0, 1), 4, 2))
-
-
-def test_a_storage_that_is_to_stay() -> None:
-    profile, plan = sound()
-    storages = (replace(profile.storages[0], stays=True), *profile.storages[1:])
-    found = validate(replace(profile, storages=storages), plan, 10_000)
-    assert [(v.kind, v.stage) for v in found] == [("moves", "s0")]
-
-
 def test_a_narrower_plan_space_is_a_rule() -> None:
     profile, plan = sound()
     assert validate(profile, plan, plan.budget_bytes, segments=False) == ()
@@ -503,18 +441,15 @@ def test_a_narrower_plan_space_is_a_rule() -> None:
 
 def test_budgets_are_exact() -> None:
     profile, plan = sound()
-    assert validate(profile, plan, plan.budget_bytes, host_bytes=24) == ()
-    over = validate(profile, plan, plan.budget_bytes - 1)
+    assert validate(profile, plan, plan.peak_bytes, host_bytes=24) == ()
+    over = validate(profile, plan, plan.peak_bytes - 1)
     assert {(v.kind, v.stage) for v in over} == {("budget", simulate(profile, plan).peak_stage)}
-    assert [v.kind for v in validate(profile, plan, plan.budget_bytes, host_bytes=23)] == ["host budget"]
-
-
-def test_an_option_the_stage_lacks() -> None:
-    profile, plan = sound()
-    first = profile.stages[0]
-    lacking = replace(first, options=tuple(option for option in first.options if option.name != "swap"))
-    profile = replace(profile, stages=(lacking, *profile.stages[1:]))
-    assert "option" in {v.kind for v in validate(profile, plan, plan.budget_bytes)}
+    assert [v.kind for v in validate(profile, plan, plan.peak_bytes, host_bytes=23)] == ["host budget"]
+    storages = (replace(profile.storages[0], stays=True), *profile.storages[1:])
+    found = validate(replace(profile, storages=storages), plan, 10_000)
+    assert [(v.kind, v.stage) for v in found] == [("moves", "s0")]
+    with pytest.raises(PlanMismatchError, match="stage 0"):
+        simulate(profile, replace(plan, stages=("x", *plan.stages[1:])))
 
 
 def test_a_storage_the_program_still_holds() -> None:
@@ -528,12 +463,6 @@ def test_a_storage_the_program_still_holds() -> None:
     assert plan.choices[0].transfers[0].release == 1
     assert more == [0, 0, moved.nbytes, *[0] * (len(more) - 3)]
     assert longer.makespan_s == plain.makespan_s
-
-
-def test_a_plan_of_another_chain_is_refused() -> None:
-    profile, plan = sound()
-    with pytest.raises(PlanMismatchError, match="stage 0"):
-        simulate(profile, replace(plan, stages=("x", *plan.stages[1:])))
 
 
 def tightest(options: Sequence[Option], r: Residency) -> tuple[Decision, ...]:
@@ -623,10 +552,9 @@ def steps_add_up(profile: Profile, timeline: Timeline) -> bool:
     return stays[-1] == 0 and begins == sorted(begins) and (begins[0], begins[-1]) == (0.0, timeline.makespan_s)
 
 
-@pytest.mark.parametrize("part", range(4))
-def test_agrees_with_core_on_random_plans(part: int) -> None:
+def test_agrees_with_core_on_random_plans() -> None:
     moving = nested = launching = 0
-    for seed in range(part, 1200, 4):
+    for seed in range(250):
         rng = random.Random(seed)
         profile = pinning_more(rng, random_chain(seed, rng.randint(1, 12)))
         segments = random_segments(rng, profile, share=rng.random())
@@ -664,18 +592,18 @@ def test_agrees_with_core_on_random_plans(part: int) -> None:
 
 
 def test_no_release_and_prefetch_points_beat_the_lazy_ones() -> None:
-    # These two have so many points that they would take three quarters of the time.
-    for seed in sorted(set(range(80)) - {11, 65}):
+    # 11 has so many points that it would take most of the time.
+    for seed in sorted(set(range(24)) - {11}):
         rng = random.Random(seed)
         profile = random_chain(seed, 1 + seed % 3, most_options=4)
         found = combinations(profile)
         least = smallest_peak(profile, within=found)
         most = simulate(profile, [decision(stage.keep) for stage in profile.stages]).peak_bytes
         for budget in {least - 1, least, rng.randint(least, max(least, most))}:
-            for host in (None, rng.randint(0, 40)):
-                best = fastest(profile, budget, host_bytes=host, within=found)
-                every = fastest_of_all_points(profile, budget, host_bytes=host, within=found)
-                assert best == (every if every is None else pytest.approx(every, rel=1e-9)), (seed, budget, host)
+            host = rng.choice((None, rng.randint(0, 40)))
+            best = fastest(profile, budget, host_bytes=host, within=found)
+            every = fastest_of_all_points(profile, budget, host_bytes=host, within=found)
+            assert best == (every if every is None else pytest.approx(every, rel=1e-9)), (seed, budget, host)
 
 
 def test_brute_force_tries_every_segment() -> None:
@@ -694,7 +622,7 @@ def test_brute_force_tries_every_segment() -> None:
 def test_brute_force_leaves_nothing_out_that_the_referee_accepts() -> None:
     """Options and segments are put together without any idea of the rules; whatever breaks none is priced."""
     tried, begin_in_glue = 0, 0
-    for seed in range(100):
+    for seed in range(24):
         rng = random.Random(seed)
         profile = rich_chain(rng, 2 + seed % 2, most_options=5, glue_share=0.5)
         accepted, n = [], len(profile.stages)
@@ -712,8 +640,8 @@ def test_brute_force_leaves_nothing_out_that_the_referee_accepts() -> None:
         for budget in (least, least + rng.randint(1, 20)):
             best = fastest(profile, budget)
             assert best == pytest.approx(fastest(profile, budget, within=accepted), rel=1e-9), (seed, budget)
-    assert tried > 1000
-    assert begin_in_glue > 1000
+    assert tried > 200
+    assert begin_in_glue > 200
 
 
 def forests(first: int, limit: int) -> Iterator[tuple[Segment, ...]]:
@@ -729,21 +657,9 @@ def forests(first: int, limit: int) -> Iterator[tuple[Segment, ...]]:
 
 
 def test_brute_force_knows_the_compute_time_of_what_it_tries() -> None:
-    for seed in range(12):
+    for seed in range(5):
         profile = random_chain(seed, 4, most_options=3)
         for found in combinations(profile):
             timeline = simulate(profile, [decision(option) for option in found.options], found.segments)
             # 1e-9: the same seconds added in another order.
             assert timeline.events[-1].end_s == pytest.approx(found.compute_s, rel=1e-9), (seed, found)
-
-
-def test_a_thousand_stages_are_replayed_at_once() -> None:
-    profile = homogeneous_chain(1000, link_ratio=0.5)
-    segments = tuple(Segment(first, first + 19, (Segment(first + 2, first + 9),)) for first in range(0, 1000, 40))
-    inside = {i for segment in segments for i in range(segment.first, segment.last + 1)}
-    options = [stage.option("recompute" if i in inside else "swap") for i, stage in enumerate(profile.stages)]
-    r = residency(profile, options, segments)
-    timeline = simulate(profile, tightest(options, r), segments)
-    assert worst_bytes(timeline) == (r.forward_bytes, r.backward_bytes)
-    # One event per run and transfer, not per pair of stages.
-    assert len(timeline.events) < 8 * 1000

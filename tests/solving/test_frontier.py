@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from exactly import Limits, solve_profile
+from exactly import LONG_S, Limits, check, solve_profile
 from random_chains import homogeneous_chain, random_chain
 from steered import steer
 
@@ -18,7 +18,7 @@ from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.schedule import residency
 from ckptplan.core.units import format_seconds
-from ckptplan.referee import simulate, validate
+from ckptplan.referee import validate
 from ckptplan.report.explain import Alternative, Explanation, OptionStep, Worth
 from ckptplan.solving import peak, planner
 from ckptplan.solving.frontier import everything_kept_bytes, frontier_profile, smallest_within
@@ -31,9 +31,7 @@ CHAINS = {
     "rich": random_chain(7, 6),
     "textbook": random_chain(6, 6),
 }
-LONG_S = 60.0
-"""A time limit that no search of these tests meets, however busy the machine is."""
-OVERHEADS = (0.0, 0.05, 0.3, 10.0)
+OVERHEADS = (0.0, 0.3, 10.0)
 
 
 @functools.cache
@@ -67,7 +65,7 @@ def test_a_search_that_does_not_find_the_smallest_peak_again_begins_with_it(monk
 @pytest.mark.parametrize("name", CHAINS)
 def test_frontier_runs_from_the_smallest_peak_to_everything_kept(name: str) -> None:
     profile = CHAINS[name]
-    plans = frontier_profile(profile, points=6, limits=Limits(time_limit_s=LONG_S))
+    plans = frontier_profile(profile, points=4, limits=Limits(time_limit_s=LONG_S))
     assert plans[0].budget_bytes == least_bytes(name)
     assert plans[-1].step_s == pytest.approx(profile.baseline_step_s)
     for plan in plans:
@@ -98,14 +96,16 @@ def test_plans_of_a_frontier_are_handed_out() -> None:
     assert all(found.overhead <= 0.05 + 1e-9 for found in seen)
 
 
-@pytest.mark.parametrize("name", CHAINS)
-@pytest.mark.parametrize("overhead", OVERHEADS)
+@pytest.mark.parametrize(
+    ("name", "overhead"),
+    [*(("homogeneous", overhead) for overhead in OVERHEADS), ("rich", 0.05), ("textbook", 0.3)],
+)
 def test_smallest_peak_within_a_slowdown(name: str, overhead: float) -> None:
     profile = CHAINS[name]
     plan = leanest(name, overhead)
+    check(profile, plan, plan.budget_bytes)
     assert plan.overhead <= overhead + 1e-9
     assert plan.budget_bytes == plan.peak_bytes
-    assert validate(profile, plan, plan.budget_bytes) == ()
     assert plan.peak_bound_bytes is not None
     assert plan.peak_bound_bytes <= plan.peak_bytes
     if plan.peak_bound_bytes > least_bytes(name):
@@ -120,21 +120,15 @@ def test_more_slowdown_never_needs_more_memory() -> None:
     assert peaks[-1] < peaks[0]
 
 
-@pytest.mark.parametrize("bad", [-0.1, float("nan"), float("inf"), True, "10%"])
-def test_bad_slowdown(bad: object) -> None:
-    with pytest.raises(InvalidInputError, match="max_overhead"):
-        ckptplan.solve(CHAINS["rich"], max_overhead=bad)  # type: ignore[arg-type]
-
-
-def test_budget_and_slowdown_exclude_each_other() -> None:
+def test_bad_requests() -> None:
+    for bad in (-0.1, float("nan"), True, "10%"):
+        with pytest.raises(InvalidInputError, match="max_overhead"):
+            ckptplan.solve(CHAINS["rich"], max_overhead=bad)  # type: ignore[arg-type]
     with pytest.raises(InvalidInputError, match="pass one"):
         ckptplan.solve(CHAINS["rich"], budget_gb=1, max_overhead=0.1)
-
-
-@pytest.mark.parametrize("bad", [1, 0, -3, 2.5, True])
-def test_bad_number_of_points(bad: object) -> None:
-    with pytest.raises(InvalidInputError, match="points"):
-        ckptplan.frontier(CHAINS["rich"], points=bad)  # type: ignore[arg-type]
+    for points in (1, -3, 2.5, True):
+        with pytest.raises(InvalidInputError, match="points"):
+            ckptplan.frontier(CHAINS["rich"], points=points)  # type: ignore[arg-type]
 
 
 def tight(profile: Profile) -> int:
@@ -153,11 +147,17 @@ def test_explanation_adds_up() -> None:
     assert found.bindings
     assert min(b.spare_bytes for b in found.bindings) == plan.budget_bytes - plan.peak_bytes
     assert sum(c.count for c in found.choices) == len(profile.stages)
-    assert str(found)
+    # The bound is convex in the budget, so its price there is at least what the next MiB saves of it.
+    more = solve_profile(profile, tight(profile) + (1 << 20))
+    assert found.worth is not None
+    assert plan.lower_bound_s - more.lower_bound_s <= found.worth.gib_s / 1024 * 1.5 + 1e-6 * plan.step_s
     # In units of which one more can save what is said.
-    worth = Worth(gib_s=100 * spent_s, out_s=0.0, in_s=0.0)
-    told = str(replace(found, worth=worth))
+    told = str(replace(found, worth=Worth(gib_s=100 * spent_s, out_s=0.0, in_s=0.0)))
     assert f"one more MiB saves about {format_seconds(100 * spent_s / 1024)} a step" in told
+    roomy = ckptplan.explain(profile, solve_profile(profile, 2 * everything_kept_bytes(profile)))
+    assert roomy.bindings == ()
+    assert roomy.worth is None or roomy.worth.gib_s == 0
+    assert "binds nowhere" in str(roomy)
 
 
 def test_a_change_of_less_than_is_printed_is_none() -> None:
@@ -180,35 +180,3 @@ def test_alternatives_are_what_the_referee_finds() -> None:
             r = residency(profile, options)
             over = max(*r.forward_bytes, *r.backward_bytes) - plan.budget_bytes
             assert other.missing_bytes == max(0, over)
-
-
-def test_memory_price_is_what_more_budget_saves() -> None:
-    profile = CHAINS["homogeneous"]
-    budget = tight(profile)
-    plan = solve_profile(profile, budget)
-    found = ckptplan.explain(profile, plan)
-    more = solve_profile(profile, budget + (1 << 20))
-    assert found.worth is not None
-    assert found.worth.gib_s >= 0
-    # The bound is convex in the budget, so its price there is at least what the next MiB saves of it.
-    assert plan.lower_bound_s - more.lower_bound_s <= found.worth.gib_s / 1024 * 1.5 + 1e-6 * plan.step_s
-
-
-def test_nothing_binds_where_everything_fits() -> None:
-    profile = CHAINS["homogeneous"]
-    plan = solve_profile(profile, 2 * everything_kept_bytes(profile))
-    found = ckptplan.explain(profile, plan)
-    assert found.bindings == ()
-    assert found.worth is None or found.worth.gib_s == 0
-    assert "binds nowhere" in str(found)
-
-
-def test_explanation_of_another_profile_is_refused() -> None:
-    plan = solve_profile(CHAINS["rich"], everything_kept_bytes(CHAINS["rich"]))
-    with pytest.raises(ckptplan.PlanMismatchError):
-        ckptplan.explain(CHAINS["textbook"], plan)
-
-
-def test_referee_agrees_with_the_slowdown() -> None:
-    plan = leanest("textbook", 0.3)
-    assert simulate(CHAINS["textbook"], replace(plan)).peak_bytes == plan.peak_bytes

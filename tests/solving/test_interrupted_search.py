@@ -9,6 +9,7 @@ import threading
 import time
 
 import pytest
+from exactly import LONG_S
 from random_chains import rich_chain
 from steered import steer
 
@@ -21,7 +22,6 @@ from ckptplan.solving.planner import solve_profile
 
 pytestmark = [pytest.mark.planning, pytest.mark.usefixtures("python_handles_interrupts", "no_leak")]
 
-LONG_S = 60.0
 SOON_S = LONG_S / 2
 """Far more than an interrupt takes, and less than the search was given."""
 BUDGET = 342
@@ -46,14 +46,9 @@ def test_results_and_errors_of_a_solver_are_passed_on() -> None:
     assert interruptible(lambda: 5, stop=lambda: None) == 5
     with pytest.raises(ZeroDivisionError):
         interruptible(lambda: 1 // 0, stop=lambda: None)
-
-
-def test_beside_the_main_thread_a_solver_runs_as_it_is() -> None:
-    """No signal comes there."""
+    # Beside the main thread, where no signal comes, it runs in the thread that calls it.
     seen: list[threading.Thread] = []
-    thread = threading.Thread(
-        target=lambda: seen.append(interruptible(threading.current_thread, stop=lambda: None))  # no other one
-    )
+    thread = threading.Thread(target=lambda: seen.append(interruptible(threading.current_thread, stop=lambda: None)))
     thread.start()
     thread.join()
     assert seen == [thread]

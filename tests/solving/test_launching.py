@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import brute_force
 import pytest
+from exactly import LONG_S, ROUNDING
 from random_chains import (
     homogeneous_chain,
     launched,
@@ -16,9 +17,8 @@ from random_chains import (
     rich_chain,
     textbook_chain,
 )
-from steered import steer
 
-from ckptplan.core.option import ACTIONS, Action
+from ckptplan.core.option import ACTIONS
 from ckptplan.core.profile import Profile
 from ckptplan.core.request import Limits
 from ckptplan.core.schedule import StepNeed, evaluate, residency, tightest_peak
@@ -30,15 +30,6 @@ from ckptplan.solving.launching import mixed
 from ckptplan.solving.planner import smallest_peak, solve_profile
 
 pytestmark = pytest.mark.planning
-
-ROUNDING = 1 + 1e-9  # sums of the same seconds in another order
-LONG_S = 60.0
-STILL: tuple[Action, ...] = ("keep", "recompute")
-
-
-def without_host(profile: Profile) -> Profile:
-    """The same device and links, launched in no time."""
-    return mixed(profile, 0.0)
 
 
 def slow_host(profile: Profile, pace: float) -> Profile:
@@ -63,11 +54,6 @@ def slow_host(profile: Profile, pace: float) -> Profile:
 def drawn(seed: int, size: int) -> Profile:
     rng = random.Random(seed)
     return launched(rng, textbook_chain(rng, size) if seed % 2 else rich_chain(rng, size, most_options=4))
-
-
-def budgets(profile: Profile, rng: random.Random, actions: tuple[Action, ...] = ACTIONS) -> tuple[int, int]:
-    least = smallest_peak(profile, Limits(actions=actions)).peak_bytes
-    return least, least + rng.randint(0, max(0, everything_kept_bytes(profile) - least))
 
 
 def test_recompute_is_launched_and_a_swap_is_not() -> None:
@@ -102,49 +88,9 @@ def test_recompute_is_launched_and_a_swap_is_not() -> None:
     assert [violation.kind for violation in validate(host, wrong, budget)] == ["prediction"]
 
 
-@pytest.mark.parametrize("part", range(3))
-def test_equals_brute_force(part: int) -> None:
-    differs = 0
-    for seed in range(part, 36, 3):
-        profile, rng = drawn(seed, 2 + seed % 4), random.Random(seed)
-        combinations = brute_force.combinations(profile)
-        for budget in budgets(profile, rng):
-            plan = solve_profile(profile, budget, Limits(gap=0.0))
-            assert validate(profile, plan, budget) == ()
-            best = brute_force.fastest(profile, budget, within=combinations)
-            assert plan.status == "optimal", (seed, budget)
-            assert plan.step_s == pytest.approx(best, rel=1e-9), (seed, budget)
-            before = solve_profile(without_host(profile), budget, Limits(gap=0.0))
-            differs += simulate(profile, before.choices, before.segments).makespan_s > plan.step_s * ROUNDING
-    assert differs >= 1  # plans for the device alone take longer
-
-
-@pytest.mark.parametrize("actions", [ACTIONS, STILL])
-def test_the_way_for_long_chains_is_sound_on_short_ones(
-    actions: tuple[Action, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    steer(monkeypatch, few_plans=0, many_plans=0, rounds=20)
-    optimal = near = count = 0
-    for seed in range(8):
-        profile, rng = drawn(seed, 3 + seed % 3), random.Random(seed)
-        combinations = brute_force.combinations(profile, actions=actions)
-        for budget in budgets(profile, rng, actions):
-            plan = solve_profile(profile, budget, Limits(actions=actions, time_limit_s=LONG_S))
-            assert validate(profile, plan, budget) == ()
-            best = brute_force.fastest(profile, budget, within=combinations)
-            assert best is not None
-            assert plan.lower_bound_s <= best * ROUNDING, (seed, budget)
-            assert plan.step_s >= best / ROUNDING, (seed, budget)
-            optimal += plan.step_s <= best * ROUNDING
-            near += plan.lower_bound_s >= best * 0.95
-            count += 1
-    assert optimal >= 0.8 * count
-    assert near >= 0.6 * count
-
-
 def test_a_mixture_never_takes_longer() -> None:
     compared = 0
-    for seed in range(120):
+    for seed in range(40):
         rng = random.Random(seed)
         profile = drawn(seed, rng.randint(1, 9))
         segments = random_segments(rng, profile)
@@ -158,13 +104,13 @@ def test_a_mixture_never_takes_longer() -> None:
         assert not isinstance(mixture, StepNeed)
         assert mixture.makespan_s <= step.makespan_s * ROUNDING, (seed, share)
         compared += mixture.makespan_s < step.makespan_s
-    assert compared > 60
+    assert compared > 15
 
 
 def test_the_linear_program_bounds_both_sums_together() -> None:
     """Either sum alone could be as short as 0.90 s, one by swapping and the other by recompute."""
-    profile = slow_host(homogeneous_chain(24, link_ratio=0.3), 1.2)
-    least, most = smallest_peak(profile, Limits(time_limit_s=4)).peak_bytes, everything_kept_bytes(profile)
+    profile = slow_host(homogeneous_chain(16, link_ratio=0.3), 1.2)
+    least, most = smallest_peak(profile, Limits(time_limit_s=2)).peak_bytes, everything_kept_bytes(profile)
     budget, menu = least + (most - least) // 10, menus(profile, ACTIONS)
 
     def bound_s(of: Profile) -> float:
@@ -179,11 +125,11 @@ def test_the_linear_program_bounds_both_sums_together() -> None:
         link=replace(profile.link, out_bytes_per_s=1e15, in_bytes_per_s=1e15),
     )
     together = bound_s(profile)
-    assert together > 1.08 * max(bound_s(without_host(profile)), bound_s(launching_alone))
-    plan = solve_profile(profile, budget, Limits(gap=0.02, time_limit_s=LONG_S))
+    assert together > 1.08 * max(bound_s(mixed(profile, 0.0)), bound_s(launching_alone))
+    plan = solve_profile(profile, budget, Limits(gap=0.05, time_limit_s=LONG_S))
     assert validate(profile, plan, budget) == ()
     assert together <= plan.step_s * ROUNDING
-    assert plan.gap <= 0.02
+    assert plan.gap <= 0.05
 
 
 def test_copies_need_not_be_shorter_than_launching() -> None:
@@ -197,7 +143,7 @@ def test_copies_need_not_be_shorter_than_launching() -> None:
 
 
 def test_the_smallest_peak_within_a_slowdown_counts_launching() -> None:
-    for seed in range(6):
+    for seed in range(2):
         profile = drawn(seed, 4)
         plan = smallest_within(profile, 0.1, Limits(time_limit_s=20))
         assert plan.step_s <= 1.1 * profile.baseline_step_s * ROUNDING

