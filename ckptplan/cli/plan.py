@@ -43,7 +43,7 @@ from ckptplan.cli.arguments import (
 )
 from ckptplan.cli.output import INTERRUPTED, check_writable, finishing, save_plan, show_interrupt, terminal, writing
 from ckptplan.cli.subject import model_of, profile_of, subject_of
-from ckptplan.cli.tables import Row, frontier_table, planners_table
+from ckptplan.cli.tables import Row, planners_table
 from ckptplan.core.display import progress
 from ckptplan.core.errors import CkptPlanError, InfeasibleBudgetError, InvalidInputError
 from ckptplan.core.frontier import Frontier
@@ -251,7 +251,7 @@ def frontier(
     with finishing(interrupted):
         if interrupted:
             plans = Frontier.of(_best_so_far(found, subject))
-        terminal().print(frontier_table(plans))
+        typer.echo(str(plans))
         if output is not None:
             with writing("the plans", output):
                 output.mkdir(parents=True, exist_ok=True)

@@ -211,9 +211,6 @@ class Estimate(Saved):
             return ""
         return fits_in_words(self.total_bytes, self.capacity_bytes) or "does NOT fit"
 
-    def _repr_html_(self) -> str:
-        return late("report.page.notebook", "estimate_html")(self)  # type: ignore[no-any-return]
-
     def report(self, *, commands: Sequence[str] = ()) -> Page:
         """A page with the memory by phase, what is there at the peak, and the devices that have enough.
 

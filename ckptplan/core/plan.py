@@ -326,9 +326,6 @@ class Plan(Saved):
             best = "how near to the best isn't known"
         return f"fits {needs.removesuffix(unit)} of {budget}, step {self.overhead:+.1%}, {best}"
 
-    def _repr_html_(self) -> str:
-        return late("report.page.notebook", "plan_html")(self)  # type: ignore[no-any-return]
-
     def report(
         self,
         profile: Profile,

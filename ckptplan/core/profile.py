@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from ckptplan.core.checks import MOST_BYTES, check_bytes, check_fields, is_number, short_repr
 from ckptplan.core.errors import InvalidInputError, PlanMismatchError
 from ckptplan.core.files import Saved
-from ckptplan.core.late import late
 from ckptplan.core.link import Link
 from ckptplan.core.option import Option
 from ckptplan.core.stage import Differentiated, Stage
@@ -262,9 +261,6 @@ class Profile(Saved):
             f"link    {format_bytes(link.out_bytes_per_s)}/s out, {format_bytes(link.in_bytes_per_s)}/s in",
         ]
         return "\n".join([*lines, *(f"note    {note}" for note in self.notes)])
-
-    def _repr_html_(self) -> str:
-        return late("report.page.notebook", "profile_html")(self)  # type: ignore[no-any-return]
 
     def graph(self) -> nx.DiGraph:
         """Return the graph of stages and storages, over all options: who makes a storage, and who needs it later.

@@ -100,6 +100,11 @@ class Alternative:
         """Whether the change would be shown as none."""
         return abs(self.extra_s) < LEAST_S
 
+    def __str__(self) -> str:
+        change = f"{'+' if self.extra_s > 0 else '-'}{format_seconds(abs(self.extra_s))}"
+        missing = f", needs {format_bytes(self.missing_bytes)} more" if self.missing_bytes else ""
+        return f"{self.option}: {'as fast' if self.as_fast else change}{missing}"
+
 
 @dataclass(frozen=True, slots=True)
 class OptionStep:
@@ -199,18 +204,8 @@ class Explanation:
         rows = [("stage", "chosen", "with less memory", "with more memory")]
         for c in self.choices:
             name = c.stage if c.count == 1 else f"{c.stage} (one of {c.count})"
-            rows.append((name, c.option, _text(c.leaner), _text(c.richer)))
+            rows.append((name, c.option, str(c.leaner or "-"), str(c.richer or "-")))
         return "\n".join([*lines, "", *format_table(rows)])
-
-
-def _text(alternative: Alternative | None) -> str:
-    if alternative is None:
-        return "-"
-    missing = f", needs {format_bytes(alternative.missing_bytes)} more" if alternative.missing_bytes else ""
-    change = f"{'+' if alternative.extra_s > 0 else '-'}{format_seconds(abs(alternative.extra_s))}"
-    if alternative.as_fast:
-        change = "as fast"
-    return f"{alternative.option}: {change}{missing}"
 
 
 def explain(

@@ -556,10 +556,8 @@ def test_what_notebooks_show(browser: Any) -> None:
     assert page.evaluate("window.hacked") is None
     assert page.locator("img").count() == 0
     text = page.locator("body").inner_text()
-    told = ("3 stages, 90.0 ms", "Fits: ", "2 plans.", "Fits: 1.32 KiB of 1.00 TiB.", "recompute")
+    told = ("profile of 3 stages", "fits ", "over everything kept", "needs ", "1.00 TiB: fits", "recompute")
     assert [each for each in told if each not in text] == []
-    widths = [float(page.locator("svg").nth(1).locator("rect").nth(k).get_attribute("width")) for k in range(3)]
-    assert sum(widths) == pytest.approx(640, abs=0.2)
     page.close()
 
 

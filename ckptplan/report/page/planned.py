@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ckptplan.core.frontier import Frontier
 from ckptplan.core.option import ACTIONS
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
@@ -184,15 +185,10 @@ def _parts(
     """The sections of the Markdown."""
     decisions = str(plan).partition("\n\n")[2]
     explained = "" if explanation is None else str(explanation)
-    table = [("peak", "step", "over everything kept", "gap")] if frontier else []
-    table += [
-        (format_bytes(p.counted_bytes), format_seconds(p.step_s), f"{max(p.overhead, 0.0):.1%}", f"{p.gap:.2%}")
-        for p in frontier
-    ]
     return [
         Part("Decisions", decisions),
         Part("Why", explained),
-        Part("Memory against time", table=table),
+        Part("Memory against time", str(Frontier(tuple(frontier))) if frontier else ""),
         Part("Verified", verified),
         Part("In training", trained),
     ]
