@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ckptplan.core.checks import is_int, is_number
+from ckptplan.core.checks import check_number, is_int, is_number
 from ckptplan.core.errors import InvalidInputError
 
 MIB = 1 << 20
@@ -106,8 +106,7 @@ class AllocatorSettings:
             raise InvalidInputError(
                 f"garbage_collection_threshold={threshold!r} must be above 0 and below 1; None turns it off"
             )
-        if not (is_number(self.memory_fraction) and 0 <= self.memory_fraction <= 1):
-            raise InvalidInputError(f"memory_fraction={self.memory_fraction!r} must be a number from 0 to 1")
+        check_number("", 0, 1, memory_fraction=self.memory_fraction)
         object.__setattr__(self, "roundup_power2_divisions", _intervals(self.roundup_power2_divisions))
 
     @property

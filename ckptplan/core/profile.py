@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ckptplan.core.checks import MOST_BYTES, check_bytes, check_fields, is_number, short_repr
+from ckptplan.core.checks import MOST_BYTES, check_bytes, check_fields, check_number
 from ckptplan.core.errors import InvalidInputError, PlanMismatchError
 from ckptplan.core.files import Saved
 from ckptplan.core.link import Link
@@ -150,10 +150,7 @@ class Profile(Saved):
 
     def __post_init__(self) -> None:
         check_fields("profile", self)
-        if not is_number(self.step_error) or not 0 <= self.step_error <= MOST_ERROR:
-            raise InvalidInputError(
-                f"profile: step_error={short_repr(self.step_error)} must be a share of the step, 0 to {MOST_ERROR:g}"
-            )
+        check_number("profile", 0, MOST_ERROR, step_error=self.step_error)
         if self.disk is not None and self.disk != self.disk.behind(self.link):
             raise InvalidInputError(
                 f"profile: {self.disk} is the way to the disk and faster than {self.link}, through which its "
