@@ -34,6 +34,25 @@ class Rival:
     plan: Plan
 
 
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What was measured of a plan, as far as it was.
+
+    Attributes
+    ----------
+    trace : Trace or None
+        A measured step, which is drawn.
+    verification : Verification or None
+        What `verify` found; it is printed.
+    stats : Stats or None
+        What was measured in training; it is printed.
+    """
+
+    trace: Trace | None = None
+    verification: object = None
+    stats: object = None
+
+
 def plan_report(
     profile: Profile,
     plan: Plan,
@@ -41,9 +60,7 @@ def plan_report(
     explanation: Explanation | None = None,
     frontier: Sequence[Plan] = (),
     rivals: Sequence[Rival] = (),
-    trace: Trace | None = None,
-    verification: object = None,
-    stats: object = None,
+    measured: Measured = Measured(),
     commands: Sequence[str] = (),
 ) -> Report:
     """Return the report of `plan`, which was made for `profile`.
@@ -59,12 +76,7 @@ def plan_report(
         Best plans for other budgets, none of which is beaten by another in memory and time (`Frontier.of`).
     rivals : sequence of Rival
         Points beside the frontier.
-    trace : Trace, optional
-        A measured step.
-    verification : Verification, optional
-        What `verify` found; it is printed.
-    stats : Stats, optional
-        What was measured in training; it is printed.
+    measured : Measured, optional
     commands : sequence of str
         How to make the plan again.
 
@@ -74,10 +86,10 @@ def plan_report(
         If the plan was made for another profile.
     """
     timeline = simulate(profile, plan)
-    data = step_data(profile, plan, timeline, explanation, trace)
+    data = step_data(profile, plan, timeline, explanation, measured.trace)
     if frontier:
         data["frontier"] = _frontier_data(plan, frontier, rivals)
-    verified, trained = ("" if found is None else str(found) for found in (verification, stats))
+    verified, trained = ("" if found is None else str(found) for found in (measured.verification, measured.stats))
     view = View(
         title=_title(plan),
         fits=plan.counted_bytes <= plan.budget_bytes,
