@@ -93,7 +93,7 @@ def plan_report(
     view = View(
         title=_title(plan),
         fits=plan.counted_bytes <= plan.budget_bytes,
-        answer=answer(plan),
+        answer=f"{plan.verdict[0].upper()}{plan.verdict[1:]}.",
         verdict=_verdict(plan, timeline),
         facts=_facts(profile, plan),
         commands=list(commands),
@@ -141,14 +141,6 @@ def _title(plan: Plan) -> str:
     return f"{made.model.rpartition('.')[2] or f'A chain of {len(plan.stages)} stages'}{where}"
 
 
-def answer(plan: Plan) -> str:
-    """Whether a plan fits its budget, in one sentence."""
-    needs, budget = format_bytes(plan.counted_bytes), format_bytes(plan.budget_bytes)
-    if plan.counted_bytes <= plan.budget_bytes:
-        return f"Fits: {needs} of {budget}."
-    return f"Doesn't fit: {needs} needed, {budget} given."
-
-
 def _verdict(plan: Plan, timeline: Timeline) -> str:
     stage = timeline.peak_stage
     called = f"what runs {stage[1:-1]}" if stage.startswith("(") else stage
@@ -159,18 +151,12 @@ def _verdict(plan: Plan, timeline: Timeline) -> str:
         f"a step takes {format_seconds(plan.step_s)}, {max(plan.overhead, 0.0):.1%} more than with everything kept "
         f"({format_seconds(plan.baseline_step_s)})"
     )
-    if plan.counted_bytes > plan.budget_bytes or not plan.lower_bound_s:  # a bound is one of plans that fit
-        proven = "no bound is known"
-    elif plan.status == "optimal":
-        proven = f"no plan is faster, which is proven to {plan.gap:.2%}"
-    else:
-        proven = f"at most {plan.gap:.2%} above the fastest plan there can be"
     useful = ""
     least_bytes, most_bytes = plan.least_peak_bytes, plan.most_peak_bytes
     if least_bytes is not None and most_bytes is not None and least_bytes < most_bytes:
         least, most = format_bytes(least_bytes), format_bytes(most_bytes)
         useful = f" Budgets from {least} (the smallest peak found) to {most} (everything kept) make a difference."
-    return f"{where}; {slower}; {proven}.{useful}"
+    return f"{where}; {slower}.{useful}"
 
 
 def _facts(profile: Profile, plan: Plan) -> list[tuple[str, str]]:
