@@ -105,29 +105,15 @@ def solve(
         notes: tuple[str, ...] = ()
         budget_bytes = wanted.nbytes
         if budget_bytes is None and wanted.share is None and max_overhead is None:
-            if isinstance(model_or_profile, Profile):
-                raise InvalidInputError(
-                    "a profile says nothing of free memory; pass budget_gb=, budget= or max_overhead="
-                )
-            from ckptplan.planning.model_job import default_budget
-
-            ranks = 1 if together is None else together.local_count
-            free = default_budget(model_or_profile, training.device, ranks)
-            budget_bytes = int(free * (1 - wanted.margin))
-            less = f", less {format_bytes(free - budget_bytes)}" if wanted.margin else ""
-            notes = (f"the budget is the device's free memory, {format_bytes(free)}{less}",)
+            budget_bytes, note = _free_bytes(model_or_profile, training, wanted.margin, together)
+            notes = (note,)
         if wanted.nbytes is not None and not isinstance(model_or_profile, Profile):
             from ckptplan.planning.model_job import warn_of_more_than_there_is
 
             warn_of_more_than_there_is(wanted.nbytes, model_or_profile, training.device)
         asked = ""
         if plan_file is not None:
-            if together is not None or training.step is not None:
-                raise InvalidInputError(
-                    "plan_file= is for one process and for inputs=; "
-                    + ("save the plan of a group" if together is not None else "save the plan of a step=")
-                    + " (Plan.save), and apply it in the next run (Plan.load)"
-                )
+            _check_file_suits(training, together)
             asked = f"{request_text(wanted, limits, max_overhead)}; {_step_text(model_or_profile, training)}"
             found = plan_in(plan_file, asked)
             if found is not None and _holds(found, model_or_profile, budget_bytes):
@@ -152,6 +138,31 @@ def solve(
     plan = solved_together(model_or_profile, options.get("ddp"), options.get("fsdp"), alone)
     remember(plan, options)
     return plan
+
+
+def _free_bytes(
+    model_or_profile: nn.Module | Profile, training: Training, margin: float, together: Together | None
+) -> tuple[int, str]:
+    """Return the bytes that a device has free, less a share of them, and a note that says so."""
+    if isinstance(model_or_profile, Profile):
+        raise InvalidInputError("a profile says nothing of free memory; pass budget_gb=, budget= or max_overhead=")
+    from ckptplan.planning.model_job import default_budget
+
+    ranks = 1 if together is None else together.local_count
+    free = default_budget(model_or_profile, training.device, ranks)
+    budget_bytes = int(free * (1 - margin))
+    less = f", less {format_bytes(free - budget_bytes)}" if margin else ""
+    return budget_bytes, f"the budget is the device's free memory, {format_bytes(free)}{less}"
+
+
+def _check_file_suits(training: Training, together: Together | None) -> None:
+    """Raise `InvalidInputError` for a training whose plan can't be kept by `plan_file=`."""
+    if together is not None or training.step is not None:
+        raise InvalidInputError(
+            "plan_file= is for one process and for inputs=; "
+            + ("save the plan of a group" if together is not None else "save the plan of a step=")
+            + " (Plan.save), and apply it in the next run (Plan.load)"
+        )
 
 
 def _step_text(model_or_profile: nn.Module | Profile, training: Training) -> str:

@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 from ckptplan.api import explain
 from ckptplan.api import frontier as frontier_of
@@ -16,13 +16,9 @@ from ckptplan.core.frontier import Frontier
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.request import reporting
-from ckptplan.core.trace import Trace
 from ckptplan.core.units import format_bytes
-from ckptplan.report.page.planned import Rival, plan_report
+from ckptplan.report.page.planned import Measured, Rival, plan_report
 from ckptplan.report.page.render import Report
-
-if TYPE_CHECKING:  # it imports torch
-    from ckptplan.runtime.verify import Verification
 
 RIVALS = {"greedy (PoocH)": "pooch", "uniform": "uniform", "checkpoint every block": "recompute_all"}
 """Planners whose plans are points beside a frontier: by greed, the uniform rule, and a framework's own switch."""
@@ -40,20 +36,19 @@ def report_of_plan(
     *,
     frontier: Sequence[Plan] = (),
     time_limit_s: float | None = None,
-    trace: Trace | None = None,
-    verification: Verification | None = None,
-    stats: object = None,
     commands: Sequence[str] = (),
     on_progress: Callable[[str], None] | None = None,
+    **measured: Any,
 ) -> Report:
-    """See `Plan.report`."""
+    """See `Plan.report`; `measured` are the fields of `Measured`."""
+    found = Measured(**measured)
     plan.require_profile(profile)
-    for found in frontier:
-        found.require_profile(profile)
-    measured = {span.stage for span in trace.measured.spans if span.stage} if trace is not None else set()
-    if measured and measured.isdisjoint(plan.stages):
+    for other in frontier:
+        other.require_profile(profile)
+    traced = set() if found.trace is None else {span.stage for span in found.trace.measured.spans if span.stage}
+    if traced and traced.isdisjoint(plan.stages):
         raise PlanMismatchError(
-            f"the trace is of another model: it has stages such as {min(measured)!r}, the plan {plan.stages[0]!r}; "
+            f"the trace is of another model: it has stages such as {min(traced)!r}, the plan {plan.stages[0]!r}; "
             "give one of a step under this plan"
         )
     tell = reporting(on_progress)
@@ -71,9 +66,7 @@ def report_of_plan(
         explanation=explain(profile, plan, time_limit_s=PRICES_S) if fits else None,
         frontier=frontier,
         rivals=rivals,
-        trace=trace,
-        verification=verification,
-        stats=stats,
+        measured=found,
         commands=commands,
     )
 

@@ -75,13 +75,13 @@ def _main(
 
 def demo(
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda where there is one.")] = None,
-    steps: Annotated[int, typer.Option(min=3, help="Training steps of each run; the first isn't timed.")] = 12,
+    steps: Annotated[int, typer.Option(min=3, help="Timed steps with each plan, and plain ones beside them.")] = 12,
     time_limit: Annotated[float, typer.Option(min=0.1, help="Seconds the solver may take.")] = 5.0,
 ) -> None:
-    """Train a byte-level model on real text within half its activation memory: plainly, with rules, and with a plan.
+    """Measure a byte-level model's steps within half its activation memory: plainly, with rules, and with a plan.
 
-    A uniform and a greedy rule get the same budget, and a step of each is trained in turn. Exits with 1 if a loss or a
-    weight differs from plain training, or if a measured peak is above the budget.
+    A uniform and a greedy rule get the same budget. Exits with 1 if a loss or a gradient differs from plain training,
+    or if a measured peak is above the budget.
 
     Example: [bold]ckptplan demo --device cpu[/bold]
     """

@@ -178,6 +178,60 @@ Sharded = Annotated[
 ]
 
 
+SwapFolder = Annotated[
+    Path | None,
+    typer.Option(
+        "--swap-dir",
+        metavar="FOLDER",
+        help="Where a CPU's swapped bytes go, or the disk tier's; default: as in training.",
+    ),
+]
+
+
+JsonOutput = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE.json", help="Also write what is printed to this file.")
+]
+
+
+Batches = Annotated[
+    str,
+    typer.Option(
+        metavar="SIZES",
+        help="Sizes of batches that run in turn, by commas; default: two steps on the model's inputs. A function "
+        "may also return a list of batches as inputs.",
+    ),
+]
+
+
+EmptiesCache = Annotated[
+    bool, typer.Option("--empty-cache", help="The loop calls torch.cuda.empty_cache() after each step.")
+]
+
+
+MicroBatches = Annotated[int, typer.Option("--accumulation", min=1, metavar="N", help="Micro-batches per update.")]
+
+
+HoldsOutput = Annotated[
+    bool, typer.Option("--holds-output/--drops-output", help="The loop holds the output during backward.")
+]
+
+
+Keeps = Annotated[
+    str, typer.Option(metavar="WHAT", help="What the loop holds until the next step: output, loss, batch, by commas.")
+]
+
+
+AppliedPlan = Annotated[Path | None, typer.Option("--plan", metavar="PLAN.json", help="The plan applied in training.")]
+
+
+AllocatorConf = Annotated[
+    str | None,
+    typer.Option(
+        "--allocator", metavar="SETTINGS", help="Settings of CUDA's allocator, as in PYTORCH_CUDA_ALLOC_CONF."
+    ),
+]
+
+
 def number(text: str | None, option: str, *, least: float | None = None) -> float | None:
     """Return the number of GiB in `text`: a valid budget, or `least`."""
     if text is None:

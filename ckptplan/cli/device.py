@@ -12,17 +12,26 @@ from rich.table import Table
 
 from ckptplan.cli.arguments import (
     Accumulate,
+    AllocatorConf,
+    AppliedPlan,
     Autocast,
     AxolotlFile,
+    Batches,
     BatchSize,
     Config,
     Dtype,
+    EmptiesCache,
+    HoldsOutput,
     InDdp,
+    JsonOutput,
+    Keeps,
     Lora,
+    MicroBatches,
     OptimizerName,
     OptionalModel,
     SequenceLength,
     Sharded,
+    SwapFolder,
     TargetDevice,
     TrainingArgumentsFile,
     parts_of,
@@ -44,10 +53,7 @@ def calibrate(
     ] = None,
     name: Annotated[str | None, typer.Option(help="Name of the description; default: the device's own.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda where there is one.")] = None,
-    swap_dir: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="Where the CPU's swapped bytes would go; default: as in training."),
-    ] = None,
+    swap_dir: SwapFolder = None,
     effort: Annotated[
         float,
         typer.Option(
@@ -90,35 +96,14 @@ def estimate(
     accumulate: Accumulate = None,
     ddp: InDdp = False,
     fsdp: Sharded = None,
-    batches: Annotated[
-        str,
-        typer.Option(
-            metavar="SIZES",
-            help="Sizes of batches that run in turn, by commas; default: two steps on the model's inputs. A function "
-            "may also return a list of batches as inputs.",
-        ),
-    ] = "",
-    empty_cache: Annotated[
-        bool, typer.Option("--empty-cache", help="The loop calls torch.cuda.empty_cache() after each step.")
-    ] = False,
-    accumulation: Annotated[int, typer.Option(min=1, metavar="N", help="Micro-batches per update.")] = 1,
-    holds_output: Annotated[
-        bool, typer.Option("--holds-output/--drops-output", help="The loop holds the output during backward.")
-    ] = True,
-    keeps: Annotated[
-        str,
-        typer.Option(metavar="WHAT", help="What the loop holds until the next step: output, loss, batch, by commas."),
-    ] = "",
-    plan_file: Annotated[
-        Path | None, typer.Option("--plan", metavar="PLAN.json", help="The plan applied in training.")
-    ] = None,
-    allocator: Annotated[
-        str | None,
-        typer.Option(metavar="SETTINGS", help="Settings of CUDA's allocator, as in PYTORCH_CUDA_ALLOC_CONF."),
-    ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE.json", help="Also write the estimate to this file.")
-    ] = None,
+    batches: Batches = "",
+    empty_cache: EmptiesCache = False,
+    accumulation: MicroBatches = 1,
+    holds_output: HoldsOutput = True,
+    keeps: Keeps = "",
+    plan_file: AppliedPlan = None,
+    allocator: AllocatorConf = None,
+    json_file: JsonOutput = None,
 ) -> None:
     """Estimate the memory of training a model, by phase and category, without allocating it.
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ckptplan.cli.arguments import ModelSource, PlanFile, ProfileFile, to_bytes
+from ckptplan.cli.arguments import ModelSource, PlanFile, ProfileFile, SwapFolder, to_bytes
 from ckptplan.cli.output import check_writable, terminal, writing
 from ckptplan.cli.subject import model_of
 from ckptplan.cli.tables import right
@@ -94,9 +94,7 @@ def trace(
         Path | None,
         typer.Option("--profile", metavar="PROFILE.json", help="Also draw the step predicted from this profile."),
     ] = None,
-    swap_dir: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Folder of the CPU's swap file; default: as in training.")
-    ] = None,
+    swap_dir: SwapFolder = None,
 ) -> None:
     """Run one planned step and draw it for https://ui.perfetto.dev: compute, copies both ways, memory.
 

@@ -25,6 +25,7 @@ from ckptplan.cli.arguments import (
     Gap,
     HostLimit,
     InDdp,
+    JsonOutput,
     ModelSource,
     OptimizerName,
     Output,
@@ -32,6 +33,7 @@ from ckptplan.cli.arguments import (
     ProfileFile,
     Sharded,
     Source,
+    SwapFolder,
     TargetDevice,
     TimeLimit,
     Together,
@@ -43,7 +45,7 @@ from ckptplan.cli.arguments import (
 )
 from ckptplan.cli.output import INTERRUPTED, check_writable, finishing, save_plan, show_interrupt, terminal, writing
 from ckptplan.cli.subject import model_of, profile_of, subject_of
-from ckptplan.cli.tables import Row, frontier_table, planners_table
+from ckptplan.cli.tables import Row, planners_table
 from ckptplan.core.display import progress
 from ckptplan.core.errors import CkptPlanError, InfeasibleBudgetError, InvalidInputError
 from ckptplan.core.frontier import Frontier
@@ -69,12 +71,7 @@ def profile(
     accumulate: Accumulate = None,
     ddp: InDdp = False,
     fsdp: Sharded = None,
-    swap_dir: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER", help="Where swapped bytes would go; its rate is measured. Default: as in training."
-        ),
-    ] = None,
+    swap_dir: SwapFolder = None,
 ) -> None:
     """Measure a model's training step: bytes and seconds of its stages, from which plans are made, here or elsewhere.
 
@@ -251,7 +248,7 @@ def frontier(
     with finishing(interrupted):
         if interrupted:
             plans = Frontier.of(_best_so_far(found, subject))
-        terminal().print(frontier_table(plans))
+        typer.echo(str(plans))
         if output is not None:
             with writing("the plans", output):
                 output.mkdir(parents=True, exist_ok=True)
@@ -300,9 +297,7 @@ def compare(
         str, typer.Option(metavar="A,B,..", help=f"Which planners to run; {OURS} is the solver, all is every one.")
     ] = "all",
     time_limit: TimeLimit = 10.0,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE.json", help="Also write the rows to this file.")
-    ] = None,
+    json_file: JsonOutput = None,
     csv_output: Annotated[
         bool, typer.Option("--csv", help="Print comma-separated values instead of the table.")
     ] = False,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -24,41 +25,48 @@ from ckptplan.core.trace import Trace
 Format = Literal["html", "md"]
 
 
+Reported = Annotated[
+    str,
+    typer.Argument(
+        metavar="SOURCE",
+        help="The profile that the plan was made from, or an estimate by [bold]ckptplan estimate --json[/bold].",
+    ),
+]
+ReportedPlan = Annotated[
+    Path | None, typer.Argument(metavar="PLAN.json", help="The profile's plan; an estimate has none.")
+]
+ReportFile = Annotated[
+    Path | None,
+    typer.Option(
+        "-o",
+        "--output",
+        metavar="FILE",
+        help="Where to write the report: FILE.html, or FILE.md for Markdown; default: report and the format.",
+    ),
+]
+FrontierFile = Annotated[
+    Path | None,
+    typer.Option(metavar="FRONTIER.json", help="Plans for other budgets, from [bold]ckptplan frontier -o[/bold]."),
+]
+FrontierLimit = Annotated[
+    float | None, typer.Option(min=0.1, help="Find plans for other budgets within so many seconds instead.")
+]
+TraceFile = Annotated[
+    Path | None, typer.Option(metavar="TRACE.json", help="A measured step to draw, from [bold]ckptplan trace[/bold].")
+]
+
+
 def report(
-    source: Annotated[
-        str,
-        typer.Argument(
-            metavar="SOURCE",
-            help="The profile that the plan was made from, or an estimate by [bold]ckptplan estimate --json[/bold].",
-        ),
-    ],
-    plan_file: Annotated[
-        Path | None, typer.Argument(metavar="PLAN.json", help="The profile's plan; an estimate has none.")
-    ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "-o",
-            "--output",
-            metavar="FILE",
-            help="Where to write the report: FILE.html, or FILE.md for Markdown; default: report and the format.",
-        ),
-    ] = None,
+    source: Reported,
+    plan_file: ReportedPlan = None,
+    output: ReportFile = None,
     form: Annotated[
         Format | None, typer.Option("--format", help="What to write, where the file's name doesn't say so.")
     ] = None,
     budget_gb: Budget = None,
-    frontier: Annotated[
-        Path | None,
-        typer.Option(metavar="FRONTIER.json", help="Plans for other budgets, from [bold]ckptplan frontier -o[/bold]."),
-    ] = None,
-    time_limit: Annotated[
-        float | None, typer.Option(min=0.1, help="Find plans for other budgets within so many seconds instead.")
-    ] = None,
-    trace: Annotated[
-        Path | None,
-        typer.Option(metavar="TRACE.json", help="A measured step to draw, from [bold]ckptplan trace[/bold]."),
-    ] = None,
+    frontier: FrontierFile = None,
+    time_limit: FrontierLimit = None,
+    trace: TraceFile = None,
 ) -> None:
     """Write a page on a plan: its memory over one step, each decision and why, and the price of other budgets.
 
@@ -75,10 +83,16 @@ def report(
         raise InvalidInputError(f"--format {form} doesn't go with the name {output}; leave out one of them")
     check_suffix(output)
     check_writable(output, "the report")
+    options = {
+        "--budget-gb": budget_gb,
+        "--frontier": frontier and frontier.name,
+        "--time-limit": time_limit and f"{time_limit:g}",
+        "--trace": trace and trace.name,
+    }
+    given = {name: value for name, value in options.items() if value}
     file = Path(source)
     if file.exists() and read_json(file, Profile.SCHEMA, Estimate.SCHEMA)["schema"] == Estimate.SCHEMA:
-        given = {"PLAN.json": plan_file, "--budget-gb": budget_gb, "--frontier": frontier, "--trace": trace}
-        extra = [name for name, value in {**given, "--time-limit": time_limit}.items() if value is not None]
+        extra = [*(["PLAN.json"] if plan_file else []), *given]
         if extra:
             raise InvalidInputError(f"{file} is an estimate, which goes without {', '.join(extra)}")
         Estimate.load(file).report(commands=[f"ckptplan report {shlex.quote(file.name)}"]).save(output)
@@ -94,11 +108,7 @@ def report(
         plan = replace(plan, budget_bytes=budget_bytes)
     others = () if frontier is None else Frontier.load(frontier)
     step = None if trace is None else Trace.load(trace)
-    words = ["ckptplan", "report", file.name if file.exists() else source, plan_file.name]
-    words += [] if budget_gb is None else ["--budget-gb", str(budget_gb)]
-    words += [] if frontier is None else ["--frontier", frontier.name]
-    words += [] if time_limit is None else ["--time-limit", f"{time_limit:g}"]
-    words += [] if trace is None else ["--trace", trace.name]
+    words = ["ckptplan", "report", file.name if file.exists() else source, plan_file.name, *chain(*given.items())]
     with progress("explaining", console=Console(stderr=True)) as shown:
         made = plan.report(
             profile,

@@ -12,7 +12,7 @@ from rich.table import Column, Table
 from ckptplan.core.estimate import ERROR, fits_in_words
 from ckptplan.core.option import ACTIONS
 from ckptplan.core.plan import Plan
-from ckptplan.core.units import format_bytes, format_seconds, format_swapped
+from ckptplan.core.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:  # this imports torch
     from ckptplan.fitting.survey import DeviceFit
@@ -102,26 +102,6 @@ def planners_table(rows: Sequence[Row], *, title: str | None = None) -> Table:
                 took,
             )
             table.add_row(row.planner, *(f"[bold]{cell}[/bold]" for cell in cells) if fastest else cells)
-    return table
-
-
-def frontier_table(plans: Sequence[Plan]) -> Table:
-    """Return a table with one line per plan of a frontier."""
-    table = Table(
-        *right("peak", "step", "overhead", "gap", "swapped", *ACTIONS, "segments"),
-        caption="overhead: over keeping everything; gap: over the proven bound",
-    )
-    for plan in plans:
-        counts = [sum(choice.action == action for choice in plan.choices) for action in ACTIONS]
-        table.add_row(
-            format_bytes(plan.counted_bytes),
-            format_seconds(plan.step_s),
-            f"{max(plan.overhead, 0.0):.1%}",
-            f"{plan.gap:.2%}",
-            format_swapped(plan.host_bytes, plan.disk_bytes),
-            *map(str, counts),
-            str(len(plan.segments)),
-        )
     return table
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ckptplan.core.checks import is_int, is_number
+from ckptplan.core.checks import check_number, is_int, is_number
 from ckptplan.core.errors import InvalidInputError
 
 MIB = 1 << 20
@@ -53,12 +53,11 @@ class AllocatorSettings:
         One growing segment per pool and stream instead of many of fixed size.
     max_split_size_bytes : int, optional
         Blocks of this size and more are never split, and requests below it never take one. None: no limit.
-    roundup_power2_divisions : int, mapping or 16 integers
+    roundup_power2_divisions : int or 16 integers
         Sizes round up to a multiple of (power of two below the size) / divisions instead of 512. A number applies to
-        all sizes. A mapping from an interval's first size (bytes, a power of two of at least 1 MiB) to its divisions
-        has the meaning of PyTorch's list: the first entry also applies to all smaller sizes, and an interval without an
-        entry isn't divided. Stored as one number per interval; 0 and 1 mean rounding to 512. Example: with 4 divisions
-        a request of 5 MiB rounds up to 5 MiB, one of 4.5 MiB too.
+        all sizes, a tuple has one for each interval of sizes (`INTERVALS`); `from_string` reads PyTorch's list. Stored
+        as one number per interval; 0 and 1 mean rounding to 512. Example: with 4 divisions a request of 5 MiB rounds up
+        to 5 MiB, one of 4.5 MiB too.
     garbage_collection_threshold : float, optional
         Part of the allowed memory above which old unused segments are released before a new one is allocated. As in
         PyTorch it has no effect unless `memory_fraction` is below 1.
@@ -78,7 +77,7 @@ class AllocatorSettings:
 
     expandable_segments: bool = False
     max_split_size_bytes: int | None = None
-    roundup_power2_divisions: int | Mapping[int, int] | tuple[int, ...] = 0
+    roundup_power2_divisions: int | tuple[int, ...] = 0
     garbage_collection_threshold: float | None = None
     large_segment_bytes: int = LARGE_SEGMENT_BYTES
     max_non_split_rounding_bytes: int | None = None
@@ -106,8 +105,7 @@ class AllocatorSettings:
             raise InvalidInputError(
                 f"garbage_collection_threshold={threshold!r} must be above 0 and below 1; None turns it off"
             )
-        if not (is_number(self.memory_fraction) and 0 <= self.memory_fraction <= 1):
-            raise InvalidInputError(f"memory_fraction={self.memory_fraction!r} must be a number from 0 to 1")
+        check_number("", 0, 1, memory_fraction=self.memory_fraction)
         object.__setattr__(self, "roundup_power2_divisions", _intervals(self.roundup_power2_divisions))
 
     @property
@@ -182,19 +180,7 @@ def _check_divisions(value: object) -> int:
     return value
 
 
-def _intervals(given: int | Mapping[int, int] | Sequence[int]) -> tuple[int, ...]:
-    if isinstance(given, Mapping):
-        found = [0] * INTERVALS
-        for number, size in enumerate(sorted(given)):
-            if not is_int(size) or size < MIB or size & (size - 1):
-                raise InvalidInputError(
-                    f"roundup_power2_divisions: an interval starts at {size!r} bytes; must be a power of two, 1 MiB or"
-                    " more"
-                )
-            index = min(size.bit_length() - MIB.bit_length(), INTERVALS - 1)
-            divisions = _check_divisions(given[size])
-            found[0 if number == 0 else index : index + 1] = [divisions] * (index + 1 if number == 0 else 1)
-        return tuple(found)
+def _intervals(given: int | Sequence[int]) -> tuple[int, ...]:
     if isinstance(given, (tuple, list)):
         if len(given) != INTERVALS:
             raise InvalidInputError(f"roundup_power2_divisions: {len(given)} numbers; there are {INTERVALS} intervals")

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 MOST_BYTES = 1 << 60
 """Above the memory of any device or host; sums of a few such numbers fit 64 bits."""
 MOST_SECONDS = 1e9
+LEAST_RATE, MOST_RATE = 1e-3, 1e18
+"""Outside this range a transfer takes longer than the age of the universe, or no time at all."""
 
 
 def is_int(value: object) -> TypeGuard[int]:
@@ -27,30 +29,46 @@ def is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
+def check_whole(owner: str, least: int, most: int, of: str = "", /, **values: object) -> None:
+    """Raise `InvalidInputError` for the first of `values` that isn't a whole number from `least` to `most`.
+
+    Messages begin with `owner`, unless it is empty, and name the unit `of` which the values are a number.
+    """
+    for name, value in values.items():
+        if not is_int(value) or not least <= value <= most:
+            raise InvalidInputError(
+                f"{owner and f'{owner}: '}{name}={short_repr(value)} must be a whole number{of}, from {least} to {most}"
+            )
+
+
+def check_number(owner: str, least: float, most: float, of: str = "", /, **values: object) -> None:
+    """Raise `InvalidInputError` for the first of `values` that isn't a number from `least` to `most`."""
+    for name, value in values.items():
+        if not is_number(value) or not least <= value <= most:  # a comparison with NaN is false
+            raise InvalidInputError(
+                f"{owner and f'{owner}: '}{name}={short_repr(value)} must be a finite number{of}, from {least:g} to "
+                f"{most:g}"
+            )
+
+
 def check_count(**values: object) -> None:
     """Raise `InvalidInputError` for the first of `values` that isn't a whole number, at least 1."""
-    for name, value in values.items():
-        if not (is_int(value) and value >= 1):
-            raise InvalidInputError(f"{name}={value!r} must be a whole number, at least 1")
+    check_whole("", 1, MOST_BYTES, **values)
 
 
 def check_bytes(owner: str, /, **values: int) -> None:
     """Raise `InvalidInputError` for the first of `values` that isn't a whole number of bytes, 0 or more."""
-    for name, value in values.items():
-        if not is_int(value) or not 0 <= value < MOST_BYTES:
-            raise InvalidInputError(
-                f"{owner}: {name}={short_repr(value)} must be a whole number of bytes, 0 or more and below 2**60"
-            )
+    check_whole(owner, 0, MOST_BYTES - 1, " of bytes", **values)
 
 
 def check_seconds(owner: str, /, **values: float) -> None:
     """Raise `InvalidInputError` for the first of `values` that isn't a finite number of seconds, 0 or more."""
-    for name, value in values.items():
-        # A comparison with NaN is false.
-        if not is_number(value) or not 0 <= value <= MOST_SECONDS:
-            raise InvalidInputError(
-                f"{owner}: {name}={short_repr(value)} must be a finite number of seconds, 0 or more and at most 1e9"
-            )
+    check_number(owner, 0, MOST_SECONDS, " of seconds", **values)
+
+
+def check_rates(owner: str, /, **values: float) -> None:
+    """Raise `InvalidInputError` for the first of `values` that isn't a usable number a second."""
+    check_number(owner, LEAST_RATE, MOST_RATE, " a second", **values)
 
 
 def check_indices(owner: str, /, **values: tuple[int, ...]) -> None:
@@ -65,8 +83,9 @@ def check_indices(owner: str, /, **values: tuple[int, ...]) -> None:
 def check_fields(owner: str, record: DataclassInstance) -> None:
     """Raise `InvalidInputError` for the first field of `record` whose value isn't of its annotated type.
 
-    A float named `..._s` must be a number of seconds (`check_seconds`), an integer named `...bytes` one of bytes
-    (`check_bytes`), and the fields in `_INDICES` tuples of distinct indices. Other integers aren't checked.
+    A float named `..._per_s` must be a rate (`check_rates`), one named `..._s` a number of seconds (`check_seconds`),
+    an integer named `...bytes` one of bytes (`check_bytes`), and the fields in `_INDICES` tuples of distinct indices.
+    Other numbers aren't checked.
     """
     for name, kind in types_of(type(record)).items():
         _check_value(owner, name, kind, getattr(record, name))
@@ -88,7 +107,9 @@ def _check_value(owner: str, name: str, kind: Any, value: Any) -> None:
             check_bytes(owner, **{name: value})
         return
     if kind is float:
-        if name.endswith("_s") and not name.endswith("_per_s"):
+        if name.endswith("_per_s"):
+            check_rates(owner, **{name: value})
+        elif name.endswith("_s"):
             check_seconds(owner, **{name: value})
         return
     if name in _INDICES:

@@ -14,11 +14,13 @@ from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 
-from ckptplan.core.checks import check_fields, is_int, is_number
+from ckptplan.core.checks import check_fields, check_rates, check_whole, is_number
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.files import Saved, decoded
 from ckptplan.core.overheads import NO_OVERHEADS, Overheads
 
+MOST_DEVICES = 1 << 16
+"""In one machine."""
 OP_CLASSES = ("matmul", "convolution", "attention", "elementwise", "reduction", "other")
 """Classes of operations in the roofline; each has its own share of the device's rates."""
 
@@ -94,15 +96,8 @@ class Device(Saved):
             raise InvalidInputError(
                 f"{owner}: context_bytes={self.context_bytes} must be below memory_bytes={self.memory_bytes}"
             )
-        rates = {name: getattr(self, name) for name in ("bytes_per_s", "out_bytes_per_s", "in_bytes_per_s")}
-        rates |= {f"flops_per_s[{kind!r}]": rate for kind, rate in self.flops_per_s.items()}
-        between = {name: getattr(self, name) for name in ("peer_bytes_per_s", "network_bytes_per_s")}
-        rates |= {name: rate for name, rate in between.items() if rate is not None}
-        for name, rate in rates.items():
-            if not is_number(rate) or not 0 < rate < 1e20:
-                raise InvalidInputError(f"{owner}: {name}={rate!r} must be a rate above 0 and below 1e20 a second")
-        if not is_int(self.machine_devices) or self.machine_devices < 1:
-            raise InvalidInputError(f"{owner}: machine_devices={self.machine_devices!r} must be a number above 0")
+        check_rates(owner, **{f"flops_per_s[{kind!r}]": rate for kind, rate in self.flops_per_s.items()})
+        check_whole(owner, 1, MOST_DEVICES, machine_devices=self.machine_devices)
         if "float32" not in self.flops_per_s:
             raise InvalidInputError(
                 f"{owner}: flops_per_s has no 'float32', the one rate that can't be left out; add it"

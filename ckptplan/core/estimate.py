@@ -211,8 +211,11 @@ class Estimate(Saved):
             return ""
         return fits_in_words(self.total_bytes, self.capacity_bytes) or "does NOT fit"
 
-    def _repr_html_(self) -> str:
-        return late("report.page.notebook", "estimate_html")(self)  # type: ignore[no-any-return]
+    @property
+    def answer(self) -> str:
+        """What the device needs, of how much, and whether that is enough, in a few words."""
+        has = "" if self.capacity_bytes is None else f" of {format_bytes(self.capacity_bytes)}: {self.verdict}"
+        return f"{format_bytes(self.total_bytes)} on {self.device}{has}"
 
     def report(self, *, commands: Sequence[str] = ()) -> Page:
         """A page with the memory by phase, what is there at the peak, and the devices that have enough.
@@ -255,11 +258,10 @@ class Estimate(Saved):
         return tuple(phase for phase in self.phases if phase.batch in shown)
 
     def __str__(self) -> str:
-        has = "" if self.capacity_bytes is None else f" of {format_bytes(self.capacity_bytes)}: {self.verdict}"
         during = ", ".join(part for part in (self._of_batch(self.peak_phase), self.peak_stage) if part)
         reserved = f" ({self._of_batch(self.reserved_phase)})" if len(self.batches) > 1 else ""
         lines = [
-            f"needs     {format_bytes(self.total_bytes)} on {self.device}{has}",
+            f"needs     {self.answer}",
             f"peak      {format_bytes(self.peak_bytes)} in tensors ({during}), "
             f"{format_bytes(self.reserved_bytes)} reserved{reserved}, {format_bytes(self.context_bytes)} context",
             f"loop      {'holds' if self.holds_output else 'drops'} the output during backward, and "

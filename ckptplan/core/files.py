@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import json
 from pathlib import Path
 from types import UnionType
@@ -42,6 +43,10 @@ class Saved:
     def to_json(self) -> str:
         """Return the fields as JSON."""
         return json.dumps({"schema": self.SCHEMA, **dataclasses.asdict(self)}, indent=1)  # type: ignore[call-overload]
+
+    def _repr_html_(self) -> str:
+        """Return the text of `str` for a notebook."""
+        return f"<pre>{html.escape(str(self))}</pre>"
 
     @classmethod
     def load(cls, path: str | Path) -> Self:

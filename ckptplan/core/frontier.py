@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import overload
 
 from ckptplan.core.files import Saved
-from ckptplan.core.late import late
+from ckptplan.core.option import ACTIONS
 from ckptplan.core.plan import Plan
+from ckptplan.core.units import format_bytes, format_seconds, format_swapped, format_table
 
 
 def beats(one: Plan, other: Plan) -> bool:
@@ -55,8 +57,17 @@ class Frontier(Saved, Sequence[Plan]):
     def __iter__(self) -> Iterator[Plan]:
         return iter(self.plans)
 
-    def _repr_html_(self) -> str:
-        return late("report.page.notebook", "frontier_html")(self)  # type: ignore[no-any-return]
+    def __str__(self) -> str:
+        """Return a table with one line per plan."""
+        rows = [("peak", "step", "over everything kept", "gap to the bound", "swapped", *ACTIONS, "segments")]
+        for plan in self:
+            counts = Counter(choice.action for choice in plan.choices)
+            rows.append((
+                format_bytes(plan.counted_bytes), format_seconds(plan.step_s), f"{max(plan.overhead, 0.0):.1%}",
+                f"{plan.gap:.2%}", format_swapped(plan.host_bytes, plan.disk_bytes),
+                *(str(counts[action]) for action in ACTIONS), str(len(plan.segments)),
+            ))  # fmt: skip
+        return "\n".join(format_table(rows))
 
     @overload
     def __getitem__(self, index: int) -> Plan: ...

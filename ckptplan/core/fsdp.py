@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ckptplan.core.checks import is_int
+from ckptplan.core.checks import check_whole, is_int
 from ckptplan.core.errors import InvalidInputError
 
 _DTYPES = (None, "bfloat16", "float16", "float32")
@@ -43,10 +43,8 @@ class FSDP:
     reduce_dtype: str | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("ranks", 2), ("replicas", 1)):
-            value = getattr(self, name)
-            if not is_int(value) or not least <= value <= _MOST_RANKS:
-                raise InvalidInputError(f"fsdp: {name}={value!r} must be a whole number, from {least} to {_MOST_RANKS}")
+        check_whole("fsdp", 2, _MOST_RANKS, ranks=self.ranks)
+        check_whole("fsdp", 1, _MOST_RANKS, replicas=self.replicas)
         for name in ("param_dtype", "reduce_dtype"):
             value = getattr(self, name)
             value = None if value is None else str(value).removeprefix("torch.")

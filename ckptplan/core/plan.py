@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ckptplan.core import rules
-from ckptplan.core.checks import check_fields, is_int, is_number, short_repr
+from ckptplan.core.checks import check_fields, check_number, is_int, short_repr
 from ckptplan.core.errors import InvalidInputError, PlanMismatchError
 from ckptplan.core.files import Saved
 from ckptplan.core.late import late
@@ -326,9 +326,6 @@ class Plan(Saved):
             best = "how near to the best isn't known"
         return f"fits {needs.removesuffix(unit)} of {budget}, step {self.overhead:+.1%}, {best}"
 
-    def _repr_html_(self) -> str:
-        return late("report.page.notebook", "plan_html")(self)  # type: ignore[no-any-return]
-
     def report(
         self,
         profile: Profile,
@@ -408,9 +405,8 @@ class Plan(Saved):
                 if point >= len(self.stages):
                     raise InvalidInputError(f"stage {name!r}: no stage has index {point}; there are {len(self.stages)}")
         check_segments(self.segments, self.choices, self.stages)
-        share = self.budget_share
-        if share is not None and not (is_number(share) and 0 <= share <= 1):
-            raise InvalidInputError(f"budget_share={short_repr(share)} must be a share of a range, from 0 to 1")
+        if self.budget_share is not None:
+            check_number("plan", 0, 1, budget_share=self.budget_share)
 
     def __repr__(self) -> str:
         return (

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ckptplan.core.checks import MOST_BYTES, check_bytes, check_fields, is_number, short_repr
+from ckptplan.core.checks import MOST_BYTES, check_bytes, check_fields, check_number
 from ckptplan.core.errors import InvalidInputError, PlanMismatchError
 from ckptplan.core.files import Saved
-from ckptplan.core.late import late
 from ckptplan.core.link import Link
 from ckptplan.core.option import Option
 from ckptplan.core.stage import Differentiated, Stage
@@ -88,6 +87,58 @@ NO_MODEL = Fingerprint("", "", True, "", "", "")
 """Fingerprint of a profile written by hand: such plans can be simulated, not applied."""
 
 
+@dataclass(frozen=True, slots=True)
+class _ChainStage:
+    """A stage of the textbook chain (`Profile.from_chain`), which makes the storages 2 * number and 2 * number + 1."""
+
+    number: int
+    before_bytes: int
+    forward_s: float
+    backward_s: float
+    output_bytes: int
+    saved_bytes: int
+    forward_temp_bytes: int
+    backward_temp_bytes: int
+
+    def __post_init__(self) -> None:
+        check_fields(f"stage {self.name!r}", self)
+        if self.saved_bytes < self.output_bytes:
+            raise InvalidInputError(
+                f"stage {self.name!r}: saved_bytes={self.saved_bytes} is below its output, {self.output_bytes} bytes"
+            )
+
+    @property
+    def name(self) -> str:
+        return f"s{self.number}"
+
+    def storages(self, stages: int) -> tuple[Storage, Storage]:
+        """Return what the stage saves besides its output, and the output, in a chain of so many stages."""
+        i = self.number
+        inner = Storage(f"{self.name}.inner", self.saved_bytes - self.output_bytes, i, i)
+        return inner, Storage(f"{self.name}.out", self.output_bytes, i, min(i + 1, stages - 1))
+
+    def stage(self) -> Stage:
+        """Return the stage, with options that keep, swap and recompute."""
+        own = 2 * self.number
+        inputs = (own - 1,) if self.number else ()
+        saved = (*inputs, own, own + 1)
+        backward_bytes = self.before_bytes + self.backward_temp_bytes
+        keep = Option("keep", saved, (), self.saved_bytes + self.forward_temp_bytes, backward_bytes)
+        recompute = Option(
+            "recompute",
+            inputs,
+            (),
+            self.output_bytes + self.forward_temp_bytes,
+            self.saved_bytes + max(self.forward_temp_bytes, backward_bytes),
+            recompute_s=self.forward_s,
+            recomputes=True,
+        )
+        menu = [keep, replace(keep, name="swap", moves=tuple(range(len(saved)))), recompute]
+        if inputs:
+            menu.append(replace(recompute, name="recompute+swap", moves=(0,)))
+        return Stage(self.name, self.name, tuple(menu), self.forward_s, self.backward_s, linked=inputs)
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class Profile(Saved):
     """The chain of one step with measured bytes and times.
@@ -151,10 +202,7 @@ class Profile(Saved):
 
     def __post_init__(self) -> None:
         check_fields("profile", self)
-        if not is_number(self.step_error) or not 0 <= self.step_error <= MOST_ERROR:
-            raise InvalidInputError(
-                f"profile: step_error={short_repr(self.step_error)} must be a share of the step, 0 to {MOST_ERROR:g}"
-            )
+        check_number("profile", 0, MOST_ERROR, step_error=self.step_error)
         if self.disk is not None and self.disk != self.disk.behind(self.link):
             raise InvalidInputError(
                 f"profile: {self.disk} is the way to the disk and faster than {self.link}, through which its "
@@ -263,9 +311,6 @@ class Profile(Saved):
         ]
         return "\n".join([*lines, *(f"note    {note}" for note in self.notes)])
 
-    def _repr_html_(self) -> str:
-        return late("report.page.notebook", "profile_html")(self)  # type: ignore[no-any-return]
-
     def graph(self) -> nx.DiGraph:
         """Return the graph of stages and storages, over all options: who makes a storage, and who needs it later.
 
@@ -344,53 +389,17 @@ class Profile(Saved):
         if disk_out_bytes_per_s is not None and disk_in_bytes_per_s is not None:
             disk = Link(disk_out_bytes_per_s, disk_in_bytes_per_s)
         n = len(forward_s)
-        forward_temp = list(forward_temp_bytes) if forward_temp_bytes is not None else [0] * n
-        backward_temp = list(backward_temp_bytes) if backward_temp_bytes is not None else [0] * n
-        lengths = {len(x) for x in (forward_s, backward_s, output_bytes, saved_bytes, forward_temp, backward_temp)}
+        given = (forward_s, backward_s, output_bytes, saved_bytes, forward_temp_bytes, backward_temp_bytes)
+        lists = [[0] * n if values is None else list(values) for values in given]
+        lengths = {len(values) for values in lists}
         if len(lengths) != 1 or n == 0:
             raise InvalidInputError(f"every list of a chain needs one entry per stage; got lengths {sorted(lengths)}")
         check_bytes("chain", input_bytes=input_bytes)
-        for i in range(n):
-            check_bytes(
-                f"stage 's{i}'",
-                output_bytes=output_bytes[i],
-                saved_bytes=saved_bytes[i],
-                forward_temp_bytes=forward_temp[i],
-                backward_temp_bytes=backward_temp[i],
-            )
-        storages: list[Storage] = []
-        stages: list[Stage] = []
-        outputs: list[int] = []
-        for i in range(n):
-            name = f"s{i}"
-            if saved_bytes[i] < output_bytes[i]:
-                raise InvalidInputError(
-                    f"stage {name!r}: saved_bytes={saved_bytes[i]} is below its output, {output_bytes[i]} bytes"
-                )
-            internal = len(storages)
-            storages.append(Storage(f"{name}.inner", saved_bytes[i] - output_bytes[i], i, i))
-            storages.append(Storage(f"{name}.out", output_bytes[i], i, min(i + 1, n - 1)))
-            inputs = (outputs[i - 1],) if i else ()
-            gradient_in = output_bytes[i - 1] if i else input_bytes
-            saved = (*inputs, internal, internal + 1)
-            keep = Option("keep", saved, (), saved_bytes[i] + forward_temp[i], gradient_in + backward_temp[i])
-            recompute = Option(
-                "recompute",
-                inputs,
-                (),
-                output_bytes[i] + forward_temp[i],
-                saved_bytes[i] + max(forward_temp[i], gradient_in + backward_temp[i]),
-                recompute_s=forward_s[i],
-                recomputes=True,
-            )
-            menu = [keep, replace(keep, name="swap", moves=tuple(range(len(saved)))), recompute]
-            if inputs:
-                menu.append(replace(recompute, name="recompute+swap", moves=(0,)))
-            stages.append(Stage(name, name, tuple(menu), forward_s[i], backward_s[i], linked=inputs))
-            outputs.append(internal + 1)
+        before_bytes = [input_bytes, *output_bytes[:-1]]
+        chain = [_ChainStage(i, *values) for i, values in enumerate(zip(before_bytes, *lists, strict=True))]
         return cls(
-            stages=tuple(stages),
-            storages=tuple(storages),
+            stages=tuple(link.stage() for link in chain),
+            storages=tuple(storage for link in chain for storage in link.storages(n)),
             base_forward_bytes=(input_bytes,) * n,
             base_backward_bytes=tuple(input_bytes + output_bytes[i] for i in range(n)),
             update_peak_bytes=input_bytes,

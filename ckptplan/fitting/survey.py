@@ -86,7 +86,6 @@ def survey(
     training: Training = UNSAID,
     *,
     budget_bytes: int | None = None,
-    limit: int = LIMIT,
     time_limit_s: float = 1.0,
     on_progress: Report = ignore_progress,
 ) -> list[DeviceFit]:
@@ -121,7 +120,7 @@ def survey(
             target = find_target(model, same[0])
             batches = Batches(make_inputs, TrainingBytes(model, target, training))
             batches.check()
-            group = _AlikeDevices(batches, same, batch, limit, time_limit_s, on_progress)
+            group = _AlikeDevices(batches, same, batch, time_limit_s, on_progress)
             for device in same:
                 found[device.name] = group.fit(device, budget_bytes or device.usable_bytes)
     return [found[device.name] for device in devices]
@@ -139,7 +138,6 @@ class _AlikeDevices:
     batches: Batches
     devices: Sequence[Device]
     batch: int
-    limit: int
     time_limit_s: float
     tell: Report
     chains: dict[int, dict[str, Profile]] = field(default_factory=dict)
@@ -225,7 +223,7 @@ class _AlikeDevices:
     def fit(self, device: Device, budget_bytes: int) -> DeviceFit:
         """Return the batches that fit one of the devices."""
         kept = self.kept_bytes(self.batch)
-        most_kept, _ = largest(self.kept_bytes, budget_bytes, self.limit, self.kept)
+        most_kept, _ = largest(self.kept_bytes, budget_bytes, LIMIT, self.kept)
         self.tell(f"{device.name}: planning batch {self.batch}")
         least = self.least_bytes(self.batch)
         plan = self.plan(device, self.batch, budget_bytes) if kept > budget_bytes >= least else None
@@ -244,7 +242,7 @@ class _AlikeDevices:
     def most(self, device: Device, budget_bytes: int, most_kept: int) -> tuple[int, Plan | None]:
         """Return the largest batch with a plan, and the plan."""
         self.tell(f"{device.name}: looking for the largest batch")
-        n, _ = largest(self.least_bytes, budget_bytes, self.limit)
+        n, _ = largest(self.least_bytes, budget_bytes, LIMIT)
         for _ in range(_RETRIES):
             if n <= most_kept:
                 break

@@ -37,6 +37,7 @@ from ckptplan.core.plan import Plan
 from ckptplan.distributed import is_distributed, parallel_of
 from ckptplan.integrations.training import PlannedBatch, PlanningCallback, replace, unchanged
 from ckptplan.planning.log import say
+from ckptplan.planning.plan_file import name_of, optimizer_text, settings_of
 from ckptplan.profiling.workload.discover import NothingSavedError
 from ckptplan.runtime.handle import Handle
 from ckptplan.tensors.storages import tensors_in
@@ -72,9 +73,9 @@ class ActivationPlanner(PlanningCallback, pl.Callback):
         super().__init__(budget_gb, **options)
         self._batch: PlannedBatch | None = None
         self._applied: Handle | None = None
-        self._asked: dict[str, Any] = {}
+        self._asked = ""
         self._saved: dict[str, Any] = {}
-        self._made: list[tuple[PlannedBatch, Plan, dict[str, Any]]] = []
+        self._made: list[tuple[PlannedBatch, Plan, str]] = []
         self._undo = contextlib.ExitStack()
         self._warned = False
 
@@ -86,7 +87,7 @@ class ActivationPlanner(PlanningCallback, pl.Callback):
 
         def training_step(*args: Any, **kwargs: Any) -> Any:
             batch = self._batch
-            if batch is None or (self._planning.tries_again and not batch.holds_for((args, kwargs))):
+            if batch is None or (self.tries_again and not batch.holds_for((args, kwargs))):
                 self._plan(trainer, pl_module, args, kwargs)
             return original(*args, **kwargs)
 
@@ -101,7 +102,7 @@ class ActivationPlanner(PlanningCallback, pl.Callback):
         self._remove()
         for batch, plan, asked in self._made:
             if batch.holds_for((args, kwargs)):
-                self._applied = self._planning.begin(module, plan, again=True)
+                self._applied = self.begin(module, plan, again=True)
                 self._batch, self._asked = batch, asked
                 return
         batch = PlannedBatch((args, kwargs), module)
@@ -111,7 +112,7 @@ class ActivationPlanner(PlanningCallback, pl.Callback):
                 self._applied = self._begin(trainer, module, args, kwargs, asked)
             except CkptPlanError as error:
                 if not isinstance(error, NothingSavedError) and not isinstance(error.__cause__, _NoLossError):
-                    self._applied = self._planning.follow(module, former, error)
+                    self._applied = self.follow(module, former, error)
                     self._batch, self._asked = before
                     return
                 if not self._warned:
@@ -127,13 +128,13 @@ class ActivationPlanner(PlanningCallback, pl.Callback):
         module: pl.LightningModule,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        asked: dict[str, Any],
+        asked: str,
     ) -> Handle:
         saved, self._saved = self._saved, {}
         # A checkpoint has the batch of one rank; the others would plan and wait for it.
         if saved and saved["asked"] == asked and not is_distributed():
             with contextlib.suppress(PlanMismatchError):  # another model: it is planned for
-                return self._planning.begin(module, Plan.from_json(saved["plan"]))
+                return self.begin(module, Plan.from_json(saved["plan"]))
 
         precision = trainer.precision_plugin
         parallel, again = parallel_of(trainer.strategy.model or module), bool(self._made)
@@ -154,20 +155,16 @@ class ActivationPlanner(PlanningCallback, pl.Callback):
         optimizers = [getattr(o, "optimizer", o) for o in trainer.optimizers]
         optimizer = optimizers[0] if len(optimizers) == 1 else _Together(optimizers) if optimizers else None
         # Lightning's own loop, and most manual ones, drop the gradients of a step after the next one's forward.
-        return self._planning.begin(
-            module, again=again, of=json.dumps(asked), step=step, optimizer=optimizer, accumulate=True, ddp=parallel.ddp
+        return self.begin(
+            module, again=again, of=asked, step=step, optimizer=optimizer, accumulate=True, ddp=parallel.ddp
         )
 
-    def _request(self, trainer: pl.Trainer, module: pl.LightningModule, batch: PlannedBatch) -> dict[str, Any]:
+    def _request(self, trainer: pl.Trainer, module: pl.LightningModule, batch: PlannedBatch) -> str:
         """Return what a plan is made for beside the model's modules, in a form that a checkpoint keeps."""
-        optimizers = [f"{type(o).__name__}({o.defaults})" for o in trainer.optimizers]
-        return {
-            "options": self._planning.in_text(),
-            "precision": str(trainer.precision),
-            "optimizers": optimizers,
-            "inputs": [str(tensor) for tensor in batch.tensors],
-            "settings": [_settings_of(m) for m in module.modules()],
-        }
+        optimizers = [optimizer_text(getattr(o, "optimizer", o)) for o in trainer.optimizers]
+        inputs = [str(tensor) for tensor in batch.tensors]
+        given = json.dumps(dict(module.hparams), sort_keys=True, default=name_of)
+        return f"{self.in_text()}; {trainer.precision}; {optimizers}; {inputs}; {given}; {settings_of(module)}"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the plan and what it was made for."""
@@ -194,15 +191,6 @@ class ActivationPlanner(PlanningCallback, pl.Callback):
         applied, self._applied, self._batch = self._applied, None, None
         if applied is not None:
             applied.remove()
-
-
-def _settings_of(module: torch.nn.Module) -> str:
-    """Return a module's attributes that are numbers, texts and containers of these."""
-    found = {}
-    for name, value in vars(module).items():
-        with contextlib.suppress(TypeError, ValueError):
-            found[name] = json.dumps(dict(value) if isinstance(value, Mapping) else value, sort_keys=True)
-    return json.dumps(found, sort_keys=True)
 
 
 class _NoLossError(Exception):

@@ -4,7 +4,7 @@
     def test_memory():
         return build_model(), torch.zeros(8, 2048, dtype=torch.long)
 
-The test returns, or yields, a model and its inputs. A training step is estimated for the device (`ckptplan.estimate`):
+The test returns a model and its inputs. A training step is estimated for the device (`ckptplan.estimate`):
 without a GPU, and with the same result each time. A failure shows the tensors at the peak.
 
 With `baseline="memory.json"` the bytes are compared with those recorded in that file, beside the test's; more than
@@ -15,7 +15,6 @@ pytest loads this module in every run, so it imports nothing but pytest.
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -48,16 +47,6 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
-def pytest_pycollect_makeitem(collector: Any, name: str, obj: Any) -> Any:
-    """Collect a marked test that yields, which pytest itself doesn't."""
-    if not inspect.isgeneratorfunction(obj):
-        return None
-    marks = [*getattr(obj, "pytestmark", []), *collector.iter_markers(_MARK)]
-    if not any(mark.name == _MARK for mark in marks):
-        return None
-    return list(collector._genfunctions(name, obj)) if collector.istestfunction(obj, name) else None
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Refuse the mark on a method of `unittest.TestCase`, whose result unittest drops."""
     for item in items:
@@ -74,18 +63,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     mark = pyfuncitem.get_closest_marker(_MARK)
     if mark is None:
         return None
-    if inspect.iscoroutinefunction(pyfuncitem.obj) or inspect.isasyncgenfunction(pyfuncitem.obj):
-        pytest.fail(f"{_MARK} doesn't work on a coroutine; use a plain function", pytrace=False)
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
-    made = pyfuncitem.obj(**arguments)
-    if not inspect.isgenerator(made):
-        _check(pyfuncitem, made, *mark.args, **mark.kwargs)
-        return True
-    try:
-        _check(pyfuncitem, next(made, None), *mark.args, **mark.kwargs)
-    finally:
-        for _ in made:  # what follows its yield
-            pass
+    _check(pyfuncitem, pyfuncitem.obj(**arguments), *mark.args, **mark.kwargs)
     return True
 
 
@@ -103,8 +82,7 @@ def _check(
 
     if not (isinstance(made, tuple) and len(made) == 2):
         pytest.fail(
-            f"a test marked {_MARK} returns or yields a pair of a model and its inputs, this one gave "
-            f"{type(made).__name__}",
+            f"a test marked {_MARK} returns a pair of a model and its inputs, this one gave {type(made).__name__}",
             pytrace=False,
         )
     if limit is None and baseline is None:

@@ -36,14 +36,12 @@ _MOST_FAILURES = 3
 """Batches without a plan after which a training goes on with the plan that it has."""
 
 
-class Planning:
-    """The options of an integration, and the plan that is applied with them.
+class PlanningCallback:
+    """Base of the frameworks' callbacks: their options, and the plan that is applied with them.
 
     Parameters
     ----------
-    owner : type
-        The integration's class, which messages name.
-    budget_gb, budget, swap_dir, plan_file, options
+    budget_gb, budget, swap_dir, plan_file, **options
         As in `ckptplan.solve`.
     check : "sampled", "always" or "off"
         As in `ckptplan.apply`.
@@ -51,7 +49,9 @@ class Planning:
     Attributes
     ----------
     handle : Handle or None
-        That of the last plan; None before the first batch.
+        The handle of the plan that is applied now, or was last; None before the first batch.
+    took_s : float
+        Seconds in which that plan was made and applied.
 
     Raises
     ------
@@ -61,26 +61,29 @@ class Planning:
 
     def __init__(
         self,
-        owner: type,
-        budget_gb: float | None,
-        budget: str | None,
-        swap_dir: str | Path | None,
-        plan_file: str | Path | None,
-        check: When,
-        options: PlanKeywords,
+        budget_gb: float | None = None,
+        *,
+        budget: str | None = None,
+        swap_dir: str | Path | None = None,
+        plan_file: str | Path | None = None,
+        check: When = "sampled",
+        **options: Unpack[PlanKeywords],
     ) -> None:
-        require_known(owner, options, PlanKeywords)
-        Budget.of(budget_gb, budget)  # for their errors: a loop reaches its first batch late
-        Limits.of(options)
-        self.budget_gb, self.budget, self.swap_dir, self.check, self.options = (
-            budget_gb, budget, swap_dir, check, options,
-        )  # fmt: skip
-        self._plan_file = plan_file
+        require_known(type(self), options, PlanKeywords)
+        self._wanted = Budget.of(budget_gb, budget)  # for their errors: a loop reaches its first batch late
+        self._limits = Limits.of(options)
+        self._budget: dict[str, Any] = {"budget_gb": budget_gb, "budget": budget}
+        self._swap_dir, self._check, self._options, self._plan_file = swap_dir, check, options, plan_file
         if plan_file is not None:
             plan_in(plan_file, "")  # for its errors
         self.handle: Handle | None = None
         self.took_s = 0.0
         self._failures = 0
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan that is applied now, or was last; None before the first batch."""
+        return None if self.handle is None else self.handle.plan
 
     @property
     def tries_again(self) -> bool:
@@ -132,44 +135,40 @@ class Planning:
                 asked = (
                     f"{self.in_text()}; {of}; {optimizer_text(training.get('optimizer'))}; {settings_of(model)}; {kind}"
                 )
-                return self._begin_by_file(model, self._plan_file, asked, training)
+                return self._apply_from_file(model, self._plan_file, asked, training)
         apart = not parallel_of(model).in_step
         if not (again and apart):
             try:
-                return self._begin(model, plan, training, is_told=is_first_rank())
+                return self._apply(model, plan, training, is_told=is_first_rank())
             except NoLargestStepError:
                 if not apart:
                     raise
         with alone():
-            return self._begin(model, plan, training, is_told=True)
+            return self._apply(model, plan, training, is_told=True)
 
-    def _begin_by_file(self, model: nn.Module, file: str | Path, asked: str, training: dict[str, Any]) -> Handle:
+    def _apply_from_file(self, model: nn.Module, file: str | Path, asked: str, training: dict[str, Any]) -> Handle:
         """Apply the plan in a file if it was made for this request, or else a new one, which is written there."""
         if is_distributed() and dist.get_world_size() > 1:
             raise InvalidInputError("plan_file= is for one process, and this training has several; leave it out")
-        known, wanted = plan_in(file, asked), Budget.of(self.budget_gb, self.budget)
+        known, wanted = plan_in(file, asked), self._wanted
         free = wanted.nbytes is None and wanted.share is None
         if known is not None and not (free and known.counted_bytes > default_budget(model, None) * (1 - wanted.margin)):
             with contextlib.suppress(PlanMismatchError):  # another model
-                return self._begin(model, known, training, is_told=True)
-        handle = self._begin(model, None, training, is_told=True)
+                return self._apply(model, known, training, is_told=True)
+        handle = self._apply(model, None, training, is_told=True)
         keep(handle.plan, file, asked)
         return handle
 
-    def _begin(self, model: nn.Module, plan: Plan | None, training: dict[str, Any], *, is_told: bool) -> Handle:
+    def _apply(self, model: nn.Module, plan: Plan | None, training: dict[str, Any], *, is_told: bool) -> Handle:
         begin = time.perf_counter()
         if plan is None:
-            wanted = Budget.of(self.budget_gb, self.budget)
-            limit_s = Limits.of(self.options).time_limit_s
-            with planning(wanted, limit_s, self.options.get("on_progress")) as shown:
-                options: PlanKeywords = {**self.options, "on_progress": shown}
-                plan = solve(
-                    model, self.budget_gb, budget=self.budget, swap_dir=self.swap_dir, **training, **options
-                )  # fmt: skip
-        more: dict[str, Any] = {k: v for k, v in self.options.items() if k in ApplyKeywords.__optional_keys__}
+            with planning(self._wanted, self._limits.time_limit_s, self._options.get("on_progress")) as shown:
+                options: PlanKeywords = {**self._options, "on_progress": shown}
+                plan = solve(model, **self._budget, swap_dir=self._swap_dir, **training, **options)
+        more: dict[str, Any] = {k: v for k, v in self._options.items() if k in ApplyKeywords.__optional_keys__}
         if "inputs" in training:
             more |= {"on_larger": "replan", "loss_fn": training.get("loss_fn"), "optimizer": training.get("optimizer")}
-        self.handle = apply(model, plan, swap_dir=self.swap_dir, check=self.check, **more)
+        self.handle = apply(model, plan, swap_dir=self._swap_dir, check=self._check, **more)
         self.took_s = time.perf_counter() - begin
         if is_told:
             say(in_words(plan, self.took_s))
@@ -177,8 +176,8 @@ class Planning:
 
     def in_text(self) -> str:
         """Return all that was asked of a plan."""
-        options = sorted((name, value) for name, value in self.options.items() if not callable(value))
-        return repr((self.budget_gb, self.budget, str(self.swap_dir), options))
+        options = sorted((name, value) for name, value in self._options.items() if not callable(value))
+        return repr((*self._budget.values(), str(self._swap_dir), options))
 
     def summary(self) -> str:
         """Return what was planned, and what ran since."""
@@ -190,41 +189,6 @@ class Planning:
             f"{stats.recomputed_stages} stages recomputed, {format_bytes(stats.swapped_out_bytes)} swapped, "
             f"{len(self.handle.replans)} new plans for larger inputs"
         )
-
-
-class PlanningCallback:
-    """Base of the frameworks' callbacks: their options, the plan and its handle. Parameters as in `Planning`."""
-
-    def __init__(
-        self,
-        budget_gb: float | None = None,
-        *,
-        budget: str | None = None,
-        swap_dir: str | Path | None = None,
-        plan_file: str | Path | None = None,
-        check: When = "sampled",
-        **options: Unpack[PlanKeywords],
-    ) -> None:
-        self._planning = Planning(type(self), budget_gb, budget, swap_dir, plan_file, check, options)
-
-    @property
-    def handle(self) -> Handle | None:
-        """The handle of the plan that is applied now, or was last; None before the first batch."""
-        return self._planning.handle
-
-    @property
-    def plan(self) -> Plan | None:
-        """The plan that is applied now, or was last; None before the first batch."""
-        return None if self.handle is None else self.handle.plan
-
-    @property
-    def took_s(self) -> float:
-        """Seconds in which that plan was made and applied."""
-        return self._planning.took_s
-
-    def summary(self) -> str:
-        """Return what was planned, and what ran since."""
-        return self._planning.summary()
 
 
 class PlannedBatch:

@@ -39,7 +39,7 @@ from transformers import Trainer, TrainerCallback
 
 from ckptplan.core.errors import CkptPlanError, InvalidInputError, UnsupportedModelError
 from ckptplan.distributed import parallel_of
-from ckptplan.integrations.training import PlannedBatch, Planning, PlanningCallback, replace, unchanged
+from ckptplan.integrations.training import PlannedBatch, PlanningCallback, replace, unchanged
 from ckptplan.planning.log import say
 from ckptplan.planning.plan_file import name_of
 from ckptplan.runtime.handle import Handle
@@ -80,7 +80,7 @@ class ActivationPlanCallback(PlanningCallback, TrainerCallback):
         self.end()
         trainer = _trainer_above()
         _check_settings(trainer)
-        self._run = _TrainerLoop(trainer, self._planning, self.end)
+        self._run = _TrainerLoop(trainer, self)
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Warn if the first step is over and nothing was planned."""
@@ -121,8 +121,8 @@ class _Batch:
 class _TrainerLoop:
     """One run of a Trainer's loop."""
 
-    def __init__(self, trainer: Trainer, planning: Planning, end: Callable[[], None]) -> None:
-        self.trainer, self.planning, self.end = trainer, planning, end
+    def __init__(self, trainer: Trainer, callback: ActivationPlanCallback) -> None:
+        self.trainer, self.callback = trainer, callback
         self.handle: Handle | None = None
         self._batch = _Batch()
         self._planned_batch: PlannedBatch | None = None
@@ -156,7 +156,7 @@ class _TrainerLoop:
         try:
             return original(*args, **kwargs)
         except BaseException:
-            self.end()
+            self.callback.end()
             raise
 
     def _epoch(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -171,14 +171,14 @@ class _TrainerLoop:
         if model.training and torch.is_grad_enabled():
             vars(self._batch).update(model=model, inputs=copy.copy(inputs), args=args, kwargs=kwargs)
             planned = self._planned_batch
-            beyond = planned is not None and self.planning.tries_again and not planned.holds_for(dict(inputs))
+            beyond = planned is not None and self.callback.tries_again and not planned.holds_for(dict(inputs))
             if self.handle is None or beyond:
                 former = None if self.handle is None else self.handle.plan
                 with unchanged(dict(inputs)):
                     try:
                         self._plan()
                     except CkptPlanError as error:
-                        self.handle = self.planning.follow(_model_of(self.trainer), former, error)
+                        self.handle = self.callback.follow(_model_of(self.trainer), former, error)
         return self.compute_loss(model, inputs, *args, **kwargs)
 
     def _plan(self) -> None:
@@ -217,12 +217,12 @@ class _TrainerLoop:
         if len(forwards) == 1:
             own = _loss_of_model if self._is_the_models() else loss_fn
             try:
-                self.handle = self.planning.begin(model, inputs=forwards[0], loss_fn=own, **more)
+                self.handle = self.callback.begin(model, inputs=forwards[0], loss_fn=own, **more)
                 return
             except CkptPlanError as error:  # one that runs with a graph alone
                 if _SecondForward.__name__ not in str(error):  # of this rank or another
                     raise
-        self.handle = self.planning.begin(model, step=step, **more)
+        self.handle = self.callback.begin(model, step=step, **more)
         self._planned_batch = batch
 
     def _is_the_models(self) -> bool:

@@ -32,7 +32,7 @@ from ckptplan.distributed.group import Vote, group_call
 from ckptplan.planning.adviser import SolverAdviser
 from ckptplan.planning.job import Job
 from ckptplan.planning.log import planning
-from ckptplan.planning.model_job import Together, encloses, job_of_step
+from ckptplan.planning.model_job import Together, covers, encloses, job_of_step
 from ckptplan.profiling.profiler import as_ours, training_step
 from ckptplan.profiling.target import Target, find_target
 from ckptplan.profiling.workload.enlarge import enlarged_calls, require_in_range
@@ -161,7 +161,7 @@ class Enlarger:
         self._tries: Counter[str] = Counter()
         self._within = self._now.limits
         self._known = [self._now]
-        self._refused: list[tuple[tuple[InputTensor, ...], Callable[[], CkptPlanError]]] = []
+        self._refused: list[tuple[dict[str, tuple[int, ...]], Callable[[], CkptPlanError]]] = []
         self._vote = Vote(model)
 
     def beyond(self, args: tuple[Any, ...], kwargs: dict[str, Any], differences: Set[str]) -> bool:
@@ -198,7 +198,6 @@ class Enlarger:
             if group is not None and not encloses(self._training):
                 args, kwargs = Together(group).widened((args, kwargs))
             named = self._by_name(args, kwargs)
-            given = input_tensors(*named)
             beyond = self._within.first_beyond(*named)
             kinds = self._plannable(differences)
             # Whether an earlier plan includes a difference is known only for those of the model's state.
@@ -206,7 +205,9 @@ class Enlarger:
             optimizer = self._counted(kinds, updates)
             stateful = _stateful(self._model, optimizer)
             holds = [each.holds(named, self._model, plan, differences, stateful) for each in known]
-            refused = [not kinds and _holds(given, shapes) for shapes, _ in self._refused]
+            shapes = {t.path: t.shape for t in input_tensors(*named)}
+            # What doesn't fit doesn't fit with larger inputs either.
+            refused = [not kinds and covers(shapes, smaller) for smaller, _ in self._refused]
             if group is not None:  # what is so on one rank is so on all
                 found = group.exchange((beyond, holds, refused, kinds))
                 beyond = next((each for each, *_ in found if each is not None), None)
@@ -285,7 +286,10 @@ class Enlarger:
                 stateful = _stateful(self._model, optimizer)
                 return _Known(inputs, plan, job, self._model.training, _trained(self._model), stateful)
         if "state" not in kinds:
-            self._refused = [*self._refused[-_REMEMBERED + 1 :], (input_tensors(*named), failed)]
+            self._refused = [
+                *self._refused[-_REMEMBERED + 1 :],
+                ({t.path: t.shape for t in input_tensors(*named)}, failed),
+            ]
         for kind in kinds:
             self._tries[kind] = _TRIES[kind]
         raise failed()
@@ -311,16 +315,6 @@ class Enlarger:
             if group is None:
                 return job, within(self._budget_bytes)
             return job, Together(group).planned(job, self._budget_bytes, within)
-
-
-def _holds(given: Sequence[InputTensor], shapes: Sequence[InputTensor]) -> bool:
-    """Return whether no dimension in `given` is smaller than in `shapes`; infeasible shapes stay infeasible then."""
-    sizes = {t.path: t.shape for t in given}
-    return all(
-        len(sizes.get(t.path, ())) == len(t.shape) and all(a >= b for a, b in zip(sizes[t.path], t.shape, strict=True))
-        for t in shapes
-        if t.path in sizes or t.shape
-    )
 
 
 def _again(error: CkptPlanError) -> Callable[[], CkptPlanError]:

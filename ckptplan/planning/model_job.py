@@ -126,11 +126,8 @@ def holding_for(profile: Profile, inputs: Mapping[str, tuple[InputTensor, ...]])
     for stage in profile.stages:
         found = {t.path: t for t in stage.inputs or ()}
         for tensor in inputs.get(stage.name, ()) if stage.inputs is not None else ():
-            own = found.get(tensor.path)
-            if own is None:
-                found[tensor.path] = tensor
-            elif len(own.shape) == len(tensor.shape):
-                found[tensor.path] = replace(own, shape=tuple(map(max, own.shape, tensor.shape)))
+            own = found.get(tensor.path, tensor)
+            found[tensor.path] = replace(own, shape=_larger(own.shape, tensor.shape))
         stages.append(stage if stage.inputs is None else replace(stage, inputs=tuple(found.values())))
     return replace(profile, stages=tuple(stages))
 
@@ -234,9 +231,13 @@ def _widened(call: Call, given: Sequence[Sequence[InputTensor]]) -> Call:
     """Return a call with its tensors repeated up to the largest of those that ranks are given."""
     largest: dict[str, tuple[int, ...]] = {}
     for t in itertools.chain(*given):
-        own = largest.get(t.path, t.shape)
-        largest[t.path] = tuple(map(max, own, t.shape)) if len(own) == len(t.shape) else own
+        largest[t.path] = _larger(largest.get(t.path, t.shape), t.shape)
     return tiled_to(call, largest)
+
+
+def _larger(own: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the larger size in each dimension; `own` where the other shape has another number of them."""
+    return tuple(map(max, own, other)) if len(own) == len(other) else own
 
 
 def encloses(training: Training) -> bool:
@@ -247,15 +248,16 @@ def encloses(training: Training) -> bool:
 
 def _largest(steps: Sequence[tuple[Mapping[str, tuple[int, ...]], int]]) -> int | None:
     """Return which step has tensors that are nowhere smaller than those of any other, and of these the most bytes."""
-
-    def covers(ours: Mapping[str, tuple[int, ...]], theirs: Mapping[str, tuple[int, ...]]) -> bool:
-        return all(
-            len(shape) == len(ours.get(name, ())) and all(map(operator.le, shape, ours.get(name, ())))
-            for name, shape in theirs.items()
-        )
-
     able = [k for k, (ours, _) in enumerate(steps) if all(covers(ours, theirs) for theirs, _ in steps)]
     return max(able, key=lambda k: steps[k][1], default=None)
+
+
+def covers(ours: Mapping[str, tuple[int, ...]], theirs: Mapping[str, tuple[int, ...]]) -> bool:
+    """Return whether our tensors, by name, are in no dimension smaller than theirs."""
+    return all(
+        len(shape) == len(ours.get(name, ())) and all(map(operator.le, shape, ours.get(name, ())))
+        for name, shape in theirs.items()
+    )
 
 
 def shared_by(limits: Limits, ranks: int) -> Limits:

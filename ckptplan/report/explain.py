@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from ckptplan.core import rules
 from ckptplan.core.option import ACTIONS, Action, Option
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
@@ -22,8 +21,6 @@ NEAR_PEAK = 0.01
 """A step binds if its bytes are within this share of the peak."""
 MOST_STAGES = 60
 """Runs of equal decisions that are examined, the longest ones first: each takes several schedules."""
-MOST_PASSING = 3
-"""Storages of `Binding.passing` that are printed by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,30 +45,14 @@ class Worth:
 
 
 @dataclass(frozen=True, slots=True)
-class Passing:
-    """A storage that is on the device in a step of a stage which doesn't need it, made before that stage.
-
-    `needed_by` is the last stage that needs it: that holds it by the plan, or in forward, until which the program does.
-    """
-
-    storage: str
-    nbytes: int
-    needed_by: str
-
-
-@dataclass(frozen=True, slots=True)
 class Binding:
-    """Neighbouring steps of one phase within 1 % of the peak, and the bytes of the budget that are free in them.
-
-    `passing`: what passes one of these steps on its way to a later stage, such as skip connections, largest first.
-    """
+    """Neighbouring steps of one phase within 1 % of the peak, and the bytes of the budget that are free in them."""
 
     phase: Phase
     first: str
     last: str
     steps: int
     spare_bytes: int
-    passing: tuple[Passing, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +80,11 @@ class Alternative:
     def as_fast(self) -> bool:
         """Whether the change would be shown as none."""
         return abs(self.extra_s) < LEAST_S
+
+    def __str__(self) -> str:
+        change = f"{'+' if self.extra_s > 0 else '-'}{format_seconds(abs(self.extra_s))}"
+        missing = f", needs {format_bytes(self.missing_bytes)} more" if self.missing_bytes else ""
+        return f"{self.option}: {'as fast' if self.as_fast else change}{missing}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,11 +169,6 @@ class Explanation:
         for b in self.bindings:
             where = b.first if b.steps == 1 else f"{b.first} .. {b.last} ({b.steps})"
             lines.append(f"memory    binds in {b.phase} of {where}: {format_bytes(b.spare_bytes)} free")
-            if b.passing:
-                names = [f"{p.storage} ({format_bytes(p.nbytes)}, for {p.needed_by})" for p in b.passing]
-                more = f" and {len(names) - MOST_PASSING} more" if len(names) > MOST_PASSING else ""
-                nbytes = format_bytes(sum(p.nbytes for p in b.passing))
-                lines.append(f"          {nbytes} there for other stages: {', '.join(names[:MOST_PASSING])}{more}")
         if self.worth is not None:
             unit, share = self.price_unit
             more, out, back = map(format_seconds, (self.worth.gib_s * share, self.worth.out_s, self.worth.in_s))
@@ -199,18 +180,8 @@ class Explanation:
         rows = [("stage", "chosen", "with less memory", "with more memory")]
         for c in self.choices:
             name = c.stage if c.count == 1 else f"{c.stage} (one of {c.count})"
-            rows.append((name, c.option, _text(c.leaner), _text(c.richer)))
+            rows.append((name, c.option, str(c.leaner or "-"), str(c.richer or "-")))
         return "\n".join([*lines, "", *format_table(rows)])
-
-
-def _text(alternative: Alternative | None) -> str:
-    if alternative is None:
-        return "-"
-    missing = f", needs {format_bytes(alternative.missing_bytes)} more" if alternative.missing_bytes else ""
-    change = f"{'+' if alternative.extra_s > 0 else '-'}{format_seconds(abs(alternative.extra_s))}"
-    if alternative.as_fast:
-        change = "as fast"
-    return f"{alternative.option}: {change}{missing}"
 
 
 def explain(
@@ -252,7 +223,7 @@ def explain(
         in_wait_s=sum(seconds for out, seconds in waits if not out),
         out_busy=busy["out"] / timeline.makespan_s if timeline.makespan_s else 0.0,
         in_busy=busy["in"] / timeline.makespan_s if timeline.makespan_s else 0.0,
-        bindings=_bindings(profile, plan, timeline) if any(c.action != "keep" for c in plan.choices) else (),
+        bindings=_bindings(plan, timeline) if any(c.action != "keep" for c in plan.choices) else (),
         worth=worth,
         choices=_choices(profile, plan, menu, deadline),
         launch_s=timeline.launch_s if timeline.launch_s == timeline.makespan_s > 0.0 else None,
@@ -260,47 +231,15 @@ def explain(
     )
 
 
-def _bindings(profile: Profile, plan: Plan, timeline: Timeline) -> tuple[Binding, ...]:
+def _bindings(plan: Plan, timeline: Timeline) -> tuple[Binding, ...]:
     out = []
-    passing = _passing(profile, plan)
     tight = [(step, step.peak_bytes >= timeline.peak_bytes * (1 - NEAR_PEAK)) for step in timeline.steps]
     for (binds, phase), run in groupby(tight, key=lambda pair: (pair[1], pair[0].phase)):
         if binds:
             steps = [step for step, _ in run]
             spare = plan.budget_bytes - max(step.peak_bytes for step in steps)
-            found = {item for step in steps if not step.sweep for item in passing.get((phase, step.stage), ())}
-            largest = tuple(sorted(found, key=lambda item: (-item.nbytes, item.storage)))
-            out.append(Binding(phase, steps[0].stage, steps[-1].stage, len(steps), spare, largest))
+            out.append(Binding(phase, steps[0].stage, steps[-1].stage, len(steps), spare))
     return tuple(out)
-
-
-def _passing(profile: Profile, plan: Plan) -> dict[tuple[Phase, str], list[Passing]]:
-    """Per phase and stage, glue left out, the storages that pass it."""
-    graph, stages = profile.graph(), profile.stages
-    outer = rules.around(plan.segments, len(stages))
-    holds = [
-        set(rules.held(profile, i, stage.option(choice.option), outer[i]))
-        for i, (stage, choice) in enumerate(zip(stages, plan.choices, strict=True))
-    ]
-    out: dict[tuple[Phase, str], list[Passing]] = {}
-    for s, storage in enumerate(profile.storages):
-        later = {i: edge for (_, i), edge in graph["storage", s].items()}
-        if storage.born < 0 or not rules.counts(storage) or not any(edge["passes"] for edge in later.values()):
-            continue
-        holders = [i for i in (storage.born, *later) if s in holds[i]]
-        program = [i for i, edge in later.items() if edge["program"]]
-        # In backward it is there from its last holder's step to its first one's.
-        spans: tuple[tuple[Phase, int, list[int]], ...] = (
-            ("forward", storage.born, holders + program),
-            ("backward", min(holders, default=0), holders if rules.awaits_backward(storage) else []),
-        )
-        for phase, first, needs in spans:
-            last = max(needs, default=0)
-            for k in range(first + 1, last):
-                if k not in later and not stages[k].is_glue:
-                    item = Passing(storage.name, storage.nbytes, stages[last].name)
-                    out.setdefault((phase, stages[k].name), []).append(item)
-    return out
 
 
 def _choices(profile: Profile, plan: Plan, menu: Sequence[Sequence[int]], deadline: float) -> tuple[OptionStep, ...]:

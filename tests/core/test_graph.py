@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
 import networkx as nx
 import pytest
-from made_plans import plan_with, scheduled
-from random_chains import random_chain, random_options, random_segments
+from random_chains import random_chain
 
 from ckptplan.core.link import Link
 from ckptplan.core.option import Option
-from ckptplan.core.plan import Decision
 from ckptplan.core.profile import Profile
-from ckptplan.core.stage import Phase, Stage
+from ckptplan.core.stage import Stage
 from ckptplan.core.storage import Storage
-from ckptplan.referee import simulate
-from ckptplan.referee.simulate import _Step
-from ckptplan.report.explain import Passing, _passing, explain
 from ckptplan.report.graph import crossing_bytes, graph_table
 
 pytestmark = pytest.mark.planning
@@ -152,40 +146,3 @@ def test_the_table_marks_skips_and_branches() -> None:
         ("up", "program until (after up)", "", "1", "5 B", "0 B"),
         ("(after up)", "–", "", "", "", "0 B"),
     ]
-
-
-def test_an_explanation_names_the_skip_that_passes_what_binds() -> None:
-    profile = small_profile()
-    choices = tuple(Decision("recompute" if stage.name in ("down", "block") else "keep") for stage in profile.stages)
-    plan = plan_with(profile, choices, simulate(profile, choices).peak_bytes)
-    found = explain(profile, plan)
-    (binding,) = (b for b in found.bindings if b.phase == "forward")
-    assert (binding.first, binding.last) == ("block#2", "block#2")
-    assert binding.passing == (Passing("skip", 20, "up"),)
-    assert "20 B there for other stages: skip (20 B, for up)" in str(found)
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_what_passes_a_stage_is_there_by_the_referee(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under plans with moves and segments, and held by others than the stage."""
-    rng = random.Random(seed)
-    profile = random_chain(seed, 10)
-    segments = random_segments(rng, profile) if seed % 2 else ()
-    plan = scheduled(profile, random_options(rng, profile, segments), segments, share=rng.choice((0.0, 0.5)))
-    there: dict[tuple[Phase, int], set[str]] = {}
-    record = _Step._record
-
-    def noted(step: _Step, phase: Phase, stage: int, *args: Any, **kwargs: Any) -> None:
-        device = step.device
-        blocks = [block for block, holders in device._holders.items() if holders - {stage} and device._is_here(block)]
-        there[phase, stage] = {profile.storages[s].name for s, sweep in blocks if not sweep}
-        record(step, phase, stage, *args, **kwargs)
-
-    monkeypatch.setattr(_Step, "_record", noted)
-    simulate(profile, plan)
-    numbers = {stage.name: k for k, stage in enumerate(profile.stages)}
-    for (phase, name), found in _passing(profile, plan).items():
-        k = numbers[name]
-        held = {profile.storages[s].name for option in profile.stages[k].options for s in option.held}
-        assert {item.storage for item in found} <= there[phase, k] - held
-        assert all(numbers[item.needed_by] > k for item in found)

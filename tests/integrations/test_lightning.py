@@ -216,7 +216,7 @@ def test_larger_batches_are_planned_for(tmp_path: Path) -> None:
     plain, _ = fit(tmp_path, batches=batches)
     planned, _ = fit(tmp_path, planner, batches=batches)
     assert_same(planned, plain)
-    assert "[64, 32]" in str(planner.state_dict()["asked"])
+    assert "[64, 32]" in planner.state_dict()["asked"]
 
 
 def test_a_larger_batch_without_a_plan_follows_the_former_one(tmp_path: Path) -> None:
@@ -259,7 +259,7 @@ def test_a_plan_that_was_made_serves_again(tmp_path: Path, monkeypatch: pytest.M
     assert len(solved) == 2
     saved = planner.state_dict()
     assert saved["plan"] == solved[0].to_json()
-    assert "[64, 32]" in str(saved["asked"]["inputs"])
+    assert "[64, 32]" in saved["asked"]
 
 
 def test_the_plan_is_in_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -434,7 +434,7 @@ def test_divisions_as_torch_reads_them(text: str, wanted: tuple[int, ...]) -> No
         ("garbage_collection_threshold:1.0", "above 0 and below 1"),
         ("garbage_collection_threshold:nan", "above 0 and below 1"),
         ("garbage_collection_threshold:half", "must be a number"),
-        ("per_process_memory_fraction:1.5", "a number from 0 to 1"),
+        ("per_process_memory_fraction:1.5", "a finite number, from 0 to 1"),
         ("expandable_segments:true", "must be True or False"),
         ("expandable_segments=True", "name:value"),
         ("max_split_size_mb:128 expandable_segments:True", "whole number"),
@@ -452,7 +452,6 @@ def test_settings_errors(text: str, message: str) -> None:
     [
         {"expandable_segments": 1},
         {"max_split_size_bytes": 30.5 * M},
-        {"roundup_power2_divisions": {M + 1: 2}},
         {"roundup_power2_divisions": (1, 2)},
         {"roundup_power2_divisions": -2},
         {"garbage_collection_threshold": True},

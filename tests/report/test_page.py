@@ -206,7 +206,7 @@ def test_a_bound_is_shown_for_the_budgets_that_it_holds_for(run: Run, tmp_path: 
         report = ("report", tmp_path / "profile.json", tmp_path / "plan.json", "-o", tmp_path / "report.md")
         assert run(*report, "--budget-gb", repr(budget)).exit_code == 0
         text = (tmp_path / "report.md").read_text()
-        assert ("no bound is known" in text) != known
+        assert ("how near to the best isn't known" in text) != known
         assert f"--budget-gb {budget!r}" in text
 
 
@@ -440,11 +440,10 @@ def test_the_page_of_an_estimate(opened: Any, run: Run, tmp_path: Path) -> None:
     labels = page.evaluate("report.charts.phases.series.slice(1).map((s) => s.label)")
     assert columns[labels.index("weights")] == [100, 100]
     assert columns[labels.index("the device has")] == [1 << 40, 1 << 40]
-    tables = page.locator("table")
-    text = "\n".join(tables.nth(k).inner_text() for k in range(tables.count()))
+    text = page.locator("body").inner_text()
     for told in ("700 B", "f4[7, 5]", "model.py:3 in h", "NVIDIA A100 40GB", "fits, "):
         assert told in text
-    assert "Doesn't fit" in replace(estimate, capacity_bytes=1000).report().markdown
+    assert "does NOT fit" in replace(estimate, capacity_bytes=1000).report().markdown
     page = opened(estimated(HOSTILE).report())
     page.locator("#phases .u-over").hover()
     assert page.evaluate("window.hacked") is None
@@ -452,7 +451,7 @@ def test_the_page_of_an_estimate(opened: Any, run: Run, tmp_path: Path) -> None:
     estimate.save(tmp_path / "estimate.json")
     done = run("report", tmp_path / "estimate.json", "-o", tmp_path / "estimate.md")
     assert done.exit_code == 0, done.output
-    assert "**Fits: 1.32 KiB of 1.00 TiB.**" in (tmp_path / "estimate.md").read_text()
+    assert "**Needs 1.32 KiB on a device of 1.00 TiB: fits.**" in (tmp_path / "estimate.md").read_text()
     done = run("report", tmp_path / "estimate.json", "--budget-gb", 1, "--time-limit", 2)
     assert done.exit_code == 2
     assert "is an estimate, which goes without --budget-gb, --time-limit" in " ".join(done.stderr.split())
@@ -472,10 +471,8 @@ def test_what_notebooks_show(browser: Any) -> None:
     assert page.evaluate("window.hacked") is None
     assert page.locator("img").count() == 0
     text = page.locator("body").inner_text()
-    told = ("3 stages, 90.0 ms", "Fits: ", "2 plans.", "Fits: 1.32 KiB of 1.00 TiB.", "recompute")
+    told = ("profile of 3 stages", "fits ", "over everything kept", "needs ", "1.00 TiB: fits", "recompute")
     assert [each for each in told if each not in text] == []
-    widths = [float(page.locator("svg").nth(1).locator("rect").nth(k).get_attribute("width")) for k in range(3)]
-    assert sum(widths) == pytest.approx(640, abs=0.2)
     page.close()
 
 

@@ -281,26 +281,23 @@ class _Summary:
             lambda segment: segment_stacks.get(segment.address, ()),
             self.settings,
         )
-        if history is None:
-            self.notes += ["the figures are those of the moment of the snapshot"] * bool(entries)
-            return DeviceSummary(
-                device=self.device,
-                settings=self.settings.to_string(),
-                entries=len(entries),
-                reserved_peak_bytes=at_end.reserved_bytes,
-                requested_peak_bytes=at_end.requested_bytes,
-                at_peak=at_end,
-                allocated_peak_bytes=at_end.requested_bytes + at_end.rounding_bytes,
-                notes=tuple(self.notes),
-            )
-        shortages = tuple(_shortages(history))
         found = DeviceSummary(
             device=self.device,
             settings=self.settings.to_string(),
             entries=len(entries),
+            reserved_peak_bytes=at_end.reserved_bytes,
+            requested_peak_bytes=at_end.requested_bytes,
+            at_peak=at_end,
+        )
+        if history is None:
+            self.notes += ["the figures are those of the moment of the snapshot"] * bool(entries)
+            allocated = at_end.requested_bytes + at_end.rounding_bytes
+            return replace(found, allocated_peak_bytes=allocated, notes=tuple(self.notes))
+        shortages = tuple(_shortages(history))
+        found = replace(
+            found,
             reserved_peak_bytes=history.peak_reserved_bytes,
             requested_peak_bytes=_requested_peak(history),
-            at_peak=at_end,
             reserved_at_start_bytes=history.reserved_at_start_bytes,
             shortages=shortages,
         )

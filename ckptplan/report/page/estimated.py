@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ckptplan.core.device import known_devices
-from ckptplan.core.estimate import CATEGORIES, Estimate, Tensors
+from ckptplan.core.estimate import CATEGORIES, Estimate
 from ckptplan.core.units import format_bytes
 from ckptplan.report.page.render import Attached, Part, Report, View
 
@@ -37,35 +37,25 @@ def estimate_report(estimate: Estimate, commands: Sequence[str] = ()) -> Report:
     commands : sequence of str
         How to make it again.
     """
-    tables = [part for part in _tables(estimate) if len(part.table) > 1]
+    parts = [part for part in _parts(estimate) if part.lines or len(part.table) > 1]
     view = View(
         title=f"Training on {estimate.device}",
         fits=estimate.fits is not False,
-        answer=answer_of(estimate),
+        answer=f"Needs {estimate.answer}.",
         verdict=_verdict(estimate),
         facts=[
             ("device", estimate.device),
             ("peak of tensors", format_bytes(estimate.peak_bytes)),
             ("reserved by the allocator", format_bytes(estimate.reserved_bytes)),
             ("the driver's own", format_bytes(estimate.context_bytes)),
-            ("the loop", _loop(estimate)),
             *((f"batch {k}", batch) for k, batch in enumerate(estimate.batches[:_MOST_SHOWN], 1)),
         ],
         commands=list(commands),
-        parts=tables,
+        parts=parts,
         notes=estimate.notes,
     )
     attached = [Attached("estimate.json", "Save the estimate", estimate)]
     return Report("estimate.html", view, _data(estimate), attached)
-
-
-def answer_of(estimate: Estimate) -> str:
-    """Whether the device has enough, in one sentence."""
-    needs = format_bytes(estimate.total_bytes)
-    if estimate.capacity_bytes is None:
-        return f"Needs {needs}."
-    has = format_bytes(estimate.capacity_bytes)
-    return f"Fits: {needs} of {has}." if estimate.fits else f"Doesn't fit: {needs} needed, {has} there."
 
 
 def _verdict(estimate: Estimate) -> str:
@@ -75,11 +65,6 @@ def _verdict(estimate: Estimate) -> str:
     if saved:
         text += f" {format_bytes(saved)} are saved for backward: what a plan can swap or recompute."
     return text
-
-
-def _loop(estimate: Estimate) -> str:
-    kept = f"keeps {' and '.join(estimate.keeps)}" if estimate.keeps else "keeps nothing of a step until the next"
-    return f"{'holds' if estimate.holds_output else 'drops'} the output during backward, {kept}"
 
 
 def _data(estimate: Estimate) -> dict[str, Any]:
@@ -96,16 +81,7 @@ def _data(estimate: Estimate) -> dict[str, Any]:
     }
 
 
-def _tables(estimate: Estimate) -> list[Part]:
-    phases: list[tuple[str, ...]] = [("phase", "at start", "peak", "at end", "reserved")]
-    phases += [
-        (phase.name, *map(format_bytes, (phase.start_bytes, phase.peak_bytes, phase.end_bytes, phase.reserved_bytes)))
-        for phase in estimate.phases[:_MOST_SHOWN]
-    ]
-    alive = [("at the peak", "bytes", "number", "shape", "from")]
-    alive += [
-        (t.category, format_bytes(t.nbytes), str(t.count), _shape(t), t.source) for t in estimate.alive[:_MOST_SHOWN]
-    ]
+def _parts(estimate: Estimate) -> list[Part]:
     stages = sorted(estimate.saved_bytes.items(), key=lambda item: -item[1])
     saved = [("stage", "saves for backward")]
     saved += [(name or "(outside of stages)", format_bytes(n)) for name, n in stages[:_MOST_SHOWN] if n]
@@ -117,14 +93,7 @@ def _tables(estimate: Estimate) -> list[Part]:
             f"fits, {format_bytes(left)}" if left >= 0 else f"{format_bytes(-left)} too few",
         ))  # fmt: skip
     return [
-        Part("By phase", table=phases),
-        Part("There at the peak", table=alive),
+        Part("In numbers", lines=str(estimate)),
         Part("Saved for backward", table=saved),
-        Part(
-            "Devices that have enough", "Bytes as on this device: on others kernels may take other workspaces.", devices
-        ),
+        Part("Devices that have enough, if kernels take the same workspaces there", table=devices),
     ]
-
-
-def _shape(tensors: Tensors) -> str:
-    return f"{tensors.dtype}{list(tensors.shape)}" if tensors.dtype else tensors.op

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ckptplan.core.frontier import Frontier
 from ckptplan.core.option import ACTIONS
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
@@ -33,6 +34,25 @@ class Rival:
     plan: Plan
 
 
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What was measured of a plan, as far as it was.
+
+    Attributes
+    ----------
+    trace : Trace or None
+        A measured step, which is drawn.
+    verification : Verification or None
+        What `verify` found; it is printed.
+    stats : Stats or None
+        What was measured in training; it is printed.
+    """
+
+    trace: Trace | None = None
+    verification: object = None
+    stats: object = None
+
+
 def plan_report(
     profile: Profile,
     plan: Plan,
@@ -40,9 +60,7 @@ def plan_report(
     explanation: Explanation | None = None,
     frontier: Sequence[Plan] = (),
     rivals: Sequence[Rival] = (),
-    trace: Trace | None = None,
-    verification: object = None,
-    stats: object = None,
+    measured: Measured = Measured(),
     commands: Sequence[str] = (),
 ) -> Report:
     """Return the report of `plan`, which was made for `profile`.
@@ -58,12 +76,7 @@ def plan_report(
         Best plans for other budgets, none of which is beaten by another in memory and time (`Frontier.of`).
     rivals : sequence of Rival
         Points beside the frontier.
-    trace : Trace, optional
-        A measured step.
-    verification : Verification, optional
-        What `verify` found; it is printed.
-    stats : Stats, optional
-        What was measured in training; it is printed.
+    measured : Measured, optional
     commands : sequence of str
         How to make the plan again.
 
@@ -73,14 +86,14 @@ def plan_report(
         If the plan was made for another profile.
     """
     timeline = simulate(profile, plan)
-    data = step_data(profile, plan, timeline, explanation, trace)
+    data = step_data(profile, plan, timeline, explanation, measured.trace)
     if frontier:
         data["frontier"] = _frontier_data(plan, frontier, rivals)
-    verified, trained = ("" if found is None else str(found) for found in (verification, stats))
+    verified, trained = ("" if found is None else str(found) for found in (measured.verification, measured.stats))
     view = View(
         title=_title(plan),
         fits=plan.counted_bytes <= plan.budget_bytes,
-        answer=answer(plan),
+        answer=f"{plan.verdict[0].upper()}{plan.verdict[1:]}.",
         verdict=_verdict(plan, timeline),
         facts=_facts(profile, plan),
         commands=list(commands),
@@ -128,14 +141,6 @@ def _title(plan: Plan) -> str:
     return f"{made.model.rpartition('.')[2] or f'A chain of {len(plan.stages)} stages'}{where}"
 
 
-def answer(plan: Plan) -> str:
-    """Whether a plan fits its budget, in one sentence."""
-    needs, budget = format_bytes(plan.counted_bytes), format_bytes(plan.budget_bytes)
-    if plan.counted_bytes <= plan.budget_bytes:
-        return f"Fits: {needs} of {budget}."
-    return f"Doesn't fit: {needs} needed, {budget} given."
-
-
 def _verdict(plan: Plan, timeline: Timeline) -> str:
     stage = timeline.peak_stage
     called = f"what runs {stage[1:-1]}" if stage.startswith("(") else stage
@@ -146,18 +151,12 @@ def _verdict(plan: Plan, timeline: Timeline) -> str:
         f"a step takes {format_seconds(plan.step_s)}, {max(plan.overhead, 0.0):.1%} more than with everything kept "
         f"({format_seconds(plan.baseline_step_s)})"
     )
-    if plan.counted_bytes > plan.budget_bytes or not plan.lower_bound_s:  # a bound is one of plans that fit
-        proven = "no bound is known"
-    elif plan.status == "optimal":
-        proven = f"no plan is faster, which is proven to {plan.gap:.2%}"
-    else:
-        proven = f"at most {plan.gap:.2%} above the fastest plan there can be"
     useful = ""
     least_bytes, most_bytes = plan.least_peak_bytes, plan.most_peak_bytes
     if least_bytes is not None and most_bytes is not None and least_bytes < most_bytes:
         least, most = format_bytes(least_bytes), format_bytes(most_bytes)
         useful = f" Budgets from {least} (the smallest peak found) to {most} (everything kept) make a difference."
-    return f"{where}; {slower}; {proven}.{useful}"
+    return f"{where}; {slower}.{useful}"
 
 
 def _facts(profile: Profile, plan: Plan) -> list[tuple[str, str]]:
@@ -184,15 +183,10 @@ def _parts(
     """The sections of the Markdown."""
     decisions = str(plan).partition("\n\n")[2]
     explained = "" if explanation is None else str(explanation)
-    table = [("peak", "step", "over everything kept", "gap")] if frontier else []
-    table += [
-        (format_bytes(p.counted_bytes), format_seconds(p.step_s), f"{max(p.overhead, 0.0):.1%}", f"{p.gap:.2%}")
-        for p in frontier
-    ]
     return [
         Part("Decisions", decisions),
         Part("Why", explained),
-        Part("Memory against time", table=table),
+        Part("Memory against time", str(Frontier(tuple(frontier))) if frontier else ""),
         Part("Verified", verified),
         Part("In training", trained),
     ]

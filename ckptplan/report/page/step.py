@@ -12,7 +12,7 @@ from ckptplan.core.storage import Storage
 from ckptplan.core.trace import Trace
 from ckptplan.core.units import format_bytes, format_seconds
 from ckptplan.referee import Timeline
-from ckptplan.report.explain import Alternative, Explanation
+from ckptplan.report.explain import Explanation
 from ckptplan.report.page.waterline import CATEGORIES, COLOURS, drawn_end_s, waterline
 
 WHAT_COLOURS = {
@@ -151,19 +151,11 @@ def _add_reasons(stages: list[dict[str, Any]], explanation: Explanation) -> None
     for choice in explanation.choices:
         for i in choice.stages:
             if choice.leaner is not None:
-                stages[i]["leaner"] = _told(choice.leaner)
+                stages[i]["leaner"] = str(choice.leaner)
             if choice.richer is not None:
-                stages[i]["richer"] = _told(choice.richer)
+                stages[i]["richer"] = str(choice.richer)
             if choice.count > 1:
                 stages[i]["like"] = f"as for {choice.stage}, one of {choice.count} alike"
-
-
-def _told(found: Alternative) -> str:
-    change = f"{format_seconds(abs(found.extra_s))} {'slower' if found.extra_s > 0 else 'faster'}"
-    if found.as_fast:
-        change = "as fast"
-    missing = f", but {format_bytes(found.missing_bytes)} don't fit" if found.missing_bytes else ", and fits"
-    return f"{found.option}: {change}{missing}"
 
 
 def arcs(profile: Profile) -> tuple[Arc, ...]:
