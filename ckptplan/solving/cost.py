@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +41,7 @@ from ckptplan.core.schedule import (
 )
 from ckptplan.core.segment import Segment
 from ckptplan.core.stage import Phase, Stage
+from ckptplan.solving.chain import Chain, Holder
 from ckptplan.solving.parameters import DEFAULT, Parameters
 from ckptplan.solving.points import Moves, MovesSearch
 from ckptplan.solving.room import Room
@@ -49,36 +51,13 @@ Codes = NDArray[np.int8]
 Menu = Sequence[Sequence[int]]
 """Per stage, the codes it may take."""
 Segments = tuple[Segment, ...]
+Number = TypeVar("Number", np.int64, np.float64)
+Batch = TypeVar("Batch", Codes, Sequence[tuple[tuple[int, int], ...]])
+"""Rows of codes, or changes of some stages' codes."""
 
 UNLIMITED = Room()
 KEEP = 0
 """The code of "keep", the first option of every menu."""
-
-
-@dataclass(frozen=True, slots=True)
-class Holder:
-    """How one stage may hold one storage: the codes under which it holds it, and those that forbid moving it."""
-
-    stage: int
-    holding: frozenset[int]
-    fixing: frozenset[int]
-
-
-def holders_of(profile: Profile) -> tuple[tuple[Holder, ...], ...]:
-    """Per storage, the stages that hold it under some option, in order; stages by themselves, in no segment."""
-    found: list[list[Holder]] = [[] for _ in profile.storages]
-    for i, stage in enumerate(profile.stages):
-        holding: dict[int, set[int]] = {}
-        fixing: dict[int, set[int]] = {}
-        for code, option in enumerate(stage.options):
-            moved = set(option.moved)
-            for s in option.held:
-                holding.setdefault(s, set()).add(code)
-                if s not in moved or not rules.can_move(profile.storages[s]):
-                    fixing.setdefault(s, set()).add(code)
-        for s in sorted(holding):
-            found[s].append(Holder(i, frozenset(holding[s]), frozenset(fixing.get(s, ()))))
-    return tuple(tuple(holders) for holders in found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +73,10 @@ class Needs:
     backward: NDArray[np.int64]
     moved: NDArray[np.int64]
     lingering: list[tuple[int, int, NDArray[np.int64]]]
+
+    def most(self) -> NDArray[np.int64]:
+        """Bytes of each vector's largest step."""
+        return np.asarray(np.maximum(self.forward.max(axis=1), self.backward.max(axis=1)))
 
     def put(self) -> NDArray[np.int64]:
         """Bytes that the stages before each have put in the queue; shape (vectors, stages + 1)."""
@@ -202,7 +185,7 @@ class Evaluator:
         self.profile = profile
         self.parameters = parameters
         self.room = room
-        self.holders = holders_of(profile)
+        self.chain = Chain(profile)
         self._forward_s = np.array([stage.forward_s for stage in profile.stages])
         self._width = max(len(stage.options) for stage in profile.stages)
         n = len(profile.stages)
@@ -215,7 +198,7 @@ class Evaluator:
         self.private: list[list[int]] = [[] for _ in profile.stages]
         """Per stage, the storages that it alone may hold."""
         groups: dict[int, list[int]] = {}
-        for s, (storage, holders) in enumerate(zip(profile.storages, self.holders, strict=True)):
+        for s, (storage, holders) in enumerate(zip(profile.storages, self.chain.holders, strict=True)):
             if rules.counts(storage) and len(holders) == 1:
                 self.private[holders[0].stage].append(s)
             elif rules.counts(storage) and holders:
@@ -291,9 +274,16 @@ class Evaluator:
 
     def makespans(self, codes: Codes, budget_bytes: int, segments: Segments = ()) -> NDArray[np.float64]:
         """Makespan of each row's lazy schedule, infinite where the row doesn't fit."""
-        step = max(1, self.parameters.cells // codes.shape[1])
-        parts = [self._makespans(codes[a : a + step], budget_bytes, segments) for a in range(0, len(codes), step)]
-        return np.concatenate(parts) if parts else np.zeros(0)
+        return self.by_batch(lambda part: self._makespans(part, budget_bytes, segments), codes)
+
+    def batches(self, items: Batch) -> Iterator[Batch]:
+        """As many of them at once as are evaluated together."""
+        size = max(1, self.parameters.cells // len(self.profile.stages))
+        return (items[at : at + size] for at in range(0, len(items), size))
+
+    def by_batch(self, of: Callable[[Codes], NDArray[Number]], codes: Codes) -> NDArray[Number]:
+        """One number for each row, a batch at a time."""
+        return np.concatenate([of(part) for part in self.batches(codes)] or [of(codes)])
 
     def least_s(self, codes: Codes, budget_bytes: int, segments: Segments = ()) -> NDArray[np.float64]:
         """No schedule of a row is faster, whatever part of its moves it makes and in which order; infinite: none fits.
@@ -301,9 +291,7 @@ class Evaluator:
         Links as fluids: bytes leave as they flow, in any order, at the rate of the largest transfer (see
         `bound/linear_program.py`).
         """
-        step = max(1, self.parameters.cells // codes.shape[1])
-        parts = [self._least_s(codes[a : a + step], budget_bytes, segments) for a in range(0, len(codes), step)]
-        return np.concatenate(parts) if parts else np.zeros(0)
+        return self.by_batch(lambda part: self._least_s(part, budget_bytes, segments), codes)
 
     def _least_s(self, codes: Codes, budget_bytes: int, segments: Segments) -> NDArray[np.float64]:
         t, needs = self._tables(segments), self.needs(codes, segments)
@@ -330,8 +318,7 @@ class Evaluator:
                 gone = np.maximum(gone, must)
                 gone = np.maximum(gone, np.minimum(queued[:, k], gone + rate * compute_s[:, k]))
                 total += compute_s[:, k]
-        fits = (needs.forward.max(axis=1) <= budget_bytes) & (needs.backward.max(axis=1) <= budget_bytes)
-        fits &= self.profile.update_peak_bytes <= budget_bytes
+        fits = np.maximum(needs.most(), self.profile.update_peak_bytes) <= budget_bytes
         total = self.launched(np.maximum(total, self.profile.baseline_step_s), codes, segments)
         return np.where(fits, total, np.inf)
 
@@ -403,8 +390,7 @@ class Evaluator:
         front_backward = _fronts(needs.backward, put, t.joined, budget_bytes)
         cutoff = np.maximum(front_forward[:, -1], front_backward[:, -1])
         self._enforce(front_forward, front_backward, t.joined, cutoff)
-        fits = (needs.forward.max(axis=1) <= budget_bytes) & (needs.backward.max(axis=1) <= budget_bytes)
-        fits &= self.profile.update_peak_bytes <= budget_bytes
+        fits = np.maximum(needs.most(), self.profile.update_peak_bytes) <= budget_bytes
         if self.room.total_bytes is not None:
             fits &= put[np.arange(rows), cutoff] <= self.room.total_bytes
         every = np.arange(n)
@@ -441,35 +427,26 @@ class Evaluator:
 
         Everything that moves is away, up to the last stage that the host limit lets move.
         """
-        step = max(1, self.parameters.cells // codes.shape[1])
-        parts = [self._smallest_peaks(codes[a : a + step], segments) for a in range(0, len(codes), step)]
-        return np.concatenate(parts) if parts else np.zeros(0, np.int64)
-
-    def _smallest_peaks(self, codes: Codes, segments: Segments) -> NDArray[np.int64]:
-        forward, backward = self.tightest(codes, segments)
-        peaks = np.full(len(codes), self.profile.update_peak_bytes, np.int64)
-        np.maximum(peaks, forward.max(axis=1), out=peaks)
-        np.maximum(peaks, backward.max(axis=1), out=peaks)
-        return peaks
+        return self.by_batch(
+            lambda part: np.maximum(self.tightest(part, segments).most(), self.profile.update_peak_bytes), codes
+        )
 
     def least_bytes(self, codes: Codes, segments: Segments = ()) -> NDArray[np.int64]:
         """No schedule of a row fits in less: everything that moves is away, whatever room the host has."""
-        needs = self.needs(codes, segments)
-        most = np.maximum(needs.forward.max(axis=1), needs.backward.max(axis=1))
-        return np.asarray(np.maximum(most, self.profile.update_peak_bytes))
+        return np.maximum(self.needs(codes, segments).most(), self.profile.update_peak_bytes)
 
-    def tightest(self, codes: Codes, segments: Segments = ()) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Bytes per forward and backward step in the schedule of the smallest peak."""
+    def tightest(self, codes: Codes, segments: Segments = ()) -> Needs:
+        """Bytes per step in the schedule of the smallest peak."""
         needs = self.needs(codes, segments)
         if self.room.total_bytes is None:
-            return needs.forward, needs.backward
+            return needs
         stays = np.where(self.too_much(needs.moved), needs.moved, 0)
         before = replace(needs, moved=stays).put()
         n = codes.shape[1]
         forward = needs.forward + before[:, :n]
         for i, until, nbytes in needs.lingering:
             forward[:, i + 1 : until + 1] -= np.where(stays[:, i] > 0, nbytes, 0)[:, None]
-        return forward, needs.backward + before[:, self._tables(segments).joined[:n]]
+        return replace(needs, forward=forward, backward=needs.backward + before[:, self._tables(segments).joined[:n]])
 
     def too_much(self, moved: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Per plan and stage, whether there is no room any more for what it moves behind what those before it moved."""
@@ -571,14 +548,14 @@ class Evaluator:
 
     def binding(self, codes: Sequence[int], segments: Segments = ()) -> tuple[str, Phase]:
         """Stage and phase of the peak in the tightest schedule of one plan."""
-        forward, backward = self.tightest(np.array([codes], np.int8), segments)
-        peak = max(int(forward.max()), int(backward.max()))
+        needs = self.tightest(np.array([codes], np.int8), segments)
+        forward, backward, peak = needs.forward[0], needs.backward[0], int(needs.most()[0])
         if self.profile.update_peak_bytes > peak:
             return self.profile.stages[0].name, "update"
         if int(forward.max()) == peak:
-            return self.profile.stages[int(forward[0].argmax())].name, "forward"
+            return self.profile.stages[int(forward.argmax())].name, "forward"
         # Backward runs from the last stage to the first: the first moment of the peak is at the highest stage.
-        return self.profile.stages[int(np.flatnonzero(backward[0] == peak)[-1])].name, "backward"
+        return self.profile.stages[int(np.flatnonzero(backward == peak)[-1])].name, "backward"
 
 
 class _TablesOf:
@@ -587,7 +564,7 @@ class _TablesOf:
     def __init__(self, evaluator: Evaluator, segments: Segments) -> None:
         self.evaluator = evaluator
         self.profile = evaluator.profile
-        self.holders = evaluator.holders
+        self.chain = evaluator.chain
         self.segments = segments
         n, width = len(self.profile.stages), evaluator._width
         self.n, self.width = n, width
@@ -600,13 +577,16 @@ class _TablesOf:
             if segment is not None
         }
 
+    def among(self, codes: frozenset[int]) -> NDArray[np.bool_]:
+        """Per code, whether it is one of `codes`."""
+        out = np.zeros(self.width, bool)
+        out[list(codes)] = True
+        return out
+
     def holds(self, s: int, holder: Holder) -> NDArray[np.bool_]:
         """Per code, whether the stage holds storage `s`."""
         inside = self.held.get(holder.stage)
-        out = np.zeros(self.width, bool)
-        for code in holder.holding:
-            out[code] = inside is None or s in inside[code]
-        return out
+        return self.among(frozenset(code for code in holder.holding if inside is None or s in inside[code]))
 
     def build(self, plain: _Tables | None) -> _Tables:
         """The tables, from those without segments where they are given."""
@@ -619,8 +599,8 @@ class _TablesOf:
         self.private_held = np.zeros((n, self.width), np.int64)
         self.private_moved, self.gone_next = self.private_held.copy(), self.private_held.copy()
         self.lingering: list[tuple[int, int, NDArray[np.int64]]] = []
-        for s, (storage, holders) in enumerate(zip(self.profile.storages, self.holders, strict=True)):
-            program = rules.program_steps(storage, n)
+        for s, (storage, holders) in enumerate(zip(self.profile.storages, self.chain.holders, strict=True)):
+            program = self.chain.program[s]
             if storage.nbytes == 0:
                 continue
             self.forward[program.start] += storage.nbytes
@@ -651,14 +631,14 @@ class _TablesOf:
         for i in self.held:
             self.private_held[i] = self.private_moved[i] = self.gone_next[i] = 0
             for s in self.evaluator.private[i]:
-                self.add_private(s, self.holders[s][0])
+                self.add_private(s, self.chain.holders[s][0])
         groups = []
         for group, indices in zip(plain.shared, self.evaluator.shared, strict=True):
             rows, columns = np.nonzero(np.isin(group.stages, list(self.held)))
             holds = group.holds.copy()
             for row, column in zip(rows.tolist(), columns.tolist(), strict=True):
                 s = indices[row]
-                holds[row, column] = self.holds(s, self.holders[s][column])
+                holds[row, column] = self.holds(s, self.chain.holders[s][column])
             groups.append(replace(group, holds=holds, fixes=group.fixes & holds))
         launch_s = None if plain.launch_s is None else plain.launch_s.copy()
         own_backward, backward_s = plain.own_backward.copy(), plain.backward_s.copy()
@@ -705,10 +685,8 @@ class _TablesOf:
         """A storage that one stage alone may hold."""
         storage, i = self.profile.storages[s], holder.stage
         holds = self.holds(s, holder)
-        moves = holds.copy()
-        moves[list(holder.fixing)] = False
-        moves &= i in rules.movers(storage, self.n)
-        gone = rules.program_steps(storage, self.n).stop
+        moves = holds & (i in self.chain.movers[s]) & self.among(holder.moving)
+        gone = self.chain.program[s].stop
         held_stop = rules.held_stop(storage, self.n)
         moved_gone, held_gone = (rules.forward_stop(gone, held_stop, mover) for mover in (i, None))
         for stop, chosen in ((moved_gone, moves), (gone, ~holds), (held_gone, holds & ~moves)):
@@ -726,28 +704,25 @@ class _TablesOf:
 
     def shared(self, group: Sequence[int]) -> _Shared:
         """Storages with equally many possible holders."""
-        storages = [self.profile.storages[s] for s in group]
-        stops = [rules.program_steps(storage, self.n).stop for storage in storages]
-        holds = np.array([[self.holds(s, holder) for holder in self.holders[s]] for s in group])
-        fixes = np.zeros_like(holds)
-        for row, s in enumerate(group):
-            for column, holder in enumerate(self.holders[s]):
-                fixes[row, column, list(holder.fixing)] = True
+        n, chain, storages = self.n, self.chain, self.profile.storages
+        stops = [chain.program[s].stop for s in group]
+        holds = np.array([[self.holds(s, holder) for holder in chain.holders[s]] for s in group])
+        moves = np.array([[self.among(holder.moving) for holder in chain.holders[s]] for s in group])
         return _Shared(
-            np.array([storage.nbytes for storage in storages]),
+            np.array([storages[s].nbytes for s in group]),
             np.array(stops),
-            np.array([[rules.forward_stop(stop, None, i) for i in range(self.n)] for stop in stops]),
-            np.array([rules.movers(storage, self.n).start for storage in storages]),
-            np.array([rules.movers(storage, self.n).stop for storage in storages]),
-            np.array([[holder.stage for holder in self.holders[s]] for s in group]),
+            np.array([[rules.forward_stop(stop, None, i) for i in range(n)] for stop in stops]),
+            np.array([chain.movers[s].start for s in group]),
+            np.array([chain.movers[s].stop for s in group]),
+            np.array([[holder.stage for holder in chain.holders[s]] for s in group]),
             holds,
-            fixes & holds,
+            holds & ~moves,
             tuple(
                 (at, holder.stage, until)
                 for at, s in enumerate(group)
-                for holder in self.holders[s]
-                if holder.stage in rules.movers(self.profile.storages[s], self.n)
-                and (until := rules.there_until(self.profile.storages[s], holder.stage, self.n)) > holder.stage
+                for holder in chain.holders[s]
+                if holder.stage in chain.movers[s]
+                and (until := rules.there_until(storages[s], holder.stage, n)) > holder.stage
             ),
         )
 

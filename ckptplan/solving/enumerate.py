@@ -12,7 +12,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ from ckptplan.core import rules
 from ckptplan.core.profile import Profile
 from ckptplan.core.schedule import EQUAL_S
 from ckptplan.core.segment import Segment
+from ckptplan.solving.chain import Chain
 from ckptplan.solving.cost import Codes, Evaluator, Menu, Schedule, Segments
 from ckptplan.solving.parameters import DEFAULT, Parameters
 
@@ -57,6 +58,11 @@ class PlanSpace:
         self._begins = [
             segments and bool(self.inside[i]) and not stage.is_glue for i, stage in enumerate(profile.stages)
         ]
+
+    @cached_property
+    def chain(self) -> Chain:
+        """Who may hold which bytes, from when to when."""
+        return Chain(self.profile)
 
     @property
     def moves(self) -> bool:

@@ -16,8 +16,8 @@ from ckptplan.core.request import NO_LIMITS, Limits, OnPlan
 from ckptplan.core.schedule import residency, tightest_peak
 from ckptplan.core.units import format_bytes
 from ckptplan.solving.bound.pricing import lower_bound
-from ckptplan.solving.cost import menus
 from ckptplan.solving.parameters import CLOSE, DEFAULT, ROUNDING, Parameters
+from ckptplan.solving.peak import plan_space_of
 from ckptplan.solving.planner import OnProgress, Start, smallest_peak, solve_profile
 from ckptplan.solving.room import Room
 
@@ -209,17 +209,10 @@ def smallest_within(
     # What the search above happened to prove, and what bounds alone prove further up.
     room = Room.of(profile, limits)
     profile = room.movable(profile)
-    menu = menus(profile, limits.actions)
+    space = plan_space_of(profile, limits.actions, limits.segments, parameters)
     high = best.peak_bytes
     while high - proven > CLOSE * high and (left_s := end - time.monotonic()) > 0:
         middle = (proven + high) // 2
-        bound = lower_bound(
-            profile,
-            menu,
-            middle,
-            host_bytes=room.total_bytes,
-            segments=limits.segments and "recompute" in limits.actions,
-            deadline=end - (1 - share) * left_s,
-        )
+        bound = lower_bound(space, middle, host_bytes=room.total_bytes, deadline=end - (1 - share) * left_s)
         proven, high = (middle + 1, high) if bound.bound_s > limit_s else (proven, middle)
     return replace(best, budget_bytes=best.peak_bytes, peak_bound_bytes=min(proven, best.peak_bytes))

@@ -7,7 +7,6 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +21,6 @@ from ckptplan.solving.enumerate import PlanSpace
 _Plan = tuple[list[int], Segments, float]
 _Change = tuple[tuple[int, int], ...]
 """(stage, code) of each stage that changes."""
-Batch = TypeVar("Batch", Codes, Sequence[_Change])
 OnBetter = Callable[[Sequence[int], Segments], None]
 """Called with option codes and segments."""
 
@@ -265,7 +263,7 @@ class LocalSearch:
     ) -> tuple[list[int], float]:
         """The best of all combinations of the options of these stages, or `codes` where none is better."""
         combined = np.array(list(itertools.product(*(menu[i] for i in chosen))), np.int8)
-        for part in self._batches(combined):
+        for part in self.evaluator.batches(combined):
             rows = np.tile(np.array(codes, np.int8), (len(part), 1))
             rows[:, list(chosen)] = part
             rows = rows[self.least(rows, segments) < value * (1 - EQUAL_S)]
@@ -277,11 +275,6 @@ class LocalSearch:
             if time.monotonic() > deadline:
                 break
         return codes, value
-
-    def _batches(self, items: Batch) -> Iterator[Batch]:
-        """As many of them at once as are evaluated together."""
-        size = max(1, self.parameters.cells // len(self.space.menu))
-        return (items[at : at + size] for at in range(0, len(items), size))
 
     def _forests(
         self, codes: list[int], segments: Segments, value: float, deadline: float
@@ -349,7 +342,7 @@ class LocalSearch:
     ) -> tuple[list[int], float] | None:
         """The best of these changes, or as many of the best together as help; None where none does."""
         helping: list[tuple[float, _Change]] = []
-        for part in self._batches(changes):
+        for part in self.evaluator.batches(changes):
             rows = np.tile(np.array(codes, np.int8), (len(part), 1))
             for position in range(len(part[0])):
                 stages = [change[position][0] for change in part]
@@ -474,12 +467,13 @@ class PeakSearch(LocalSearch):
 
     def costs(self, rows: Codes, segments: Segments) -> NDArray[np.float64]:
         """`cost` of many."""
-        parts = []
-        for part in self._batches(rows):
-            needs = np.concatenate(self.evaluator.tightest(part, segments), axis=1)
-            peaks = np.maximum(needs.max(axis=1), self.evaluator.profile.update_peak_bytes)
-            parts.append(peaks + (needs >= peaks[:, None]).sum(axis=1) / (2 * needs.shape[1]))
-        return np.concatenate(parts) if parts else np.zeros(0)
+        return self.evaluator.by_batch(lambda part: self._peaks(part, segments), rows)
+
+    def _peaks(self, rows: Codes, segments: Segments) -> NDArray[np.float64]:
+        tightest = self.evaluator.tightest(rows, segments)
+        needs = np.concatenate([tightest.forward, tightest.backward], axis=1)
+        peaks = np.maximum(needs.max(axis=1), self.evaluator.profile.update_peak_bytes)
+        return np.asarray(peaks + (needs >= peaks[:, None]).sum(axis=1) / (2 * needs.shape[1]))
 
     def least(self, rows: Codes, segments: Segments) -> NDArray[np.float64]:
         """Nothing bounds a peak at less cost than the peak itself."""

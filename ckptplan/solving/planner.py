@@ -157,11 +157,12 @@ class _PlanSearch:
     rules: Codes | None = field(default=None, init=False)
     beside: list[process.Running] = field(default_factory=list, init=False)
     exhausted: bool = field(default=False, init=False)
-    space: PlanSpace = field(init=False)
+    unmixed: PlanSpace = field(init=False)
+    space: PlanSpace = field(init=False)  # the same, or for dynamic programs with other times (`mix`)
 
     def __post_init__(self) -> None:
         limits = self.limits
-        self.space = plan_space_of(self.profile, limits.actions, limits.segments, self.parameters)
+        self.space = self.unmixed = plan_space_of(self.profile, limits.actions, limits.segments, self.parameters)
 
     @property
     def profile(self) -> Profile:
@@ -352,12 +353,10 @@ class _PlanSearch:
 
     def prices(self, until: float) -> None:
         """Steer the label DP by the linear program without segments."""
-        chain = BoundData(
-            self.profile, self.space.menu, self.budget_bytes, self.moved_bytes, segments=self.limits.segments
-        )
-        duals = Master(chain).solve(until - time.monotonic())
+        data = BoundData(self.unmixed, self.budget_bytes, self.moved_bytes)
+        duals = Master(data).solve(until - time.monotonic())
         if duals is not None:
-            per_byte = chain.second / chain.unit
+            per_byte = data.second / data.unit
             self.mix(duals.launch)
             self.steer = self.steered_by(duals.forward * per_byte, duals.backward * per_byte, duals.drain)
 
@@ -406,11 +405,9 @@ class _PlanSearch:
         """Prove a bound, and steer the label DP by its prices if no others do."""
         assert self.incumbent.best is not None
         bound = lower_bound(
-            self.profile,
-            self.space.menu,
+            self.unmixed,
             self.budget_bytes,
             host_bytes=self.moved_bytes,
-            segments=self.space.segments,
             deadline=until,
             enough_s=self.incumbent.best.step_s / (1 + self.incumbent.gap),
             on_bound=self.incumbent.prove,
@@ -481,11 +478,9 @@ class _PlanSearch:
         if self.incumbent.closed or len(self.space.menu) > p.mixed_stages or share_s < p.least_s or best is None:
             return
         problem = process.Problem(
-            self.profile,
-            self.space.menu,
+            self.unmixed,
             self.budget_bytes,
             self.moved_bytes,
-            self.space.segments,
             best.step_s,
             self.limits.seed,
             self.limits.workers or 1,

@@ -42,6 +42,7 @@ from numpy.typing import NDArray
 from ckptplan.core import rules
 from ckptplan.core.profile import Profile
 from ckptplan.core.segment import Segment
+from ckptplan.solving.chain import Chain
 from ckptplan.solving.cost import Menu, Segments
 from ckptplan.solving.enumerate import PlanSpace
 
@@ -54,7 +55,7 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class _Chain:
+class _Textbook:
     """A profile as the program sees it; bytes per stage, options by code."""
 
     base_forward: tuple[int, ...]
@@ -65,9 +66,9 @@ class _Chain:
     textbook: bool
 
 
-def _chain_of(profile: Profile, menu: Menu) -> _Chain:
+def _textbook_of(chain: Chain, menu: Menu) -> _Textbook:
+    profile, n = chain.profile, chain.n
     stages, storages = profile.stages, profile.storages
-    n = len(stages)
     before: list[int] = []
     module = -1
     for k, stage in enumerate(stages):
@@ -96,8 +97,7 @@ def _chain_of(profile: Profile, menu: Menu) -> _Chain:
         boundary[k] = sum(storages[s].nbytes for s in upcoming)
     forward, backward = [0] * (n + 1), [0] * (n + 1)
     reader = {s: k for k in range(n) for s in near[k] if s not in always}
-    for s, storage in enumerate(storages):
-        program = rules.program_steps(storage, n)
+    for s, (storage, program) in enumerate(zip(storages, chain.program, strict=True)):
         begin = reader[s] + 1 if s in reader else program.start
         end = rules.forward_stop(program.stop, n if s in always else None, None)
         if begin < end:
@@ -117,7 +117,7 @@ def _chain_of(profile: Profile, menu: Menu) -> _Chain:
         }
         for k, stage in enumerate(stages)
     )
-    return _Chain(
+    return _Textbook(
         tuple(int(b + r) for b, r in zip(profile.base_forward_bytes, np.cumsum(forward), strict=False)),
         tuple(int(b + r) for b, r in zip(profile.base_backward_bytes, np.cumsum(backward), strict=False)),
         tuple(boundary),
@@ -200,7 +200,7 @@ class SegmentDp:
             tuple(c for c in codes if not stage.options[c].moves)
             for codes, stage in zip(space.menu, self.profile.stages, strict=True)
         ]
-        self.chain = _chain_of(self.profile, self.menu)
+        self.chain = _textbook_of(space.chain, self.menu)
         n = self.n = len(self.menu)
         self.floor = min(*self.chain.base_forward, *self.chain.base_backward)
         limit = max((limit_bytes if self.chain.textbook else int(limit_bytes * REACH)) - self.floor, 0)

@@ -17,6 +17,7 @@ from ckptplan.core.schedule import StepNeed, evaluate, residency, tightest_peak
 from ckptplan.core.segment import Segment
 from ckptplan.referee import simulate
 from ckptplan.solving.bound.pricing import Bound, lower_bound
+from ckptplan.solving.enumerate import PlanSpace
 
 pytestmark = pytest.mark.planning
 
@@ -29,8 +30,9 @@ def menu_of(profile: Profile, actions: Sequence[str] = ACTIONS) -> list[tuple[in
 
 
 def bound(profile: Profile, budget_bytes: int, **more: object) -> Bound:
-    given: dict[str, object] = {"menu": menu_of(profile), "deadline": time.monotonic() + 60, **more}
-    return lower_bound(profile, budget_bytes=budget_bytes, **given)  # type: ignore[arg-type]
+    given: dict[str, object] = {"menu": menu_of(profile), "segments": True, "deadline": time.monotonic() + 60, **more}
+    space = PlanSpace(profile, given.pop("menu"), segments=given.pop("segments"))  # type: ignore[arg-type]
+    return lower_bound(space, budget_bytes, **given)  # type: ignore[arg-type]
 
 
 def peak_of(profile: Profile, name: str) -> int:

@@ -32,6 +32,7 @@ from ckptplan.solving.bound import cp_sat, process, scip
 from ckptplan.solving.bound.mixed_integer import PeakModel, _tree
 from ckptplan.solving.bound.pricing import Bound, lower_bound
 from ckptplan.solving.cost import Evaluator, menus
+from ckptplan.solving.enumerate import PlanSpace
 from ckptplan.solving.frontier import everything_kept_bytes
 from ckptplan.solving.planner import smallest_peak, solve_profile
 
@@ -41,8 +42,12 @@ ROUNDING = 1 + 1e-9  # sums of the same seconds in another order
 PROFILES = Path(__file__).parent.parent / "profiles"
 
 
-def problem_of(profile: Profile, budget: int) -> process.Problem:
-    return process.Problem(profile, menus(profile, ACTIONS), budget)
+def space_of(profile: Profile, *, segments: bool = True) -> PlanSpace:
+    return PlanSpace(profile, menus(profile, ACTIONS), segments=segments)
+
+
+def problem_of(profile: Profile, budget: int, *, segments: bool = True) -> process.Problem:
+    return process.Problem(space_of(profile, segments=segments), budget)
 
 
 # CP-SAT raises bounds, and hardly looks for plans; the last part of an amount that flows takes it long.
@@ -64,8 +69,7 @@ def test_never_above_the_optimum_and_mostly_equal(part: int, solver: Any, roundi
             assert best_s is not None
             # In this process: the start of another one would take most of the time.
             below_s = best_s if seed % 2 or solver is cp_sat else math.inf
-            menu = menus(profile, ACTIONS)
-            problem = process.Problem(profile, menu, budget, host, segments, below_s)
+            problem = process.Problem(space_of(profile, segments=segments), budget, host, below_s)
             found = solver.solve(problem, time.monotonic() + seconds, rounding / 10)
             bound_s = found.bound_s
             assert bound_s <= best_s * ROUNDING, (seed, budget)
@@ -120,7 +124,7 @@ def test_it_is_used_where_the_linear_bound_leaves_a_gap() -> None:
     )
     assert validate(profile, plan, budget) == ()
     assert "mixed-integer program" in parts
-    linear = lower_bound(profile, menus(profile, ACTIONS), budget, deadline=time.monotonic() + 60)
+    linear = lower_bound(space_of(profile), budget, deadline=time.monotonic() + 60)
     assert linear.bound_s <= plan.lower_bound_s <= simulate(profile, plan).makespan_s * ROUNDING
 
 
@@ -282,7 +286,7 @@ def test_rows_are_not_held_more_exactly_than_the_solver_counts() -> None:
     """With 1e-9 for rows, which is its epsilon, SCIP called 8.07 s the optimum of a step that takes 8 s."""
     rng = random.Random(6085)
     profile = odd_chain(rng, rng.randint(2, 4))
-    found = scip.solve(replace(problem_of(profile, 575), segments=False), time.monotonic() + 60, 1e-6)
+    found = scip.solve(problem_of(profile, 575, segments=False), time.monotonic() + 60, 1e-6)
     best_s = brute_force.fastest(profile, 575, segments=False)
     assert best_s == pytest.approx(8.0)
     assert best_s * (1 - 1e-6) <= found.bound_s <= best_s * ROUNDING
@@ -299,7 +303,7 @@ def test_the_smallest_peak_in_whole_bytes_is_never_above_the_truth_and_mostly_eq
         least = brute_force.smallest_peak(profile, within=brute_force.combinations(profile, segments=segments))
         most = max(least, everything_kept_bytes(profile))
         profile, least, most = enlarged(profile, times), least * times, most * times
-        model = PeakModel(profile, menus(profile, ACTIONS), most, segments=segments)
+        model = PeakModel(space_of(profile, segments=segments), most)
         bound, found = cp_sat.smallest_peak(model, time.monotonic() + 60)
         assert bound <= least, seed
         assert found is not None or bound == most  # the peak that is known is the least
@@ -309,11 +313,11 @@ def test_the_smallest_peak_in_whole_bytes_is_never_above_the_truth_and_mostly_eq
 
 def test_no_time_is_no_bound_on_the_smallest_peak() -> None:
     profile = homogeneous_chain(12, link_ratio=0.5)
-    menu, most = menus(profile, ACTIONS), everything_kept_bytes(profile)
+    space, most = space_of(profile), everything_kept_bytes(profile)
     with pytest.raises(TimeoutError):
-        cp_sat.smallest_peak(PeakModel(profile, menu, most), time.monotonic() - 1)
+        cp_sat.smallest_peak(PeakModel(space, most), time.monotonic() - 1)
     with pytest.raises(TimeoutError):
-        PeakModel(profile, menu, most, deadline=time.monotonic() - 1)
+        PeakModel(space, most, deadline=time.monotonic() - 1)
     found = smallest_peak(profile, Limits(time_limit_s=1e-3))
     assert found.bound_bytes <= smallest_peak(profile).peak_bytes <= found.peak_bytes
 

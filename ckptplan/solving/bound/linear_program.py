@@ -75,10 +75,10 @@ class Duals:
 class Master:
     """The linear program over options and the segments found so far, links as fluids."""
 
-    def __init__(self, chain: BoundData) -> None:
+    def __init__(self, data: BoundData) -> None:
         from ortools.linear_solver import pywraplp
 
-        self.chain = c = chain
+        self.data = c = data
         self.lp: Any = pywraplp.Solver.CreateSolver("GLOP")
         self.big = big = self.lp.infinity()
         self.x: list[list[Any]] = []
@@ -139,7 +139,7 @@ class Master:
             row.SetCoefficient(var, float(value))
 
     def _add_links(self) -> None:
-        c, lp, big, n = self.chain, self.lp, self.big, self.chain.n
+        c, lp, big, n = self.data, self.lp, self.big, self.data.n
         self.host = lp.Constraint(-big, big if c.host is None else c.host)
         times = (c.forward_s, c.backward_s)
         for rate, seconds, memory in zip((c.out, c.back), times, (self.forward, self.backward), strict=True):
@@ -214,7 +214,7 @@ class Master:
             self._set(self.forward[k], var, column.forward[k - a])
             self._set(self.backward[k], var, column.backward[k - a])
             if self.lanes:
-                self._set(self.lanes[1]["drain"][k], var, -column.seconds[k - a] * self.chain.back)
+                self._set(self.lanes[1]["drain"][k], var, -column.seconds[k - a] * self.data.back)
         for again, nbytes in column.returns:
             # There in forward all the while, in backward from that stage on.
             self.carry[b].SetCoefficient(var, self.carry[b].GetCoefficient(var) - nbytes)
@@ -254,7 +254,7 @@ class Master:
         """Solve; None where the time ran out."""
         if not self._solved(seconds):
             return None
-        c, empty = self.chain, np.zeros(self.chain.n)
+        c, empty = self.data, np.zeros(self.data.n)
 
         def less(rows: list[Any]) -> Floats:
             return np.array([max(0.0, -row.dual_value()) for row in rows])

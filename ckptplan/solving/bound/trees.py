@@ -67,9 +67,9 @@ class Costs:
     constant: float
 
     @classmethod
-    def of(cls, chain: BoundData, duals: Duals, *, scale: float = 1.0) -> Costs:
+    def of(cls, data: BoundData, duals: Duals, *, scale: float = 1.0) -> Costs:
         """Make multipliers of the solver's, which are right up to its tolerance alone."""
-        c, n = chain, chain.n
+        c, n = data, data.n
         lanes_price = 1.0 - duals.launch
         constant = duals.launch * (c.launch - 1.0)
         moves, taus, linear = [], [], []
@@ -120,7 +120,7 @@ class Costs:
 
     def sweep(self, intervals: Intervals, first: Indices, last: Indices) -> Floats:
         """Cost of the time of segments' sweeps and of the recomputes of their last stages."""
-        c, iv = intervals.chain, intervals
+        c, iv = intervals.data, intervals
         again_s = np.where(np.isfinite(c.again_s), c.again_s, 0.0)
         launch = c.again_launch[last] + iv.run_launch[last] - iv.run_launch[first]
         cost: Floats = self.tau[last] * (again_s[last] + iv.run[last] - iv.run[first]) + self.launch * launch
@@ -131,12 +131,12 @@ class Costs:
         price = float(self.move_out[i] + self.move_back[i]) + self.host
         return price if s is None else price + self.asked.get((i, s), 0.0)
 
-    def moving(self, chain: BoundData, i: int) -> Floats:
+    def moving(self, data: BoundData, i: int) -> Floats:
         """Per option of stage i, the least that its moves can cost: any part of them moves."""
-        m = chain.menus[i]
+        m = data.menus[i]
         cost = m.free * min(0.0, self.move(i))
         for o, shared in enumerate(m.shared):
-            cost[o] += sum(chain.size[s] * min(0.0, self.move(i, s)) for s in shared)
+            cost[o] += sum(data.size[s] * min(0.0, self.move(i, s)) for s in shared)
         return cost
 
 
@@ -144,8 +144,8 @@ class LinearTrees:
     """The cheapest tree of every segment at linear prices; see the module's docstring for the recursion."""
 
     def __init__(self, intervals: Intervals, costs: Costs) -> None:
-        self.intervals, self.costs, self.chain = intervals, costs, intervals.chain
-        c, n, w = self.chain, self.chain.n, intervals.longest
+        self.intervals, self.costs, self.data = intervals, costs, intervals.data
+        c, n, w = self.data, self.data.n, intervals.longest
         lf, lb = costs.linear
         self.back = np.concatenate([[0.0], np.cumsum(lb)])
         self.fore = np.concatenate([[0.0], np.cumsum(lf)])
@@ -170,7 +170,7 @@ class LinearTrees:
 
     def _segments(self) -> None:
         """The cost of each segment at the top level: tree, forward, what it holds for later steps, moves."""
-        c, n, costs, iv = self.chain, self.chain.n, self.costs, self.intervals
+        c, n, costs, iv = self.data, self.data.n, self.costs, self.intervals
         w = iv.longest
         own = costs.linear[0] * c.segment_forward
         self.segment = np.full((w, n), np.inf)
@@ -203,7 +203,7 @@ class LinearTrees:
 
     def path(self) -> float:
         """The cheapest way from the first boundary to the last, constants left out."""
-        n, w = self.chain.n, self.intervals.longest
+        n, w = self.data.n, self.intervals.longest
         ahead = np.zeros(n + 1)
         for b in range(n):
             best = ahead[b] + self.single[b]
@@ -215,7 +215,7 @@ class LinearTrees:
 
     def missing(self, stage_prices: Floats, longest: int) -> list[tuple[int, int]]:
         """Segments cheaper than the stages they replace: the best from each first and to each last stage."""
-        n, w = self.chain.n, min(longest, self.intervals.longest)
+        n, w = self.data.n, min(longest, self.intervals.longest)
         if not w:
             return []
         total = np.concatenate([[0.0], np.cumsum(stage_prices)])
@@ -240,8 +240,8 @@ class LinearTrees:
         while s < last:
             i = last - s
             best = (
-                self.chain.keep_kept[s] * (self.back[last + 1] - self.back[s])
-                + self.costs.linear[1, s] * self.chain.keep_own[s]
+                self.data.keep_kept[s] * (self.back[last + 1] - self.back[s])
+                + self.costs.linear[1, s] * self.data.keep_own[s]
                 + self.sweep[i - 1, last]
             )
             options = self.less[:i, s] + self.intervals.held[:i, s] * self.back[last + 1] + self.sweep[:i, last][::-1]
@@ -261,7 +261,7 @@ class MissingColumns:
 
     def __init__(self, intervals: Intervals) -> None:
         self.intervals = intervals
-        self.longest = 1 + math.isqrt(intervals.chain.n)
+        self.longest = 1 + math.isqrt(intervals.data.n)
         self.seen: set[Segment] = set()
 
     def add_to(self, master: Master, trees: LinearTrees, duals: Duals) -> bool:
@@ -275,13 +275,13 @@ class MissingColumns:
             self.longest *= 1 if new else 2
         self.seen.update(new)
         for tree in new:
-            master.add(column_of(self.intervals.chain, self.intervals, tree))
+            master.add(column_of(self.intervals.data, self.intervals, tree))
         return bool(new)
 
 
-def column_of(chain: BoundData, intervals: Intervals, tree: Segment) -> Column:
+def column_of(data: BoundData, intervals: Intervals, tree: Segment) -> Column:
     """The coefficients of a segment in the master program."""
-    c, a, b = chain, tree.first, tree.last
+    c, a, b = data, tree.first, tree.last
     size = b - a + 1
     kept = np.array([intervals.held_at[j - a, a] for j in range(a, b + 1)])
     rows, seconds = np.zeros(size), np.zeros(size)
