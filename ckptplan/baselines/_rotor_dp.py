@@ -40,6 +40,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -97,87 +98,121 @@ class RotorChain:
 
 def chain_of(profile: Profile) -> RotorChain:
     """Map a profile to a chain, as the module's text says."""
-    stages, storages = profile.stages, profile.storages
-    n = len(stages)
-    before: list[int | None] = []  # the module stage in front of each
-    last: int | None = None
-    for i, stage in enumerate(stages):
-        before.append(last)
-        last = last if stage.is_glue else i
-    links = [
-        {s for s in stage.linked if storages[s].born == before[i] and not storages[s].to_end}
-        for i, stage in enumerate(stages)
-    ]
-    always: dict[int, int] = {}  # storage -> the first stage that holds it whatever is decided
-    dropped = {s for s, storage in enumerate(storages) if storage.graph_until is not None}  # in forward: left out
-    for i, stage in enumerate(stages):
-        held = set(stage.keep.held) - dropped
-        if stage.recompute is not None:
-            held &= set(stage.recompute.held)
-        for s in held - links[i]:
-            always.setdefault(s, i)
-    forward, backward = [0] * (n + 1), [0] * (n + 1)
-    linked_next = {s: i for i in range(n) for s in links[i]}
-    for s, storage in enumerate(storages):
-        # A boundary is counted as one up to the module that is linked to it.
-        begin = linked_next[s] + 1 if s in linked_next and s not in always else storage.born + 1
-        end = n if storage.to_end or s in always else min(storage.program_until + 1, n)
-        if begin < end:
-            forward[begin] += storage.nbytes
-            forward[end] -= storage.nbytes
-        if storage.to_end or s in always:
-            backward[0 if storage.to_end else always[s]] += storage.nbytes
+    return _Mapping(profile).chain()
 
-    def size(found: set[int]) -> int:
-        return sum(storages[s].nbytes for s in found)
 
-    free = [{s for s in links[i] if s not in always} for i in range(n)]
-    nexts: list[set[int]] = [set() for _ in range(n)]
-    boundary = [0] * n
-    upcoming: set[int] = set()
-    for i in reversed(range(n)):
-        # Glue passes on the boundary of the module behind it.
-        if stages[i].is_glue:
-            boundary[i] = size(upcoming)
-        else:
-            nexts[i] = upcoming
-            upcoming = free[i]
-            boundary[i] = size(upcoming)
-    kept, counted = [], set(always) | dropped
-    for i, stage in enumerate(stages):
-        mine = (set(stage.keep.held) | nexts[i]) - counted - free[i]
-        mine = {s for s in mine if not storages[s].to_end}
-        counted |= mine
-        kept.append(0 if stage.is_glue else size(mine))
-    textbook = not always and not dropped and not any(storage.to_end for storage in storages)
-    for i, stage in enumerate(stages):
-        textbook = (
-            textbook
-            and not stage.is_glue
-            and stage.recompute is not None
-            and set(stage.recompute.held) == links[i] <= set(stage.keep.held)
-            and all(storages[s].born == i for s in set(stage.keep.held) - links[i])
-            and nexts[i] <= set(stage.keep.held)
+class _Mapping:
+    """Which storages are boundaries, and which are there whatever is decided.
+
+    Attributes
+    ----------
+    links : list of set of int
+        Per stage, what it is linked to of the module stage in front of it.
+    dropped : set of int
+        Storages of graphs that are dropped in forward, which are left out.
+    always : dict
+        Storage -> the first stage that holds it whatever is decided.
+    nexts : list of set of int
+        Per module stage, the boundary behind it.
+    boundary : list of set of int
+        Per stage, the boundary in front of it; glue passes on that of the module behind it.
+    """
+
+    def __init__(self, profile: Profile) -> None:
+        self.profile = profile
+        stages, storages = profile.stages, profile.storages
+        self.links: list[set[int]] = []
+        last: int | None = None
+        for i, stage in enumerate(stages):
+            self.links.append({s for s in stage.linked if storages[s].born == last and not storages[s].to_end})
+            last = last if stage.is_glue else i
+        self.linked_next = {s: i for i, linked in enumerate(self.links) for s in linked}
+        self.dropped = {s for s, storage in enumerate(storages) if storage.graph_until is not None}
+        self.always: dict[int, int] = {}
+        for i, stage in enumerate(stages):
+            held = set(stage.keep.held) - self.dropped
+            if stage.recompute is not None:
+                held &= set(stage.recompute.held)
+            for s in held - self.links[i]:
+                self.always.setdefault(s, i)
+        self.nexts: list[set[int]] = [set() for _ in stages]
+        self.boundary: list[set[int]] = [set() for _ in stages]
+        upcoming: set[int] = set()
+        for i in reversed(range(len(stages))):
+            if not stages[i].is_glue:
+                self.nexts[i], upcoming = upcoming, self.links[i] - self.always.keys()
+            self.boundary[i] = upcoming
+
+    def size(self, found: set[int]) -> int:
+        """Bytes of these storages together."""
+        return sum(self.profile.storages[s].nbytes for s in found)
+
+    def resident(self) -> tuple[list[int], list[int]]:
+        """Bytes that are there whatever is decided at the start of each forward and each backward step."""
+        n = len(self.links)
+        forward, backward = [0] * (n + 1), [0] * (n + 1)
+        for s, storage in enumerate(self.profile.storages):
+            # A boundary is counted as one up to the module that is linked to it.
+            is_boundary = s in self.linked_next and s not in self.always
+            begin = self.linked_next[s] + 1 if is_boundary else storage.born + 1
+            end = n if storage.to_end or s in self.always else min(storage.program_until + 1, n)
+            if begin < end:
+                forward[begin] += storage.nbytes
+                forward[end] -= storage.nbytes
+            if storage.to_end or s in self.always:
+                backward[0 if storage.to_end else self.always[s]] += storage.nbytes
+        return list(accumulate(forward))[:n], list(accumulate(backward))[:n]
+
+    def kept(self) -> list[int]:
+        """Per stage, bytes that keeping it holds, each storage counted once."""
+        storages = self.profile.storages
+        sizes, counted = [], {*self.always, *self.dropped, *(s for s, x in enumerate(storages) if x.to_end)}
+        for i, stage in enumerate(self.profile.stages):
+            mine = (set(stage.keep.held) | self.nexts[i]) - counted - (self.links[i] - self.always.keys())
+            counted |= mine
+            sizes.append(0 if stage.is_glue else self.size(mine))
+        return sizes
+
+    def is_textbook(self) -> bool:
+        """Whether nothing is approximated."""
+        storages = self.profile.storages
+        return (
+            not self.always
+            and not self.dropped
+            and not any(
+                storage.to_end or storage.program_until > self.linked_next.get(s, max(storage.born, 0))
+                for s, storage in enumerate(storages)
+            )
+            and all(
+                not stage.is_glue
+                and stage.recompute is not None
+                and set(stage.recompute.held) == self.links[i] <= set(stage.keep.held)
+                and all(storages[s].born == i for s in set(stage.keep.held) - self.links[i])
+                and self.nexts[i] <= set(stage.keep.held)
+                for i, stage in enumerate(self.profile.stages)
+            )
         )
-    textbook = textbook and all(
-        storage.program_until <= linked_next.get(s, max(storage.born, 0)) for s, storage in enumerate(storages)
-    )
-    again = [stage.recompute or stage.keep for stage in stages]
-    return RotorChain(
-        forward_base=tuple(b + int(r) for b, r in zip(profile.base_forward_bytes, np.cumsum(forward), strict=False)),
-        backward_base=tuple(b + int(r) for b, r in zip(profile.base_backward_bytes, np.cumsum(backward), strict=False)),
-        boundary=tuple(boundary),
-        kept=tuple(kept),
-        keep_forward=tuple(stage.keep.forward_bytes for stage in stages),
-        keep_backward=tuple(stage.keep.backward_bytes for stage in stages),
-        again_forward=tuple(option.forward_bytes for option in again),
-        again_backward=tuple(option.backward_bytes for option in again),
-        rerun_s=tuple(stage.rerun_s for stage in stages),
-        again_s=tuple(option.added_s for option in again),
-        can=tuple(not stage.is_glue and stage.recompute is not None for stage in stages),
-        glue=tuple(stage.is_glue for stage in stages),
-        textbook=textbook,
-    )
+
+    def chain(self) -> RotorChain:
+        """The profile as a chain."""
+        profile, stages = self.profile, self.profile.stages
+        forward, backward = self.resident()
+        again = [stage.recompute or stage.keep for stage in stages]
+        return RotorChain(
+            forward_base=tuple(map(sum, zip(profile.base_forward_bytes, forward, strict=True))),
+            backward_base=tuple(map(sum, zip(profile.base_backward_bytes, backward, strict=True))),
+            boundary=tuple(map(self.size, self.boundary)),
+            kept=tuple(self.kept()),
+            keep_forward=tuple(stage.keep.forward_bytes for stage in stages),
+            keep_backward=tuple(stage.keep.backward_bytes for stage in stages),
+            again_forward=tuple(option.forward_bytes for option in again),
+            again_backward=tuple(option.backward_bytes for option in again),
+            rerun_s=tuple(stage.rerun_s for stage in stages),
+            again_s=tuple(option.added_s for option in again),
+            can=tuple(not stage.is_glue and stage.recompute is not None for stage in stages),
+            glue=tuple(stage.is_glue for stage in stages),
+            textbook=self.is_textbook(),
+        )
 
 
 def _coarse_unit(least: int, sizes: Iterable[int]) -> int:

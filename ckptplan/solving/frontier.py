@@ -170,7 +170,7 @@ def smallest_within(
     peak_s = share * limits.time_limit_s
     limits.on_progress(limited("looking for the smallest peak", peak_s))
     least = smallest_peak(profile, replace(limits, time_limit_s=peak_s), parameters)
-    proven = least.bound_bytes  # no plan within the slowdown needs less than this
+    low, proven = least.peak_bytes, least.bound_bytes  # no plan within the slowdown needs less than `proven`
 
     def solve(budget_bytes: int) -> Plan | None:
         """The plan for a budget if it is fast enough; else what its bound proves is noted."""
@@ -183,20 +183,18 @@ def smallest_within(
             plan = _solved(profile, budget_bytes, within, fast_enough, on_progress=report, parameters=parameters)
         except InfeasibleBudgetError:
             return None
+        fast_enough(plan)
         if plan.step_s <= limit_s:
-            if limits.on_plan is not None:
-                limits.on_plan(plan)
             return plan
         if plan.lower_bound_s > limit_s:
             proven = max(proven, budget_bytes + 1)
         return None
 
     def fast_enough(plan: Plan) -> None:
-        """Hand out what an interrupted search has found, if it is within the slowdown."""
+        """Hand out what a search has found, an interrupted one as well, if it is within the slowdown."""
         if plan.step_s <= limit_s and limits.on_plan is not None:
             limits.on_plan(plan)
 
-    low = least.peak_bytes
     best = solve(low)
     if best is None:
         best = solve(max(everything_kept_bytes(profile), low))
@@ -206,12 +204,11 @@ def smallest_within(
             found = solve(middle)
             low, best = (middle, best) if found is None else (low, found)
     limits.on_progress(limited("proving how much memory is needed", max(0.0, end - time.monotonic())))
-    # What the search above happened to prove, and what bounds alone prove further up.
     room = Room.of(profile, limits)
-    profile = room.movable(profile)
-    space = plan_space_of(profile, limits.actions, limits.segments, parameters)
+    space = plan_space_of(room.movable(profile), limits.actions, limits.segments, parameters)
     high = best.peak_bytes
     while high - proven > CLOSE * high and (left_s := end - time.monotonic()) > 0:
+        # What the search above happened to prove, and what bounds alone prove further up.
         middle = (proven + high) // 2
         bound = lower_bound(space, middle, host_bytes=room.total_bytes, deadline=end - (1 - share) * left_s)
         proven, high = (middle + 1, high) if bound.bound_s > limit_s else (proven, middle)

@@ -156,7 +156,7 @@ class _Move:
 
 
 @dataclass(slots=True)
-class _Held:
+class _HeldByStage:
     """What a stage holds until its backward under one option.
 
     Attributes
@@ -174,7 +174,7 @@ class _Held:
 
 
 @dataclass(slots=True)
-class _Copies:
+class _SweepCopies:
     """What a stage makes copies of in a sweep.
 
     Attributes
@@ -231,10 +231,10 @@ class LabelDp:
         self._sweep = [self._sweep_parts(k) for k in range(n)]
         self._spans = list({steps: None for of in self.chain.passing for some in of for steps, _ in some})
 
-    def _split(self, k: int, code: int) -> _Held:
+    def _split(self, k: int, code: int) -> _HeldByStage:
         stage, storages = self.profile.stages[k], self.profile.storages
         option = stage.options[code]
-        found = _Held()
+        found = _HeldByStage()
         for s in self.chain.held[k][code]:
             goes = s in option.moved and rules.can_move(storages[s])
             if s in stage.linked and option.recomputes and not option.ops:
@@ -247,10 +247,10 @@ class LabelDp:
                 found.keeps += storages[s].nbytes
         return found
 
-    def _sweep_parts(self, k: int) -> _Copies:
+    def _sweep_parts(self, k: int) -> _SweepCopies:
         stage, storages = self.profile.stages[k], self.profile.storages
         again = stage.recompute
-        found = _Copies(linked=[s for s in stage.linked if storages[s].nbytes])
+        found = _SweepCopies(linked=[s for s in stage.linked if storages[s].nbytes])
         if again is None or stage.is_glue:
             return found
         for s in stage.keep.held:
