@@ -52,7 +52,9 @@ Menu = Sequence[Sequence[int]]
 """Per stage, the codes it may take."""
 Segments = tuple[Segment, ...]
 Number = TypeVar("Number", np.int64, np.float64)
-Batch = TypeVar("Batch", Codes, Sequence[tuple[tuple[int, int], ...]])
+Change = tuple[tuple[int, int], ...]
+"""(stage, code) of each stage whose option changes."""
+Batch = TypeVar("Batch", Codes, Sequence[Change])
 """Rows of codes, or changes of some stages' codes."""
 
 UNLIMITED = Room()
@@ -816,6 +818,15 @@ def _lanes(
             after = lanes.copied(now, done[:, i], copy_s[:, i], np.maximum)
             done[:, i + 1] = np.where(copy_s[:, i] > 0, after, done[:, i])
     return np.maximum(now, done[:, n])
+
+
+def changed(codes: Sequence[int], changes: Sequence[Change]) -> Codes:
+    """One row for each of `changes`: `codes` with it."""
+    rows = np.tile(np.array(codes, np.int8), (len(changes), 1))
+    for row, change in zip(rows, changes, strict=True):
+        for i, code in change:
+            row[i] = code
+    return rows
 
 
 def moved_bytes(sendings: Sendings) -> list[int]:

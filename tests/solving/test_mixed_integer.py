@@ -174,8 +174,8 @@ def test_a_program_with_a_few_segments_suggests_plans_and_proves_nothing(monkeyp
         def done(self) -> bool:
             return any(frame.function == "labels" for frame in inspect.stack())
 
-        def found(self, _: float) -> process.Found:
-            return process.Found(10 * best.step_s, None, complete=True)
+        def found(self, _: float) -> process.BoundResult:
+            return process.BoundResult(10 * best.step_s, None, complete=True)
 
         def end(self) -> None: ...
 

@@ -22,6 +22,7 @@ from ckptplan.solving.enumerate import PlanSpace
 from ckptplan.solving.parameters import ROUNDING
 
 Floats = NDArray[np.float64]
+Indices = NDArray[np.int64]
 
 
 def unit_of_time(baseline_s: float) -> float:
@@ -269,6 +270,14 @@ class Intervals:
         self.moves = np.cumsum(moves, axis=0)
         self.run = np.concatenate([[0.0], np.cumsum(c.run_s)])
         self.run_launch = np.concatenate([[0.0], np.cumsum(c.run_launch)])
+
+    def sweep_s(self, first: Indices | int, last: Indices | int) -> tuple[Floats, Floats]:
+        """Compute and launching time of segments' sweeps and of the recomputes of their last stages."""
+        c = self.data
+        return (
+            np.asarray(c.again_s[last] + self.run[last] - self.run[first]),
+            np.asarray(c.again_launch[last] + self.run_launch[last] - self.run_launch[first]),
+        )
 
     def returns(self, a: int, b: int) -> list[tuple[int, int]]:
         """Storages that the segment a..b drops and the stage behind it that is sure to hold each again."""

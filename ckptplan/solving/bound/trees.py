@@ -25,15 +25,12 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ckptplan.core import rules
 from ckptplan.core.segment import Segment
 from ckptplan.solving.bound.linear_program import Column, Duals, Master
-from ckptplan.solving.bound.relaxation import BoundData, Floats, Intervals
+from ckptplan.solving.bound.relaxation import BoundData, Floats, Indices, Intervals
 from ckptplan.solving.parameters import SOLVER_ERROR
-
-Indices = NDArray[np.int64]
 
 
 @dataclass(slots=True)
@@ -120,11 +117,8 @@ class Costs:
 
     def sweep(self, intervals: Intervals, first: Indices, last: Indices) -> Floats:
         """Cost of the time of segments' sweeps and of the recomputes of their last stages."""
-        c, iv = intervals.data, intervals
-        again_s = np.where(np.isfinite(c.again_s), c.again_s, 0.0)
-        launch = c.again_launch[last] + iv.run_launch[last] - iv.run_launch[first]
-        cost: Floats = self.tau[last] * (again_s[last] + iv.run[last] - iv.run[first]) + self.launch * launch
-        return cost
+        seconds, launch = intervals.sweep_s(first, last)
+        return np.asarray(self.tau[last] * np.where(np.isfinite(seconds), seconds, 0.0) + self.launch * launch)
 
     def move(self, i: int, s: int | None = None) -> float:
         """Price of a byte that stage i moves, of storage s where others have a say."""
@@ -152,6 +146,8 @@ class LinearTrees:
         self.sweep = np.zeros((w, n))  # G, column: last stage
         self.tree = np.full((w, n), np.inf)  # R, column: first stage
         self.less = np.full((w, n), np.inf)  # R less what is held until later
+        # How G goes on: the length - 1 of the segment that the first stage begins, -1 where that is kept.
+        self.chosen = np.full((w, n), -1)
         for i in range(w):
             if i == 0:
                 self.sweep[0] = lb * (c.full + c.last_own)
@@ -162,6 +158,7 @@ class LinearTrees:
                 )
                 inner = self.less[:i, s] + intervals.held[:i, s] * self.back[i + 1 :] + self.sweep[:i][::-1, b]
                 self.sweep[i, b] = np.minimum(best, inner.min(axis=0))
+                self.chosen[i, b] = np.where(inner.min(axis=0) < best, inner.argmin(axis=0), -1)
             last = np.arange(i, n)
             value = costs.sweep(intervals, last - i, last) + self.sweep[i, last]
             self.tree[i, : n - i] = np.where(intervals.possible[i, : n - i], value, np.inf)
@@ -238,18 +235,10 @@ class LinearTrees:
         """The cheapest tree of the segment `first..last`."""
         inner, s = [], first
         while s < last:
-            i = last - s
-            best = (
-                self.data.keep_kept[s] * (self.back[last + 1] - self.back[s])
-                + self.costs.linear[1, s] * self.data.keep_own[s]
-                + self.sweep[i - 1, last]
-            )
-            options = self.less[:i, s] + self.intervals.held[:i, s] * self.back[last + 1] + self.sweep[:i, last][::-1]
-            e = int(options.argmin())
-            if options[e] < best:
+            e = int(self.chosen[last - s, last])
+            if e >= 0:
                 inner.append(self.structure(s, s + e))
-                s += e
-            s += 1
+            s += max(e, 0) + 1
         return Segment(first, last, tuple(inner))
 
 
@@ -290,8 +279,9 @@ def column_of(data: BoundData, intervals: Intervals, tree: Segment) -> Column:
     def sweep(segment: Segment) -> None:
         nonlocal launch
         s, last = segment.first, segment.last
-        seconds[last - a] += c.again_s[last] + intervals.run[last] - intervals.run[s]
-        launch += float(c.again_launch[last] + intervals.run_launch[last] - intervals.run_launch[s])
+        takes_s, launches_s = intervals.sweep_s(s, last)
+        seconds[last - a] += takes_s
+        launch += float(launches_s)
         rows[last - a] += c.full[last] + c.last_own[last]
         inner = {item.first: item for item in segment.inner}
         while s < last:
