@@ -140,7 +140,7 @@ def residency(
     sweeps = rules.sweeps_of(profile, segments, options)
     last_run = rules.last_runs(options, sweeps)
     moving_s = rules.moving_s(profile, options, last_run)
-    sweep_s = {last: sweep.seconds for last, sweep in sweeps}
+    sweep_s = {sweep.last: sweep.seconds for sweep in sweeps}
     moves = tuple(tuple(p for p in option.moves if moved.get(option.saved[p]) == i) for i, option in enumerate(options))
     moving = [
         [profile.storages[option.saved[p]] for p in positions] for option, positions in zip(options, moves, strict=True)
@@ -169,23 +169,24 @@ def residency(
 
 
 def _backward_bytes(
-    profile: Profile, changes: list[int], sweeps: Sequence[tuple[int, rules.Sweep]], last_run: Sequence[Option]
+    profile: Profile, changes: list[int], sweeps: Sequence[rules.Sweep], last_run: Sequence[Option]
 ) -> tuple[int, ...]:
     """Bytes of each backward step, from the changes of what is resident without the copies that sweeps make."""
-    for last, sweep in sweeps:
+    for sweep in sweeps:
         for k, nbytes in sweep.held_from:
             changes[k] += nbytes
-            changes[last + 1] -= nbytes
+            changes[sweep.last + 1] -= nbytes
     starts = list(accumulate(changes))
     needs = [
         base + resident + option.backward_bytes
         for base, resident, option in zip(profile.base_backward_bytes, starts, last_run, strict=False)
     ]
-    for last, sweep in sweeps:
+    for sweep in sweeps:
         if sweep.runs:
             # While it runs, its copies come one by one; afterwards all of them are there.
-            before = starts[last] - sum(nbytes for _, nbytes in sweep.held_from)
-            needs[last] = max(needs[last], profile.base_backward_bytes[last] + before + sweep.most_bytes)
+            before = starts[sweep.last] - sum(nbytes for _, nbytes in sweep.held_from)
+            most = profile.base_backward_bytes[sweep.last] + before + sweep.most_bytes
+            needs[sweep.last] = max(needs[sweep.last], most)
     return tuple(needs)
 
 

@@ -612,16 +612,16 @@ class _TablesOf:
                 self.add_private(s, holders[0])
             elif not holders:
                 self.forward[rules.forward_stop(program.stop, None, None)] -= storage.nbytes
-        own_forward, own_backward = np.zeros((2, n, self.width), np.int64)
-        backward_s, launch_s = np.zeros((2, n, self.width))
+        own_forward, self.own_backward = np.zeros((2, n, self.width), np.int64)
+        self.backward_s, launch_s = np.zeros((2, n, self.width))
         for i, stage in enumerate(stages):
             for code, option in enumerate(stage.options):
                 own_forward[i, code] = self.profile.base_forward_bytes[i] + option.forward_bytes
-                own_backward[i, code] = self.profile.base_backward_bytes[i] + option.backward_bytes
-                backward_s[i, code] = stage.backward_s + option.added_s
+                self.own_backward[i, code] = self.profile.base_backward_bytes[i] + option.backward_bytes
+                self.backward_s[i, code] = stage.backward_s + option.added_s
                 launch_s[i, code] = stage.forward_launch_s + stage.backward_launch_s + option.launch_s
-        shared = tuple(self.shared(group) for group in self.evaluator.shared)
-        return self.tables(shared, own_forward, own_backward, backward_s, launch_s if launch_s.any() else None)
+        self.launch_s = launch_s if launch_s.any() else None
+        return self.tables(tuple(self.shared(group) for group in self.evaluator.shared), own_forward)
 
     def changed(self, plain: _Tables) -> _Tables:
         """The tables without segments with what stages in segments do otherwise."""
@@ -642,28 +642,22 @@ class _TablesOf:
                 s = indices[row]
                 holds[row, column] = self.holds(s, self.chain.holders[s][column])
             groups.append(replace(group, holds=holds, fixes=group.fixes & holds))
-        launch_s = None if plain.launch_s is None else plain.launch_s.copy()
-        own_backward, backward_s = plain.own_backward.copy(), plain.backward_s.copy()
-        return self.tables(tuple(groups), plain.own_forward, own_backward, backward_s, launch_s)
+        self.launch_s = None if plain.launch_s is None else plain.launch_s.copy()
+        self.own_backward, self.backward_s = plain.own_backward.copy(), plain.backward_s.copy()
+        return self.tables(tuple(groups), plain.own_forward)
 
-    def tables(
-        self,
-        shared: tuple[_Shared, ...],
-        own_forward: NDArray[np.int64],
-        own_backward: NDArray[np.int64],
-        backward_s: NDArray[np.float64],
-        launch_s: NDArray[np.float64] | None,
-    ) -> _Tables:
+    def tables(self, shared: tuple[_Shared, ...], own_forward: NDArray[np.int64]) -> _Tables:
         """All there is, once the sweeps are run."""
-        in_sweep: list[tuple[int, int]] = []
+        self.in_sweep: list[tuple[int, int]] = []
         back_stop = np.array([rules.backward_stop(self.n, int(needed)) for needed in self.needed])
+        for sweep in rules.sweeps_of(self.profile, self.segments):
+            self.add_sweep(sweep)
         for segment in self.segments:
-            self.add_sweep(segment, own_backward, backward_s, launch_s, in_sweep)
             inside = slice(segment.first, segment.last + 1)
             overhead_s, launching_s = self.evaluator.moving_s
-            backward_s[inside] += overhead_s[inside]
-            if launch_s is not None:
-                launch_s[inside] += launching_s[inside]
+            self.backward_s[inside] += overhead_s[inside]
+            if self.launch_s is not None:
+                self.launch_s[inside] += launching_s[inside]
         return _Tables(
             self.forward,
             self.backward,
@@ -674,10 +668,10 @@ class _TablesOf:
             tuple((position, i, nbytes) for (position, i), nbytes in self.gone_later.items()),
             shared,
             own_forward,
-            own_backward,
-            tuple(in_sweep),
-            backward_s,
-            launch_s,
+            self.own_backward,
+            tuple(self.in_sweep),
+            self.backward_s,
+            self.launch_s,
             np.searchsorted(self.needed, np.arange(self.n + 1)),
             back_stop,
             bool((back_stop == np.arange(self.n) + 1).all()),
@@ -728,36 +722,24 @@ class _TablesOf:
             ),
         )
 
-    def add_sweep(
-        self,
-        segment: Segment,
-        own_backward: NDArray[np.int64],
-        backward_s: NDArray[np.float64],
-        launch_s: NDArray[np.float64] | None,
-        in_sweep: list[tuple[int, int]],
-    ) -> None:
-        """The sweep of `segment` and those inside it (rules 6 and 7)."""
-        stages = self.profile.stages
-        sweep = rules.sweep_of(self.profile, segment)
-        last = segment.last
+    def add_sweep(self, sweep: rules.Sweep) -> None:
+        """One sweep, after those around it (rules 6 and 7)."""
+        stages, last = self.profile.stages, sweep.last
         for k, option in sweep.last_run:
-            own_backward[k, :] = self.profile.base_backward_bytes[k] + option.backward_bytes
-            backward_s[k, :] = stages[k].backward_s + option.added_s
-            if launch_s is not None:
-                launch_s[k, :] = stages[k].forward_launch_s + stages[k].backward_launch_s + option.launch_s
-        own = np.zeros(self.n, np.int64)
+            self.own_backward[k, :] = self.profile.base_backward_bytes[k] + option.backward_bytes
+            self.backward_s[k, :] = stages[k].backward_s + option.added_s
+            if self.launch_s is not None:
+                self.launch_s[k, :] = stages[k].forward_launch_s + stages[k].backward_launch_s + option.launch_s
         for k, nbytes in sweep.held_from:
-            own[k : last + 1] += nbytes
+            self.backward[k] += nbytes
+            self.backward[last + 1] -= nbytes
         if sweep.runs:
             # The bytes resident at `last` will have this sweep's copies in them; while it runs they come one by one.
-            in_sweep.append((last, self.profile.base_backward_bytes[last] + sweep.most_bytes - int(own[last])))
-        self.backward[: self.n] += np.diff(own, prepend=0)
-        self.backward[self.n] -= own[-1]
-        for inner in segment.inner:
-            self.add_sweep(inner, own_backward, backward_s, launch_s, in_sweep)
-        backward_s[last, :] += sweep.seconds
-        if launch_s is not None:
-            launch_s[last, :] += sum(stages[k].rerun_launch_s for k in sweep.runs)
+            copies = sum(nbytes for _, nbytes in sweep.held_from)
+            self.in_sweep.append((last, self.profile.base_backward_bytes[last] + sweep.most_bytes - copies))
+        self.backward_s[last, :] += sweep.seconds
+        if self.launch_s is not None:
+            self.launch_s[last, :] += sweep.launch_s
 
 
 def _fronts(

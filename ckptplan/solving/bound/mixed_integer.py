@@ -293,8 +293,8 @@ class MixedModel:
 
     def add_sweep_time(self, c: tuple[int, int], var: Any) -> None:
         """Add the seconds of a segment in which `var` is 1."""
-        a, b = c
-        launch_s = sum(stage.rerun_launch_s for stage in self.profile.stages[a:b]) + self.again(b).launch_s
+        b = c[1]
+        launch_s = self.sweeps[c].launch_s + self.again(b).launch_s
         self.added_s[b].append((self.segment_s(c) / self.second, var))
         self.launch_s.append((launch_s, var))
 
