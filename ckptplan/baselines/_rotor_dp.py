@@ -39,7 +39,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
@@ -58,64 +57,34 @@ UNITS_TRIED = 500
 """Coarse units to choose among."""
 
 
-@dataclass(frozen=True)
 class RotorChain:
     """A profile as the dynamic program sees it; bytes, one entry per stage unless said otherwise.
 
     Attributes
     ----------
-    forward_base, backward_base : tuple of int
-        Resident at the start of the step whatever is decided.
-    boundary : tuple of int
-        x: what of the previous module stage's output is held in front of the stage.
-    kept : tuple of int
-        p: what keeping the stage holds, the boundary behind it included.
-    keep_forward, keep_backward, again_forward, again_backward : tuple of int
-        What the stage's step adds under keep and under recompute.
-    rerun_s, again_s : tuple of float
-        Time of its run in a sweep, and of its recompute in front of its backward.
-    can : tuple of bool
-        Whether it may be recomputed. Glue may lie in a segment, but neither begins nor ends one.
-    glue : tuple of bool
-    textbook : bool
-        Nothing was approximated, as for `Profile.from_chain`.
-    """
-
-    forward_base: tuple[int, ...]
-    backward_base: tuple[int, ...]
-    boundary: tuple[int, ...]
-    kept: tuple[int, ...]
-    keep_forward: tuple[int, ...]
-    keep_backward: tuple[int, ...]
-    again_forward: tuple[int, ...]
-    again_backward: tuple[int, ...]
-    rerun_s: tuple[float, ...]
-    again_s: tuple[float, ...]
-    can: tuple[bool, ...]
-    glue: tuple[bool, ...]
-    textbook: bool
-
-
-def chain_of(profile: Profile) -> RotorChain:
-    """Map a profile to a chain, as the module's text says."""
-    return _Mapping(profile).chain()
-
-
-class _Mapping:
-    """Which storages are boundaries, and which are there whatever is decided.
-
-    Attributes
-    ----------
     links : list of set of int
-        Per stage, what it is linked to of the module stage in front of it.
+        What the stage is linked to of the module stage in front of it.
     dropped : set of int
         Storages of graphs that are dropped in forward, which are left out.
     always : dict
         Storage -> the first stage that holds it whatever is decided.
     nexts : list of set of int
-        Per module stage, the boundary behind it.
-    boundary : list of set of int
-        Per stage, the boundary in front of it; glue passes on that of the module behind it.
+        The boundary behind a module stage.
+    forward_base, backward_base : list of int
+        Resident at the start of the step whatever is decided.
+    boundary : list of int
+        x: what of the previous module stage's output is held in front of the stage; glue passes on that behind it.
+    kept : list of int
+        p: what keeping the stage holds, the boundary behind it included.
+    keep_forward, keep_backward, again_forward, again_backward : list of int
+        What the stage's step adds under keep and under recompute.
+    rerun_s, again_s : list of float
+        Time of its run in a sweep, and of its recompute in front of its backward.
+    can : list of bool
+        Whether it may be recomputed. Glue may lie in a segment, but neither begins nor ends one.
+    glue : list of bool
+    textbook : bool
+        Nothing was approximated, as for `Profile.from_chain`.
     """
 
     def __init__(self, profile: Profile) -> None:
@@ -136,19 +105,31 @@ class _Mapping:
             for s in held - self.links[i]:
                 self.always.setdefault(s, i)
         self.nexts: list[set[int]] = [set() for _ in stages]
-        self.boundary: list[set[int]] = [set() for _ in stages]
+        self.boundary = [0] * len(stages)
         upcoming: set[int] = set()
         for i in reversed(range(len(stages))):
             if not stages[i].is_glue:
                 self.nexts[i], upcoming = upcoming, self.links[i] - self.always.keys()
-            self.boundary[i] = upcoming
+            self.boundary[i] = self.size(upcoming)
+        self.kept = self._kept()
+        self.forward_base, self.backward_base = self._resident()
+        self.keep_forward = [stage.keep.forward_bytes for stage in stages]
+        self.keep_backward = [stage.keep.backward_bytes for stage in stages]
+        again = [stage.recompute or stage.keep for stage in stages]
+        self.again_forward = [option.forward_bytes for option in again]
+        self.again_backward = [option.backward_bytes for option in again]
+        self.rerun_s = [stage.rerun_s for stage in stages]
+        self.again_s = [option.added_s for option in again]
+        self.can = [not stage.is_glue and stage.recompute is not None for stage in stages]
+        self.glue = [stage.is_glue for stage in stages]
+        self.textbook = self._is_textbook()
 
     def size(self, found: set[int]) -> int:
         """Bytes of these storages together."""
         return sum(self.profile.storages[s].nbytes for s in found)
 
-    def resident(self) -> tuple[list[int], list[int]]:
-        """Bytes that are there whatever is decided at the start of each forward and each backward step."""
+    def _resident(self) -> tuple[list[int], list[int]]:
+        """Base bytes, and those there whatever is decided, at the start of each forward and each backward step."""
         n = len(self.links)
         forward, backward = [0] * (n + 1), [0] * (n + 1)
         for s, storage in enumerate(self.profile.storages):
@@ -161,9 +142,14 @@ class _Mapping:
                 forward[end] -= storage.nbytes
             if storage.to_end or s in self.always:
                 backward[0 if storage.to_end else self.always[s]] += storage.nbytes
-        return list(accumulate(forward))[:n], list(accumulate(backward))[:n]
+        bases = self.profile.base_forward_bytes, self.profile.base_backward_bytes
+        forward_base, backward_base = (
+            [base + resident for base, resident in zip(of, accumulate(changes), strict=False)]
+            for of, changes in zip(bases, (forward, backward), strict=True)
+        )
+        return forward_base, backward_base
 
-    def kept(self) -> list[int]:
+    def _kept(self) -> list[int]:
         """Per stage, bytes that keeping it holds, each storage counted once."""
         storages = self.profile.storages
         sizes, counted = [], {*self.always, *self.dropped, *(s for s, x in enumerate(storages) if x.to_end)}
@@ -173,7 +159,7 @@ class _Mapping:
             sizes.append(0 if stage.is_glue else self.size(mine))
         return sizes
 
-    def is_textbook(self) -> bool:
+    def _is_textbook(self) -> bool:
         """Whether nothing is approximated."""
         storages = self.profile.storages
         return (
@@ -191,27 +177,6 @@ class _Mapping:
                 and self.nexts[i] <= set(stage.keep.held)
                 for i, stage in enumerate(self.profile.stages)
             )
-        )
-
-    def chain(self) -> RotorChain:
-        """The profile as a chain."""
-        profile, stages = self.profile, self.profile.stages
-        forward, backward = self.resident()
-        again = [stage.recompute or stage.keep for stage in stages]
-        return RotorChain(
-            forward_base=tuple(map(sum, zip(profile.base_forward_bytes, forward, strict=True))),
-            backward_base=tuple(map(sum, zip(profile.base_backward_bytes, backward, strict=True))),
-            boundary=tuple(map(self.size, self.boundary)),
-            kept=tuple(self.kept()),
-            keep_forward=tuple(stage.keep.forward_bytes for stage in stages),
-            keep_backward=tuple(stage.keep.backward_bytes for stage in stages),
-            again_forward=tuple(option.forward_bytes for option in again),
-            again_backward=tuple(option.backward_bytes for option in again),
-            rerun_s=tuple(stage.rerun_s for stage in stages),
-            again_s=tuple(option.added_s for option in again),
-            can=tuple(not stage.is_glue and stage.recompute is not None for stage in stages),
-            glue=tuple(stage.is_glue for stage in stages),
-            textbook=self.is_textbook(),
         )
 
 
@@ -239,7 +204,7 @@ class Table:
 
     def __init__(self, profile: Profile, limit_bytes: int, *, max_units: int = MAX_UNITS) -> None:
         self.profile = profile
-        self.chain = chain = chain_of(profile)
+        self.chain = chain = RotorChain(profile)
         n = self.n = len(chain.kept)
         # What is there whatever happens is taken off first: it is most of a real model's bytes.
         self.floor = floor = min(*chain.forward_base, *chain.backward_base)

@@ -146,31 +146,6 @@ class _Shared:
     lingering: tuple[tuple[int, int, int], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Tables:
-    """Bytes and seconds of stages by code, given the segments around them; shapes (stages, codes) or (stages + 1,).
-
-    `launch_s` is None if the host takes no time to launch.
-    """
-
-    constant_forward: NDArray[np.int64]
-    constant_backward: NDArray[np.int64]
-    private_held: NDArray[np.int64]
-    private_moved: NDArray[np.int64]
-    lingering: tuple[tuple[int, int, NDArray[np.int64]], ...]
-    gone_next: NDArray[np.int64]
-    gone_later: tuple[tuple[int, int, NDArray[np.int64]], ...]
-    shared: tuple[_Shared, ...]
-    own_forward: NDArray[np.int64]
-    own_backward: NDArray[np.int64]
-    in_sweep: tuple[tuple[int, int], ...]
-    backward_s: NDArray[np.float64]
-    launch_s: NDArray[np.float64] | None
-    joined: NDArray[np.int64]
-    back_stop: NDArray[np.int64]
-    back_in_order: bool
-
-
 class Evaluator:
     """Bytes and time of plans of one profile.
 
@@ -221,7 +196,7 @@ class Evaluator:
             if len(self._forests) > self.parameters.cells // (len(self.profile.stages) * self._width):
                 self._forests.pop(next(iter(self._forests)))
             plain = self._plain
-            found = plain if plain is not None and not segments else _TablesOf(self, segments).build(plain)
+            found = plain if plain is not None and not segments else _Tables(self, segments, plain)
             self._forests[segments] = found
         return found
 
@@ -230,10 +205,10 @@ class Evaluator:
         t = self._tables(segments)
         rows, n = codes.shape
         every = np.arange(n)
-        forward = np.tile(t.constant_forward, (rows, 1))
-        backward = np.tile(t.constant_backward, (rows, 1))
+        forward = np.tile(t.forward, (rows, 1))
+        backward = np.tile(t.backward, (rows, 1))
         forward[:, 1:] -= t.gone_next[every, codes]
-        for position, i, nbytes in t.gone_later:
+        for (position, i), nbytes in t.gone_later.items():
             forward[:, position] -= nbytes[codes[:, i]]
         backward[:, :n] += t.private_held[every, codes]
         moved = t.private_moved[every, codes]
@@ -560,24 +535,65 @@ class Evaluator:
         return self.profile.stages[int(np.flatnonzero(backward == peak)[-1])].name, "backward"
 
 
-class _TablesOf:
-    """Builds the tables of one set of segments."""
+class _Tables:
+    """Bytes and seconds of stages by code, given the segments around them.
 
-    def __init__(self, evaluator: Evaluator, segments: Segments) -> None:
+    Parameters
+    ----------
+    evaluator : Evaluator
+    segments : tuple of Segment
+    plain : _Tables, optional
+        Those without segments, from which only what stages in segments do otherwise is worked out anew.
+
+    Attributes
+    ----------
+    forward, backward : array (stages + 1,)
+        Changes of the bytes that are there whatever is decided, or as long as `gone_next` doesn't take them off.
+    private_held, private_moved : array (stages, codes)
+        Bytes of storages that no other stage may hold.
+    gone_next : array (stages, codes)
+        Bytes that are gone from the forward step behind the stage on.
+    gone_later : dict
+        (step, stage) -> bytes by code that are gone from this later forward step on.
+    lingering : list of (int, int, array)
+        Stage, last step and bytes by code of what the program holds until then.
+    shared : list of _Shared
+    own_forward, own_backward : array (stages, codes)
+        Base bytes, and what the option adds on top.
+    in_sweep : list of (int, int)
+        Backward step, and what its sweep needs beside what is resident.
+    backward_s, launch_s : array (stages, codes)
+        `launch_s` is None if the host takes no time to launch.
+    joined : array (stages + 1,)
+        Per backward step, how many stages' copies have joined the lane when it starts.
+    back_stop : array (stages,)
+        The backward step from which on what the stage moves is away.
+    """
+
+    def __init__(self, evaluator: Evaluator, segments: Segments, plain: _Tables | None = None) -> None:
         self.evaluator = evaluator
         self.profile = evaluator.profile
         self.chain = evaluator.chain
         self.segments = segments
         n, width = len(self.profile.stages), evaluator._width
         self.n, self.width = n, width
-        self.outer = rules.around(segments, n)
-        self.needed = np.array([i if s is None else s.last for i, s in enumerate(self.outer)])
+        outer = rules.around(segments, n)
+        needed = np.array([i if s is None else s.last for i, s in enumerate(outer)])
+        self.joined = np.searchsorted(needed, np.arange(n + 1))
+        self.back_stop = np.array([rules.backward_stop(n, int(last)) for last in needed])
+        self.back_in_order = bool((self.back_stop == np.arange(n) + 1).all())
+        self.in_sweep: list[tuple[int, int]] = []
         # Per stage in a segment and code, what it holds there.
         self.held = {
             i: [frozenset(rules.held(self.profile, i, option, segment)) for option in self.profile.stages[i].options]
-            for i, segment in enumerate(self.outer)
+            for i, segment in enumerate(outer)
             if segment is not None
         }
+        if plain is None:
+            self.build()
+        else:
+            self.change(plain)
+        self.add_sweeps()
 
     def among(self, codes: frozenset[int]) -> NDArray[np.bool_]:
         """Per code, whether it is one of `codes`."""
@@ -590,17 +606,15 @@ class _TablesOf:
         inside = self.held.get(holder.stage)
         return self.among(frozenset(code for code in holder.holding if inside is None or s in inside[code]))
 
-    def build(self, plain: _Tables | None) -> _Tables:
-        """The tables, from those without segments where they are given."""
+    def build(self) -> None:
+        """Fill all tables."""
         n, stages = self.n, self.profile.stages
-        self.gone_later: dict[tuple[int, int], NDArray[np.int64]] = {}
-        if plain is not None:
-            return self.changed(plain)
         self.forward = np.zeros(n + 1, np.int64)
         self.backward = np.zeros(n + 1, np.int64)
         self.private_held = np.zeros((n, self.width), np.int64)
         self.private_moved, self.gone_next = self.private_held.copy(), self.private_held.copy()
         self.lingering: list[tuple[int, int, NDArray[np.int64]]] = []
+        self.gone_later: dict[tuple[int, int], NDArray[np.int64]] = {}
         for s, (storage, holders) in enumerate(zip(self.profile.storages, self.chain.holders, strict=True)):
             program = self.chain.program[s]
             if storage.nbytes == 0:
@@ -612,44 +626,42 @@ class _TablesOf:
                 self.add_private(s, holders[0])
             elif not holders:
                 self.forward[rules.forward_stop(program.stop, None, None)] -= storage.nbytes
-        own_forward, self.own_backward = np.zeros((2, n, self.width), np.int64)
+        self.own_forward, self.own_backward = np.zeros((2, n, self.width), np.int64)
         self.backward_s, launch_s = np.zeros((2, n, self.width))
         for i, stage in enumerate(stages):
             for code, option in enumerate(stage.options):
-                own_forward[i, code] = self.profile.base_forward_bytes[i] + option.forward_bytes
+                self.own_forward[i, code] = self.profile.base_forward_bytes[i] + option.forward_bytes
                 self.own_backward[i, code] = self.profile.base_backward_bytes[i] + option.backward_bytes
                 self.backward_s[i, code] = stage.backward_s + option.added_s
                 launch_s[i, code] = stage.forward_launch_s + stage.backward_launch_s + option.launch_s
         self.launch_s = launch_s if launch_s.any() else None
-        return self.tables(tuple(self.shared(group) for group in self.evaluator.shared), own_forward)
+        self.shared = [self.shared_by(group) for group in self.evaluator.shared]
 
-    def changed(self, plain: _Tables) -> _Tables:
-        """The tables without segments with what stages in segments do otherwise."""
-        self.forward, self.backward = plain.constant_forward, plain.constant_backward.copy()
+    def change(self, plain: _Tables) -> None:
+        """Take the tables without segments, and change what stages in segments do otherwise."""
+        self.forward, self.backward = plain.forward, plain.backward.copy()
         self.private_held, self.private_moved = plain.private_held.copy(), plain.private_moved.copy()
         self.gone_next = plain.gone_next.copy()
         self.lingering = [(i, until, nbytes) for i, until, nbytes in plain.lingering if i not in self.held]
-        self.gone_later = {(at, i): nbytes for at, i, nbytes in plain.gone_later if i not in self.held}
+        self.gone_later = {(at, i): nbytes for (at, i), nbytes in plain.gone_later.items() if i not in self.held}
         for i in self.held:
             self.private_held[i] = self.private_moved[i] = self.gone_next[i] = 0
             for s in self.evaluator.private[i]:
                 self.add_private(s, self.chain.holders[s][0])
-        groups = []
+        self.shared = []
         for group, indices in zip(plain.shared, self.evaluator.shared, strict=True):
             rows, columns = np.nonzero(np.isin(group.stages, list(self.held)))
             holds = group.holds.copy()
             for row, column in zip(rows.tolist(), columns.tolist(), strict=True):
                 s = indices[row]
                 holds[row, column] = self.holds(s, self.chain.holders[s][column])
-            groups.append(replace(group, holds=holds, fixes=group.fixes & holds))
+            self.shared.append(replace(group, holds=holds, fixes=group.fixes & holds))
         self.launch_s = None if plain.launch_s is None else plain.launch_s.copy()
-        self.own_backward, self.backward_s = plain.own_backward.copy(), plain.backward_s.copy()
-        return self.tables(tuple(groups), plain.own_forward)
+        self.own_forward, self.own_backward = plain.own_forward, plain.own_backward.copy()
+        self.backward_s = plain.backward_s.copy()
 
-    def tables(self, shared: tuple[_Shared, ...], own_forward: NDArray[np.int64]) -> _Tables:
-        """All there is, once the sweeps are run."""
-        self.in_sweep: list[tuple[int, int]] = []
-        back_stop = np.array([rules.backward_stop(self.n, int(needed)) for needed in self.needed])
+    def add_sweeps(self) -> None:
+        """What sweeps take and need, and what moving takes in segments."""
         for sweep in rules.sweeps_of(self.profile, self.segments):
             self.add_sweep(sweep)
         for segment in self.segments:
@@ -658,24 +670,6 @@ class _TablesOf:
             self.backward_s[inside] += overhead_s[inside]
             if self.launch_s is not None:
                 self.launch_s[inside] += launching_s[inside]
-        return _Tables(
-            self.forward,
-            self.backward,
-            self.private_held,
-            self.private_moved,
-            tuple(self.lingering),
-            self.gone_next,
-            tuple((position, i, nbytes) for (position, i), nbytes in self.gone_later.items()),
-            shared,
-            own_forward,
-            self.own_backward,
-            tuple(self.in_sweep),
-            self.backward_s,
-            self.launch_s,
-            np.searchsorted(self.needed, np.arange(self.n + 1)),
-            back_stop,
-            bool((back_stop == np.arange(self.n) + 1).all()),
-        )
 
     def add_private(self, s: int, holder: Holder) -> None:
         """A storage that one stage alone may hold."""
@@ -698,7 +692,7 @@ class _TablesOf:
         self.private_held[i] += np.where(holds & rules.awaits_backward(storage), storage.nbytes, 0)
         self.private_moved[i] += np.where(moves, storage.nbytes, 0)
 
-    def shared(self, group: Sequence[int]) -> _Shared:
+    def shared_by(self, group: Sequence[int]) -> _Shared:
         """Storages with equally many possible holders."""
         n, chain, storages = self.n, self.chain, self.profile.storages
         stops = [chain.program[s].stop for s in group]
