@@ -33,17 +33,24 @@ def unit_of_time(baseline_s: float) -> float:
 class _Menu:
     """One stage's options as arrays; bytes in units of the budget, times in units of the baseline."""
 
-    def __init__(self, codes: Sequence[int], k: int) -> None:
-        self.codes = tuple(codes)
-        self.forward = np.zeros(k)
-        self.backward = np.zeros(k)
-        self.kept = np.zeros(k)
-        self.seconds = np.zeros(k)
-        self.launch = np.zeros(k)
-        self.free = np.zeros(k)
-        self.passing: list[list[tuple[range, float]]] = [[] for _ in range(k)]
-        self.shared: list[list[int]] = [[] for _ in range(k)]
-        self.fixes: list[list[int]] = [[] for _ in range(k)]
+    def __init__(self, data: BoundData, i: int) -> None:
+        self.codes = tuple(data.menu[i])
+        options = [data.profile.stages[i].options[code] for code in self.codes]
+        kept, extra = np.array([data.own(i, option.held) for option in options], float).T
+        self.kept = kept
+        self.forward = np.array([option.forward_bytes for option in options]) / data.unit
+        self.backward = np.array([option.backward_bytes for option in options]) / data.unit + kept + extra
+        self.seconds = np.array([option.added_s for option in options]) / data.second
+        self.launch = np.array([option.launch_s for option in options]) / data.second
+        # What moves if the stage itself wants it, and what other stages have a say in.
+        asked = data.movable[i]
+        free = [[s for s in option.moved if s in asked and not asked[s]] for option in options]
+        self.free = np.array([sum(data.size[s] for s in moved) for moved in free], float)
+        self.shared = [[s for s in option.moved if asked.get(s)] for option in options]
+        self.fixes = [[s for s in option.held if s not in option.moved] for option in options]
+        self.passing = [
+            [(steps, nbytes / data.unit) for steps, nbytes in data.chain.passing[i][code]] for code in self.codes
+        ]
 
 
 class BoundData:
@@ -87,7 +94,7 @@ class BoundData:
             later = [i for i in self.certain[s] if j < i < self.chain.program[s].stop]
             if later:
                 self.returns[s] = later
-        self.menus = [self._menu(i) for i in range(n)]
+        self.menus = [_Menu(self, i) for i in range(n)]
         self._segment_numbers()
         link = profile.link
         moving = [
@@ -130,7 +137,7 @@ class BoundData:
             (certain or holders or [-1])[0] for certain, holders in zip(self.certain, self.holders, strict=True)
         ]
 
-    def _own(self, i: int, held: Sequence[int] | set[int]) -> tuple[float, float]:
+    def own(self, i: int, held: Sequence[int] | set[int]) -> tuple[float, float]:
         """Bytes of `held` counted from stage i on, and those that are there in its own backward besides."""
         storages = self.profile.storages
         kept = sum(self.size[s] for s in held if self.counted[s] == i and not storages[s].to_end)
@@ -174,27 +181,6 @@ class BoundData:
                 if not later:
                     self.movable[i][s] = tuple(earlier[-2:])
 
-    def _menu(self, i: int) -> _Menu:
-        stage = self.profile.stages[i]
-        out = _Menu(self.menu[i], len(self.menu[i]))
-        for at, code in enumerate(self.menu[i]):
-            option = stage.options[code]
-            kept, extra = self._own(i, option.held)
-            out.kept[at] = kept
-            out.forward[at] = option.forward_bytes / self.unit
-            out.backward[at] = option.backward_bytes / self.unit + kept + extra
-            out.seconds[at] = option.added_s / self.second
-            out.launch[at] = option.launch_s / self.second
-            for s in option.moved:
-                if s in self.movable[i]:
-                    if self.movable[i][s]:
-                        out.shared[at].append(s)
-                    else:
-                        out.free[at] += self.size[s]
-            out.passing[at] = [(steps, nbytes / self.unit) for steps, nbytes in self.chain.passing[i][code]]
-            out.fixes[at] = [s for s in option.held if s not in option.moved]
-        return out
-
     def _segment_numbers(self) -> None:
         """Bytes and seconds of stages inside segments, for `LinearTrees`."""
         n, stages = self.n, self.profile.stages
@@ -210,16 +196,16 @@ class BoundData:
         self.segment_moves: list[list[tuple[int, int, float]]] = [[] for _ in range(n)]
         for i, stage in enumerate(stages):
             again = self.again[i]
-            keep_kept, _ = self._own(
+            keep_kept, _ = self.own(
                 i, set(stage.keep.held) | (set(again.held) - set(stage.linked) if again is not None else set())
             )
             self.keep_kept[i] = keep_kept
-            self.keep_own[i] = stage.keep.backward_bytes / self.unit + self._own(i, stage.keep.held)[1]
+            self.keep_own[i] = stage.keep.backward_bytes / self.unit + self.own(i, stage.keep.held)[1]
             if again is None:
-                self.full[i] = self._own(i, stage.keep.held)[0]
+                self.full[i] = self.own(i, stage.keep.held)[0]
                 self.segment_forward[i] = stage.keep.forward_bytes / self.unit
                 continue
-            self.full[i], extra = self._own(i, again.held)
+            self.full[i], extra = self.own(i, again.held)
             self.last_own[i] = again.backward_bytes / self.unit + extra
             ways = self._rerun_ways(i)
             self.segment_forward[i] = min(o.forward_bytes for o in ways) / self.unit
