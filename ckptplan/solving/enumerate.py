@@ -212,6 +212,13 @@ def fastest_of_all(
     baseline_s = space.profile.baseline_compute_s
     complete = True
     refined, most_refined = 0, space.parameters.least_width
+
+    def take(found: Schedule | None) -> None:
+        nonlocal best_s
+        if found is not None and found.step_s < best_s * (1 - EQUAL_S):
+            best_s = found.step_s
+            on_found(found)
+
     if time.monotonic() > deadline:  # to list the forests takes seconds where there are many
         return False
     for forest in space.forests():
@@ -225,12 +232,8 @@ def fastest_of_all(
                 continue
             cost = evaluator.makespans(block, budget_bytes, forest)
             row = int(cost.argmin())
-            found = None
             if cost[row] < best_s * (1 - EQUAL_S):
-                found = evaluator.schedule(block[row].tolist(), budget_bytes, forest)
-            if found is not None and found.step_s < best_s * (1 - EQUAL_S):
-                best_s = found.step_s
-                on_found(found)
+                take(evaluator.schedule(block[row].tolist(), budget_bytes, forest))
             # Once some choice has too many parts for all to be tried, there is no proof here.
             least = np.full(len(block), np.inf)
             if complete or refined < most_refined:
@@ -251,12 +254,9 @@ def fastest_of_all(
                     if refined > most_refined:
                         break
                     lazy = evaluator.schedule(codes, budget_bytes, forest)
-                    found = None if lazy is None else evaluator.improved(lazy, budget_bytes, deadline)
-                else:
-                    found = None if moves is None else evaluator.with_moves(codes, forest, moves)
-                if found is not None and found.step_s < best_s * (1 - EQUAL_S):
-                    best_s = found.step_s
-                    on_found(found)
+                    take(None if lazy is None else evaluator.improved(lazy, budget_bytes, deadline))
+                elif moves is not None:
+                    take(evaluator.with_moves(codes, forest, moves))
     return complete
 
 
