@@ -24,8 +24,8 @@ from ckptplan.referee.validate import examine
 from ckptplan.report.explain import Explanation, Worth
 from ckptplan.report.explain import explain as explanation
 from ckptplan.solving.bound.pricing import lower_bound
-from ckptplan.solving.cost import menus as menus_of
 from ckptplan.solving.frontier import frontier_profile, smallest_within
+from ckptplan.solving.peak import plan_space_of
 from ckptplan.solving.room import Room
 
 if TYPE_CHECKING:  # these import torch
@@ -305,11 +305,9 @@ def explain(profile: Profile, plan: Plan, **options: Unpack[SearchKeywords]) -> 
     plan = replace(plan, budget_bytes=plan.tensor_budget_bytes)  # that of a step's tensors
     limits.on_progress(limited("finding what memory and links are worth", limits.time_limit_s))
     bound = lower_bound(
-        profile,
-        menus_of(profile, limits.actions),
+        plan_space_of(profile, limits.actions, limits.segments),
         plan.budget_bytes,
         host_bytes=Room(limits.host_bytes, plan.disk_bytes).total_bytes,
-        segments=limits.segments and "recompute" in limits.actions,
         deadline=time.monotonic() + limits.time_limit_s,
     )
     found = bound.prices

@@ -43,8 +43,10 @@ def pick(stage: Stage, *names: str) -> Option:
     return next((option for name in names if (option := stage.find(name)) is not None), stage.keep)
 
 
-def named(profile: Profile, names: Sequence[str], segments: Iterable[Segment] = ()) -> Selection:
-    """The selection of one option name per stage.
+def named(
+    profile: Profile, names: Sequence[str], segments: Iterable[Segment] = (), *, chained: bool = False
+) -> Selection:
+    """The selection of one option name per stage; if `chained`, neighbours that recompute do so in one segment.
 
     A stage that lacks its option keeps, but "recompute+swap" without it is recompute, and that without it "discard".
     Module stages of `segments` recompute whatever `names` says, and a segment of one stage becomes that stage's option.
@@ -63,7 +65,7 @@ def named(profile: Profile, names: Sequence[str], segments: Iterable[Segment] = 
         pick(stage, name, "recompute", DISCARD) if name.startswith("recompute") else pick(stage, name)
         for stage, name in zip(profile.stages, wanted, strict=True)
     )
-    return Selection(options, tuple(longer))
+    return Selection(options, joined(profile, options) if chained else tuple(longer))
 
 
 def everywhere(profile: Profile, name: str) -> Selection:
@@ -97,6 +99,14 @@ def joined(profile: Profile, options: Sequence[Option]) -> tuple[Segment, ...]:
             segments.append(run)
             run = []
     return tuple(Segment(run[0], run[-1]) for run in (*segments, run) if len(run) > 1)
+
+
+def ways_to_recompute(profile: Profile) -> list[tuple[str, bool]]:
+    """What a rule may mean by recompute: the option's name, and whether neighbours form a segment (see `named`)."""
+    found = [("recompute", False), ("recompute", True)]
+    if any(stage.find("recompute+swap") for stage in profile.stages):
+        found.insert(1, ("recompute+swap", False))
+    return found
 
 
 def first_held(profile: Profile) -> list[frozenset[int]]:

@@ -39,7 +39,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,127 +57,127 @@ UNITS_TRIED = 500
 """Coarse units to choose among."""
 
 
-@dataclass(frozen=True)
 class RotorChain:
     """A profile as the dynamic program sees it; bytes, one entry per stage unless said otherwise.
 
     Attributes
     ----------
-    forward_base, backward_base : tuple of int
+    links : list of set of int
+        What the stage is linked to of the module stage in front of it.
+    dropped : set of int
+        Storages of graphs that are dropped in forward, which are left out.
+    always : dict
+        Storage -> the first stage that holds it whatever is decided.
+    nexts : list of set of int
+        The boundary behind a module stage.
+    forward_base, backward_base : list of int
         Resident at the start of the step whatever is decided.
-    boundary : tuple of int
-        x: what of the previous module stage's output is held in front of the stage.
-    kept : tuple of int
+    boundary : list of int
+        x: what of the previous module stage's output is held in front of the stage; glue passes on that behind it.
+    kept : list of int
         p: what keeping the stage holds, the boundary behind it included.
-    keep_forward, keep_backward, again_forward, again_backward : tuple of int
+    keep_forward, keep_backward, again_forward, again_backward : list of int
         What the stage's step adds under keep and under recompute.
-    rerun_s, again_s : tuple of float
+    rerun_s, again_s : list of float
         Time of its run in a sweep, and of its recompute in front of its backward.
-    can : tuple of bool
+    can : list of bool
         Whether it may be recomputed. Glue may lie in a segment, but neither begins nor ends one.
-    glue : tuple of bool
+    glue : list of bool
     textbook : bool
         Nothing was approximated, as for `Profile.from_chain`.
     """
 
-    forward_base: tuple[int, ...]
-    backward_base: tuple[int, ...]
-    boundary: tuple[int, ...]
-    kept: tuple[int, ...]
-    keep_forward: tuple[int, ...]
-    keep_backward: tuple[int, ...]
-    again_forward: tuple[int, ...]
-    again_backward: tuple[int, ...]
-    rerun_s: tuple[float, ...]
-    again_s: tuple[float, ...]
-    can: tuple[bool, ...]
-    glue: tuple[bool, ...]
-    textbook: bool
+    def __init__(self, profile: Profile) -> None:
+        self.profile = profile
+        stages, storages = profile.stages, profile.storages
+        self.links: list[set[int]] = []
+        last: int | None = None
+        for i, stage in enumerate(stages):
+            self.links.append({s for s in stage.linked if storages[s].born == last and not storages[s].to_end})
+            last = last if stage.is_glue else i
+        self.linked_next = {s: i for i, linked in enumerate(self.links) for s in linked}
+        self.dropped = {s for s, storage in enumerate(storages) if storage.graph_until is not None}
+        self.always: dict[int, int] = {}
+        for i, stage in enumerate(stages):
+            held = set(stage.keep.held) - self.dropped
+            if stage.recompute is not None:
+                held &= set(stage.recompute.held)
+            for s in held - self.links[i]:
+                self.always.setdefault(s, i)
+        self.nexts: list[set[int]] = [set() for _ in stages]
+        self.boundary = [0] * len(stages)
+        upcoming: set[int] = set()
+        for i in reversed(range(len(stages))):
+            if not stages[i].is_glue:
+                self.nexts[i], upcoming = upcoming, self.links[i] - self.always.keys()
+            self.boundary[i] = self.size(upcoming)
+        self.kept = self._kept()
+        self.forward_base, self.backward_base = self._resident()
+        self.keep_forward = [stage.keep.forward_bytes for stage in stages]
+        self.keep_backward = [stage.keep.backward_bytes for stage in stages]
+        again = [stage.recompute or stage.keep for stage in stages]
+        self.again_forward = [option.forward_bytes for option in again]
+        self.again_backward = [option.backward_bytes for option in again]
+        self.rerun_s = [stage.rerun_s for stage in stages]
+        self.again_s = [option.added_s for option in again]
+        self.can = [not stage.is_glue and stage.recompute is not None for stage in stages]
+        self.glue = [stage.is_glue for stage in stages]
+        self.textbook = self._is_textbook()
 
+    def size(self, found: set[int]) -> int:
+        """Bytes of these storages together."""
+        return sum(self.profile.storages[s].nbytes for s in found)
 
-def chain_of(profile: Profile) -> RotorChain:
-    """Map a profile to a chain, as the module's text says."""
-    stages, storages = profile.stages, profile.storages
-    n = len(stages)
-    before: list[int | None] = []  # the module stage in front of each
-    last: int | None = None
-    for i, stage in enumerate(stages):
-        before.append(last)
-        last = last if stage.is_glue else i
-    links = [
-        {s for s in stage.linked if storages[s].born == before[i] and not storages[s].to_end}
-        for i, stage in enumerate(stages)
-    ]
-    always: dict[int, int] = {}  # storage -> the first stage that holds it whatever is decided
-    dropped = {s for s, storage in enumerate(storages) if storage.graph_until is not None}  # in forward: left out
-    for i, stage in enumerate(stages):
-        held = set(stage.keep.held) - dropped
-        if stage.recompute is not None:
-            held &= set(stage.recompute.held)
-        for s in held - links[i]:
-            always.setdefault(s, i)
-    forward, backward = [0] * (n + 1), [0] * (n + 1)
-    linked_next = {s: i for i in range(n) for s in links[i]}
-    for s, storage in enumerate(storages):
-        # A boundary is counted as one up to the module that is linked to it.
-        begin = linked_next[s] + 1 if s in linked_next and s not in always else storage.born + 1
-        end = n if storage.to_end or s in always else min(storage.program_until + 1, n)
-        if begin < end:
-            forward[begin] += storage.nbytes
-            forward[end] -= storage.nbytes
-        if storage.to_end or s in always:
-            backward[0 if storage.to_end else always[s]] += storage.nbytes
-
-    def size(found: set[int]) -> int:
-        return sum(storages[s].nbytes for s in found)
-
-    free = [{s for s in links[i] if s not in always} for i in range(n)]
-    nexts: list[set[int]] = [set() for _ in range(n)]
-    boundary = [0] * n
-    upcoming: set[int] = set()
-    for i in reversed(range(n)):
-        # Glue passes on the boundary of the module behind it.
-        if stages[i].is_glue:
-            boundary[i] = size(upcoming)
-        else:
-            nexts[i] = upcoming
-            upcoming = free[i]
-            boundary[i] = size(upcoming)
-    kept, counted = [], set(always) | dropped
-    for i, stage in enumerate(stages):
-        mine = (set(stage.keep.held) | nexts[i]) - counted - free[i]
-        mine = {s for s in mine if not storages[s].to_end}
-        counted |= mine
-        kept.append(0 if stage.is_glue else size(mine))
-    textbook = not always and not dropped and not any(storage.to_end for storage in storages)
-    for i, stage in enumerate(stages):
-        textbook = (
-            textbook
-            and not stage.is_glue
-            and stage.recompute is not None
-            and set(stage.recompute.held) == links[i] <= set(stage.keep.held)
-            and all(storages[s].born == i for s in set(stage.keep.held) - links[i])
-            and nexts[i] <= set(stage.keep.held)
+    def _resident(self) -> tuple[list[int], list[int]]:
+        """Base bytes, and those there whatever is decided, at the start of each forward and each backward step."""
+        n = len(self.links)
+        forward, backward = [0] * (n + 1), [0] * (n + 1)
+        for s, storage in enumerate(self.profile.storages):
+            # A boundary is counted as one up to the module that is linked to it.
+            is_boundary = s in self.linked_next and s not in self.always
+            begin = self.linked_next[s] + 1 if is_boundary else storage.born + 1
+            end = n if storage.to_end or s in self.always else min(storage.program_until + 1, n)
+            if begin < end:
+                forward[begin] += storage.nbytes
+                forward[end] -= storage.nbytes
+            if storage.to_end or s in self.always:
+                backward[0 if storage.to_end else self.always[s]] += storage.nbytes
+        bases = self.profile.base_forward_bytes, self.profile.base_backward_bytes
+        forward_base, backward_base = (
+            [base + resident for base, resident in zip(of, accumulate(changes), strict=False)]
+            for of, changes in zip(bases, (forward, backward), strict=True)
         )
-    textbook = textbook and all(
-        storage.program_until <= linked_next.get(s, max(storage.born, 0)) for s, storage in enumerate(storages)
-    )
-    again = [stage.recompute or stage.keep for stage in stages]
-    return RotorChain(
-        forward_base=tuple(b + int(r) for b, r in zip(profile.base_forward_bytes, np.cumsum(forward), strict=False)),
-        backward_base=tuple(b + int(r) for b, r in zip(profile.base_backward_bytes, np.cumsum(backward), strict=False)),
-        boundary=tuple(boundary),
-        kept=tuple(kept),
-        keep_forward=tuple(stage.keep.forward_bytes for stage in stages),
-        keep_backward=tuple(stage.keep.backward_bytes for stage in stages),
-        again_forward=tuple(option.forward_bytes for option in again),
-        again_backward=tuple(option.backward_bytes for option in again),
-        rerun_s=tuple(stage.rerun_s for stage in stages),
-        again_s=tuple(option.added_s for option in again),
-        can=tuple(not stage.is_glue and stage.recompute is not None for stage in stages),
-        glue=tuple(stage.is_glue for stage in stages),
-        textbook=textbook,
-    )
+        return forward_base, backward_base
+
+    def _kept(self) -> list[int]:
+        """Per stage, bytes that keeping it holds, each storage counted once."""
+        storages = self.profile.storages
+        sizes, counted = [], {*self.always, *self.dropped, *(s for s, x in enumerate(storages) if x.to_end)}
+        for i, stage in enumerate(self.profile.stages):
+            mine = (set(stage.keep.held) | self.nexts[i]) - counted - (self.links[i] - self.always.keys())
+            counted |= mine
+            sizes.append(0 if stage.is_glue else self.size(mine))
+        return sizes
+
+    def _is_textbook(self) -> bool:
+        """Whether nothing is approximated."""
+        storages = self.profile.storages
+        return (
+            not self.always
+            and not self.dropped
+            and not any(
+                storage.to_end or storage.program_until > self.linked_next.get(s, max(storage.born, 0))
+                for s, storage in enumerate(storages)
+            )
+            and all(
+                not stage.is_glue
+                and stage.recompute is not None
+                and set(stage.recompute.held) == self.links[i] <= set(stage.keep.held)
+                and all(storages[s].born == i for s in set(stage.keep.held) - self.links[i])
+                and self.nexts[i] <= set(stage.keep.held)
+                for i, stage in enumerate(self.profile.stages)
+            )
+        )
 
 
 def _coarse_unit(least: int, sizes: Iterable[int]) -> int:
@@ -204,7 +204,7 @@ class Table:
 
     def __init__(self, profile: Profile, limit_bytes: int, *, max_units: int = MAX_UNITS) -> None:
         self.profile = profile
-        self.chain = chain = chain_of(profile)
+        self.chain = chain = RotorChain(profile)
         n = self.n = len(chain.kept)
         # What is there whatever happens is taken off first: it is most of a real model's bytes.
         self.floor = floor = min(*chain.forward_base, *chain.backward_base)

@@ -28,11 +28,11 @@ from itertools import accumulate
 from ckptplan.baselines._build import (
     Selection,
     build_fastest,
-    joined,
     movable_bytes,
     named,
     own_bytes,
     smallest_peak,
+    ways_to_recompute,
 )
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
@@ -46,11 +46,10 @@ def plan(profile: Profile, budget_bytes: int) -> Plan:
     InfeasibleBudgetError
         If all picks together don't fit.
     """
-    variants = [("recompute", False), ("recompute", True)]
-    if any(stage.find("recompute+swap") for stage in profile.stages):
-        variants.append(("recompute+swap", False))
     selections = [
-        _pick(profile, budget_bytes, again, chained, shared) for again, chained in variants for shared in (False, True)
+        _pick(profile, budget_bytes, again, chained, shared)
+        for again, chained in sorted(ways_to_recompute(profile))
+        for shared in (False, True)
     ]
     return build_fastest(profile, selections, budget_bytes, "capuchin")
 
@@ -75,8 +74,7 @@ def _pick(profile: Profile, budget_bytes: int, again: str, chained: bool, shared
     names = ["keep"] * n
 
     def selection() -> Selection:
-        found = named(profile, names)
-        return Selection(found.options, joined(profile, found.options)) if chained else found
+        return named(profile, names, chained=chained)
 
     while smallest_peak(profile, selection()).bytes > budget_bytes:
         left = [i for i in range(n) if names[i] == "keep"]

@@ -221,8 +221,16 @@ class _LabelProgram:
         kept = labels.kept + chain.kept[s] - moved - front
         movable = labels.movable if chain.glue[s] else np.full(len(kept), kind == _SWAP)
         every = np.arange(len(kept))
-        made = self._made(
-            s, every, kind, kept, out, back, labels.cost + lost_up + lost_down, movable, np.zeros_like(every)
+        made = _BoundaryLabels(
+            kept,
+            out,
+            back,
+            labels.cost + lost_up + lost_down,
+            movable,
+            origin=np.full_like(every, s),
+            parent=every,
+            kind=np.full_like(every, kind),
+            within=np.zeros_like(every),
         )
         return made.take(np.flatnonzero(forward & backward))
 
@@ -244,26 +252,24 @@ class _LabelProgram:
             out = np.maximum(0.0, out - self.runs_s[e] * self.out_rate) + (moved if e == s else 0.0)
             back_s += self.back_s[e]
             if chain.can[e]:
-                row = table.row(s, e)
-                # In its backward the boundary in front of it is back.
-                best, left, within = np.full(len(kept), np.inf), labels.back, np.zeros(len(kept), np.int64)
-                for part in STALLS:
-                    staying = labels.back * part
-                    units = np.floor((self.budget - table.floor - labels.kept - staying) / table.unit).astype(np.int64)
-                    extra = np.where(units >= 0, row[np.clip(units, 0, len(row) - 1)], np.inf)
-                    total = extra + (labels.back - staying) / self.in_rate
-                    better = total < best
-                    best = np.where(better, total, best)
-                    left = np.where(better, staying, left)
-                    within = np.where(better, np.clip(units, 0, len(row) - 1), within)
+                best, left, within = self._swept(labels, table.row(s, e))
                 again = again_s + chain.again_s[e]
                 good = np.flatnonzero(fine & np.isfinite(best))
                 busy_s = back_s + again + best[good]
-                back = np.maximum(0.0, left[good] - busy_s * self.in_rate) + moved
-                yield e + 1, self._made(
-                    s, rows[good], kind, kept[good] + chain.boundary[e + 1], out[good], back,
-                    (labels.cost + lost)[good] + again + best[good], np.full(len(good), True), within[good],
-                )  # fmt: skip
+                yield (
+                    e + 1,
+                    _BoundaryLabels(
+                        kept[good] + chain.boundary[e + 1],
+                        out[good],
+                        np.maximum(0.0, left[good] - busy_s * self.in_rate) + moved,
+                        (labels.cost + lost)[good] + again + best[good],
+                        movable=np.full(len(good), True),
+                        origin=np.full_like(good, s),
+                        parent=rows[good],
+                        kind=np.full_like(good, kind),
+                        within=within[good],
+                    ),
+                )
             again_s += chain.rerun_s[e]
 
     def _step(self, need: Floats, backlog: Floats, rate: float) -> tuple[NDArray[np.bool_], Floats, Floats]:
@@ -271,13 +277,24 @@ class _LabelProgram:
         over = np.maximum(0.0, need + backlog - self.budget)
         return over <= backlog, np.maximum(0.0, backlog - over), over / rate
 
-    @staticmethod
-    def _made(
-        s: int, parent: Ints, kind: int, kept: Floats, out: Floats, back: Floats, cost: Floats,
-        movable: NDArray[np.bool_], within: Ints,
-    ) -> _BoundaryLabels:  # fmt: skip
-        size = len(parent)
-        return _BoundaryLabels(kept, out, back, cost, movable, np.full(size, s), parent, np.full(size, kind), within)
+    def _swept(self, labels: _BoundaryLabels, row: Floats) -> tuple[Floats, Floats, Ints]:
+        """Seconds, the returning backlog that is left, and the units, of the best sweep of a segment.
+
+        In its backward the boundary in front of it is back.
+        """
+        best, left, within = np.full(len(labels.cost), np.inf), labels.back, np.zeros(len(labels.cost), np.int64)
+        for part in STALLS:
+            staying = labels.back * part
+            units = np.floor((self.budget - self.table.floor - labels.kept - staying) / self.table.unit).astype(
+                np.int64
+            )
+            at = np.clip(units, 0, len(row) - 1)
+            total = np.where(units >= 0, row[at], np.inf) + (labels.back - staying) / self.in_rate
+            better = total < best
+            best = np.where(better, total, best)
+            left = np.where(better, staying, left)
+            within = np.where(better, at, within)
+        return best, left, within
 
     def _selection(self, ends: _BoundaryLabels, row: int) -> Selection:
         names = ["keep"] * self.n

@@ -46,11 +46,11 @@ from ckptplan.baselines._build import (
     Selection,
     build,
     everywhere,
-    joined,
     named,
     raise_infeasible,
     scheduled,
     smallest_peak,
+    ways_to_recompute,
 )
 from ckptplan.core.lanes import Copy, lane
 from ckptplan.core.plan import Plan
@@ -113,9 +113,7 @@ def plan(profile: Profile, budget_bytes: int) -> Plan:
     """
     best: tuple[_Costed, Selection] | None = None
     smallest: StepNeed | None = None
-    for again, chained in (("recompute", False), ("recompute+swap", False), ("recompute", True)):
-        if again == "recompute+swap" and not any(stage.find(again) for stage in profile.stages):
-            continue
+    for again, chained in ways_to_recompute(profile):
         search = _Conversions(profile, budget_bytes, again, chained)
         for start in (search.swap_first(), search.keep_first()):
             search.convert(start, make_room=False)
@@ -152,8 +150,7 @@ class _Conversions:
 
     def selection(self, actions: Actions) -> Selection:
         """`actions` with the segments that chained recompute makes."""
-        chosen = named(self.profile, actions)
-        return Selection(chosen.options, joined(self.profile, chosen.options)) if self.chained else chosen
+        return named(self.profile, actions, chained=self.chained)
 
     def start(self, name: str) -> Actions:
         """The option of that name for every stage that has it, keep for the others."""

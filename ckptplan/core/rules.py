@@ -223,9 +223,12 @@ class Sweep:
 
     Attributes
     ----------
+    last : int
+        The stage before whose backward it runs.
     runs : tuple of int
         Stages it runs.
-    seconds : float
+    seconds, launch_s : float
+        Of compute, and of launching.
     run_bytes : tuple of int
         Bytes of copies and of its own, of each run.
     held_from : tuple of (int, int)
@@ -234,8 +237,10 @@ class Sweep:
         The option of what is no part of an inner segment, for its last run before backward.
     """
 
+    last: int
     runs: tuple[int, ...]
     seconds: float
+    launch_s: float
     run_bytes: tuple[int, ...]
     held_from: tuple[tuple[int, int], ...]
     last_run: tuple[tuple[int, Option], ...]
@@ -304,18 +309,20 @@ def sweep_of(profile: Profile, segment: Segment, ran: Sequence[Option] | None = 
             changes[until - begin] -= nbytes
     copies = list(accumulate(changes))
     return Sweep(
+        last,
         tuple(runs),
         sum(stages[k].rerun_s for k in runs),
+        sum(stages[k].rerun_launch_s for k in runs),
         tuple(copies[k - begin] + own for k, own in run_own),
         tuple(sorted((k, nbytes) for k, nbytes in held_from.items() if nbytes)),
         tuple(last_run),
     )
 
 
-def last_runs(options: Sequence[Option], sweeps: Sequence[tuple[int, Sweep]]) -> list[Option]:
+def last_runs(options: Sequence[Option], sweeps: Sequence[Sweep]) -> list[Option]:
     """Per stage, the option of its last run before its backward: its own, or that of the last sweep that runs it."""
     found = list(options)
-    for _, sweep in sweeps:
+    for sweep in sweeps:
         for k, option in sweep.last_run:
             found[k] = option
     return found
@@ -335,7 +342,7 @@ def moving_s(profile: Profile, options: Sequence[Option], last_run: Sequence[Opt
 def launch_s(
     profile: Profile,
     last_run: Sequence[Option],
-    sweeps: Sequence[tuple[int, Sweep]],
+    sweeps: Sequence[Sweep],
     moving: Sequence[tuple[float, float]],
 ) -> float:
     """Time in which the host launches a step: each forward and backward, what options add, and each run of a sweep.
@@ -344,12 +351,12 @@ def launch_s(
     ----------
     last_run : sequence of Option
         Those of `last_runs`.
-    sweeps : sequence of (int, Sweep)
+    sweeps : sequence of Sweep
         Those of `sweeps_of`.
     moving : sequence of (float, float)
         Those of `moving_s`.
     """
-    again_s = {last: sum(profile.stages[k].rerun_launch_s for k in sweep.runs) for last, sweep in sweeps}
+    again_s = {sweep.last: sweep.launch_s for sweep in sweeps}
     total_s = 0.0
     for k, (stage, option) in enumerate(zip(profile.stages, last_run, strict=True)):
         own_s = stage.forward_launch_s + stage.backward_launch_s + option.launch_s
@@ -357,12 +364,9 @@ def launch_s(
     return total_s
 
 
-def sweeps_of(
-    profile: Profile, segments: Sequence[Segment], ran: Sequence[Option] | None = None
-) -> list[tuple[int, Sweep]]:
-    """(last stage, sweep) of these segments and all inner ones, outer before inner."""
-    found: list[tuple[int, Sweep]] = []
+def sweeps_of(profile: Profile, segments: Sequence[Segment], ran: Sequence[Option] | None = None) -> list[Sweep]:
+    """The sweeps of these segments and all inner ones, outer before inner."""
+    found: list[Sweep] = []
     for segment in segments:
-        found.append((segment.last, sweep_of(profile, segment, ran)))
-        found += sweeps_of(profile, segment.inner, ran)
+        found += [sweep_of(profile, segment, ran), *sweeps_of(profile, segment.inner, ran)]
     return found

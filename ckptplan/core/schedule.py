@@ -137,55 +137,57 @@ def residency(
         moves_at_most = [{option.saved[p] for p in at} for option, at in zip(options, only, strict=True)]
         moved = {s: i for s, i in moved.items() if s in moves_at_most[i]}
     forward, backward = resident_changes(profile.storages, holds, moved, needed)
-    forward_bytes = [
-        base + resident + option.forward_bytes
-        for base, resident, option in zip(profile.base_forward_bytes, accumulate(forward), options, strict=False)
-    ]
-    sweep_s = [0.0] * n
     sweeps = rules.sweeps_of(profile, segments, options)
     last_run = rules.last_runs(options, sweeps)
-    for last, sweep in sweeps:
-        for k, nbytes in sweep.held_from:
-            backward[k] += nbytes
-            backward[last + 1] -= nbytes
-        sweep_s[last] = sweep.seconds
-    starts = list(accumulate(backward))[:n]
-    backward_bytes = [
-        base + resident + option.backward_bytes
-        for base, resident, option in zip(profile.base_backward_bytes, starts, last_run, strict=True)
-    ]
-    for last, sweep in sweeps:
-        if sweep.runs:
-            # While it runs, its copies come one by one; afterwards all of them are there.
-            before = starts[last] - sum(nbytes for _, nbytes in sweep.held_from)
-            need = profile.base_backward_bytes[last] + before + sweep.most_bytes
-            backward_bytes[last] = max(backward_bytes[last], need)
     moving_s = rules.moving_s(profile, options, last_run)
-    backward_s = [
-        stage.backward_s + option.added_s + seconds + moves_s
-        for stage, option, seconds, (moves_s, _) in zip(profile.stages, last_run, sweep_s, moving_s, strict=True)
-    ]
+    sweep_s = {sweep.last: sweep.seconds for sweep in sweeps}
     moves = tuple(tuple(p for p in option.moves if moved.get(option.saved[p]) == i) for i, option in enumerate(options))
-    sizes = tuple(
-        sum(profile.storages[option.saved[p]].nbytes for p in positions)
-        for option, positions in zip(options, moves, strict=True)
-    )
-    lingering = tuple(
-        (i, until, storage.nbytes)
-        for i, (option, positions) in enumerate(zip(options, moves, strict=True))
-        for storage in (profile.storages[option.saved[p]] for p in positions)
-        if (until := rules.there_until(storage, i, n)) > i
-    )
+    moving = [
+        [profile.storages[option.saved[p]] for p in positions] for option, positions in zip(options, moves, strict=True)
+    ]
     return Residency(
         moves,
-        sizes,
-        lingering,
-        needed,
-        tuple(forward_bytes),
-        tuple(backward_bytes),
-        tuple(backward_s),
-        rules.launch_s(profile, last_run, sweeps, moving_s),
+        moved_bytes=tuple(sum(storage.nbytes for storage in storages) for storages in moving),
+        lingering=tuple(
+            (i, until, storage.nbytes)
+            for i, storages in enumerate(moving)
+            for storage in storages
+            if (until := rules.there_until(storage, i, n)) > i
+        ),
+        needed=needed,
+        forward_bytes=tuple(
+            base + resident + option.forward_bytes
+            for base, resident, option in zip(profile.base_forward_bytes, accumulate(forward), options, strict=False)
+        ),
+        backward_bytes=_backward_bytes(profile, backward, sweeps, last_run),
+        backward_s=tuple(
+            stage.backward_s + option.added_s + sweep_s.get(k, 0.0) + moving_s[k][0]
+            for k, (stage, option) in enumerate(zip(profile.stages, last_run, strict=True))
+        ),
+        launch_s=rules.launch_s(profile, last_run, sweeps, moving_s),
     )
+
+
+def _backward_bytes(
+    profile: Profile, changes: list[int], sweeps: Sequence[rules.Sweep], last_run: Sequence[Option]
+) -> tuple[int, ...]:
+    """Bytes of each backward step, from the changes of what is resident without the copies that sweeps make."""
+    for sweep in sweeps:
+        for k, nbytes in sweep.held_from:
+            changes[k] += nbytes
+            changes[sweep.last + 1] -= nbytes
+    starts = list(accumulate(changes))
+    needs = [
+        base + resident + option.backward_bytes
+        for base, resident, option in zip(profile.base_backward_bytes, starts, last_run, strict=False)
+    ]
+    for sweep in sweeps:
+        if sweep.runs:
+            # While it runs, its copies come one by one; afterwards all of them are there.
+            before = starts[sweep.last] - sum(nbytes for _, nbytes in sweep.held_from)
+            most = profile.base_backward_bytes[sweep.last] + before + sweep.most_bytes
+            needs[sweep.last] = max(needs[sweep.last], most)
+    return tuple(needs)
 
 
 def tightest_peak(profile: Profile, r: Residency) -> StepNeed:

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +41,7 @@ from ckptplan.core.schedule import (
 )
 from ckptplan.core.segment import Segment
 from ckptplan.core.stage import Phase, Stage
+from ckptplan.solving.chain import Chain, Holder
 from ckptplan.solving.parameters import DEFAULT, Parameters
 from ckptplan.solving.points import Moves, MovesSearch
 from ckptplan.solving.room import Room
@@ -49,36 +51,15 @@ Codes = NDArray[np.int8]
 Menu = Sequence[Sequence[int]]
 """Per stage, the codes it may take."""
 Segments = tuple[Segment, ...]
+Number = TypeVar("Number", np.int64, np.float64)
+Change = tuple[tuple[int, int], ...]
+"""(stage, code) of each stage whose option changes."""
+Batch = TypeVar("Batch", Codes, Sequence[Change])
+"""Rows of codes, or changes of some stages' codes."""
 
 UNLIMITED = Room()
 KEEP = 0
 """The code of "keep", the first option of every menu."""
-
-
-@dataclass(frozen=True, slots=True)
-class Holder:
-    """How one stage may hold one storage: the codes under which it holds it, and those that forbid moving it."""
-
-    stage: int
-    holding: frozenset[int]
-    fixing: frozenset[int]
-
-
-def holders_of(profile: Profile) -> tuple[tuple[Holder, ...], ...]:
-    """Per storage, the stages that hold it under some option, in order; stages by themselves, in no segment."""
-    found: list[list[Holder]] = [[] for _ in profile.storages]
-    for i, stage in enumerate(profile.stages):
-        holding: dict[int, set[int]] = {}
-        fixing: dict[int, set[int]] = {}
-        for code, option in enumerate(stage.options):
-            moved = set(option.moved)
-            for s in option.held:
-                holding.setdefault(s, set()).add(code)
-                if s not in moved or not rules.can_move(profile.storages[s]):
-                    fixing.setdefault(s, set()).add(code)
-        for s in sorted(holding):
-            found[s].append(Holder(i, frozenset(holding[s]), frozenset(fixing.get(s, ()))))
-    return tuple(tuple(holders) for holders in found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +75,10 @@ class Needs:
     backward: NDArray[np.int64]
     moved: NDArray[np.int64]
     lingering: list[tuple[int, int, NDArray[np.int64]]]
+
+    def most(self) -> NDArray[np.int64]:
+        """Bytes of each vector's largest step."""
+        return np.asarray(np.maximum(self.forward.max(axis=1), self.backward.max(axis=1)))
 
     def put(self) -> NDArray[np.int64]:
         """Bytes that the stages before each have put in the queue; shape (vectors, stages + 1)."""
@@ -161,31 +146,6 @@ class _Shared:
     lingering: tuple[tuple[int, int, int], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Tables:
-    """Bytes and seconds of stages by code, given the segments around them; shapes (stages, codes) or (stages + 1,).
-
-    `launch_s` is None if the host takes no time to launch.
-    """
-
-    constant_forward: NDArray[np.int64]
-    constant_backward: NDArray[np.int64]
-    private_held: NDArray[np.int64]
-    private_moved: NDArray[np.int64]
-    lingering: tuple[tuple[int, int, NDArray[np.int64]], ...]
-    gone_next: NDArray[np.int64]
-    gone_later: tuple[tuple[int, int, NDArray[np.int64]], ...]
-    shared: tuple[_Shared, ...]
-    own_forward: NDArray[np.int64]
-    own_backward: NDArray[np.int64]
-    in_sweep: tuple[tuple[int, int], ...]
-    backward_s: NDArray[np.float64]
-    launch_s: NDArray[np.float64] | None
-    joined: NDArray[np.int64]
-    back_stop: NDArray[np.int64]
-    back_in_order: bool
-
-
 class Evaluator:
     """Bytes and time of plans of one profile.
 
@@ -202,7 +162,7 @@ class Evaluator:
         self.profile = profile
         self.parameters = parameters
         self.room = room
-        self.holders = holders_of(profile)
+        self.chain = Chain(profile)
         self._forward_s = np.array([stage.forward_s for stage in profile.stages])
         self._width = max(len(stage.options) for stage in profile.stages)
         n = len(profile.stages)
@@ -215,7 +175,7 @@ class Evaluator:
         self.private: list[list[int]] = [[] for _ in profile.stages]
         """Per stage, the storages that it alone may hold."""
         groups: dict[int, list[int]] = {}
-        for s, (storage, holders) in enumerate(zip(profile.storages, self.holders, strict=True)):
+        for s, (storage, holders) in enumerate(zip(profile.storages, self.chain.holders, strict=True)):
             if rules.counts(storage) and len(holders) == 1:
                 self.private[holders[0].stage].append(s)
             elif rules.counts(storage) and holders:
@@ -236,7 +196,7 @@ class Evaluator:
             if len(self._forests) > self.parameters.cells // (len(self.profile.stages) * self._width):
                 self._forests.pop(next(iter(self._forests)))
             plain = self._plain
-            found = plain if plain is not None and not segments else _TablesOf(self, segments).build(plain)
+            found = plain if plain is not None and not segments else _Tables(self, segments, plain)
             self._forests[segments] = found
         return found
 
@@ -245,10 +205,10 @@ class Evaluator:
         t = self._tables(segments)
         rows, n = codes.shape
         every = np.arange(n)
-        forward = np.tile(t.constant_forward, (rows, 1))
-        backward = np.tile(t.constant_backward, (rows, 1))
+        forward = np.tile(t.forward, (rows, 1))
+        backward = np.tile(t.backward, (rows, 1))
         forward[:, 1:] -= t.gone_next[every, codes]
-        for position, i, nbytes in t.gone_later:
+        for (position, i), nbytes in t.gone_later.items():
             forward[:, position] -= nbytes[codes[:, i]]
         backward[:, :n] += t.private_held[every, codes]
         moved = t.private_moved[every, codes]
@@ -291,9 +251,16 @@ class Evaluator:
 
     def makespans(self, codes: Codes, budget_bytes: int, segments: Segments = ()) -> NDArray[np.float64]:
         """Makespan of each row's lazy schedule, infinite where the row doesn't fit."""
-        step = max(1, self.parameters.cells // codes.shape[1])
-        parts = [self._makespans(codes[a : a + step], budget_bytes, segments) for a in range(0, len(codes), step)]
-        return np.concatenate(parts) if parts else np.zeros(0)
+        return self.by_batch(lambda part: self._makespans(part, budget_bytes, segments), codes)
+
+    def batches(self, items: Batch) -> Iterator[Batch]:
+        """As many of them at once as are evaluated together."""
+        size = max(1, self.parameters.cells // len(self.profile.stages))
+        return (items[at : at + size] for at in range(0, len(items), size))
+
+    def by_batch(self, of: Callable[[Codes], NDArray[Number]], codes: Codes) -> NDArray[Number]:
+        """One number for each row, a batch at a time."""
+        return np.concatenate([of(part) for part in self.batches(codes)] or [of(codes)])
 
     def least_s(self, codes: Codes, budget_bytes: int, segments: Segments = ()) -> NDArray[np.float64]:
         """No schedule of a row is faster, whatever part of its moves it makes and in which order; infinite: none fits.
@@ -301,9 +268,7 @@ class Evaluator:
         Links as fluids: bytes leave as they flow, in any order, at the rate of the largest transfer (see
         `bound/linear_program.py`).
         """
-        step = max(1, self.parameters.cells // codes.shape[1])
-        parts = [self._least_s(codes[a : a + step], budget_bytes, segments) for a in range(0, len(codes), step)]
-        return np.concatenate(parts) if parts else np.zeros(0)
+        return self.by_batch(lambda part: self._least_s(part, budget_bytes, segments), codes)
 
     def _least_s(self, codes: Codes, budget_bytes: int, segments: Segments) -> NDArray[np.float64]:
         t, needs = self._tables(segments), self.needs(codes, segments)
@@ -330,8 +295,7 @@ class Evaluator:
                 gone = np.maximum(gone, must)
                 gone = np.maximum(gone, np.minimum(queued[:, k], gone + rate * compute_s[:, k]))
                 total += compute_s[:, k]
-        fits = (needs.forward.max(axis=1) <= budget_bytes) & (needs.backward.max(axis=1) <= budget_bytes)
-        fits &= self.profile.update_peak_bytes <= budget_bytes
+        fits = np.maximum(needs.most(), self.profile.update_peak_bytes) <= budget_bytes
         total = self.launched(np.maximum(total, self.profile.baseline_step_s), codes, segments)
         return np.where(fits, total, np.inf)
 
@@ -403,8 +367,7 @@ class Evaluator:
         front_backward = _fronts(needs.backward, put, t.joined, budget_bytes)
         cutoff = np.maximum(front_forward[:, -1], front_backward[:, -1])
         self._enforce(front_forward, front_backward, t.joined, cutoff)
-        fits = (needs.forward.max(axis=1) <= budget_bytes) & (needs.backward.max(axis=1) <= budget_bytes)
-        fits &= self.profile.update_peak_bytes <= budget_bytes
+        fits = np.maximum(needs.most(), self.profile.update_peak_bytes) <= budget_bytes
         if self.room.total_bytes is not None:
             fits &= put[np.arange(rows), cutoff] <= self.room.total_bytes
         every = np.arange(n)
@@ -441,35 +404,26 @@ class Evaluator:
 
         Everything that moves is away, up to the last stage that the host limit lets move.
         """
-        step = max(1, self.parameters.cells // codes.shape[1])
-        parts = [self._smallest_peaks(codes[a : a + step], segments) for a in range(0, len(codes), step)]
-        return np.concatenate(parts) if parts else np.zeros(0, np.int64)
-
-    def _smallest_peaks(self, codes: Codes, segments: Segments) -> NDArray[np.int64]:
-        forward, backward = self.tightest(codes, segments)
-        peaks = np.full(len(codes), self.profile.update_peak_bytes, np.int64)
-        np.maximum(peaks, forward.max(axis=1), out=peaks)
-        np.maximum(peaks, backward.max(axis=1), out=peaks)
-        return peaks
+        return self.by_batch(
+            lambda part: np.maximum(self.tightest(part, segments).most(), self.profile.update_peak_bytes), codes
+        )
 
     def least_bytes(self, codes: Codes, segments: Segments = ()) -> NDArray[np.int64]:
         """No schedule of a row fits in less: everything that moves is away, whatever room the host has."""
-        needs = self.needs(codes, segments)
-        most = np.maximum(needs.forward.max(axis=1), needs.backward.max(axis=1))
-        return np.asarray(np.maximum(most, self.profile.update_peak_bytes))
+        return np.maximum(self.needs(codes, segments).most(), self.profile.update_peak_bytes)
 
-    def tightest(self, codes: Codes, segments: Segments = ()) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Bytes per forward and backward step in the schedule of the smallest peak."""
+    def tightest(self, codes: Codes, segments: Segments = ()) -> Needs:
+        """Bytes per step in the schedule of the smallest peak."""
         needs = self.needs(codes, segments)
         if self.room.total_bytes is None:
-            return needs.forward, needs.backward
+            return needs
         stays = np.where(self.too_much(needs.moved), needs.moved, 0)
         before = replace(needs, moved=stays).put()
         n = codes.shape[1]
         forward = needs.forward + before[:, :n]
         for i, until, nbytes in needs.lingering:
             forward[:, i + 1 : until + 1] -= np.where(stays[:, i] > 0, nbytes, 0)[:, None]
-        return forward, needs.backward + before[:, self._tables(segments).joined[:n]]
+        return replace(needs, forward=forward, backward=needs.backward + before[:, self._tables(segments).joined[:n]])
 
     def too_much(self, moved: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Per plan and stage, whether there is no room any more for what it moves behind what those before it moved."""
@@ -571,56 +525,98 @@ class Evaluator:
 
     def binding(self, codes: Sequence[int], segments: Segments = ()) -> tuple[str, Phase]:
         """Stage and phase of the peak in the tightest schedule of one plan."""
-        forward, backward = self.tightest(np.array([codes], np.int8), segments)
-        peak = max(int(forward.max()), int(backward.max()))
+        needs = self.tightest(np.array([codes], np.int8), segments)
+        forward, backward, peak = needs.forward[0], needs.backward[0], int(needs.most()[0])
         if self.profile.update_peak_bytes > peak:
             return self.profile.stages[0].name, "update"
         if int(forward.max()) == peak:
-            return self.profile.stages[int(forward[0].argmax())].name, "forward"
+            return self.profile.stages[int(forward.argmax())].name, "forward"
         # Backward runs from the last stage to the first: the first moment of the peak is at the highest stage.
-        return self.profile.stages[int(np.flatnonzero(backward[0] == peak)[-1])].name, "backward"
+        return self.profile.stages[int(np.flatnonzero(backward == peak)[-1])].name, "backward"
 
 
-class _TablesOf:
-    """Builds the tables of one set of segments."""
+class _Tables:
+    """Bytes and seconds of stages by code, given the segments around them.
 
-    def __init__(self, evaluator: Evaluator, segments: Segments) -> None:
+    Parameters
+    ----------
+    evaluator : Evaluator
+    segments : tuple of Segment
+    plain : _Tables, optional
+        Those without segments, from which only what stages in segments do otherwise is worked out anew.
+
+    Attributes
+    ----------
+    forward, backward : array (stages + 1,)
+        Changes of the bytes that are there whatever is decided, or as long as `gone_next` doesn't take them off.
+    private_held, private_moved : array (stages, codes)
+        Bytes of storages that no other stage may hold.
+    gone_next : array (stages, codes)
+        Bytes that are gone from the forward step behind the stage on.
+    gone_later : dict
+        (step, stage) -> bytes by code that are gone from this later forward step on.
+    lingering : list of (int, int, array)
+        Stage, last step and bytes by code of what the program holds until then.
+    shared : list of _Shared
+    own_forward, own_backward : array (stages, codes)
+        Base bytes, and what the option adds on top.
+    in_sweep : list of (int, int)
+        Backward step, and what its sweep needs beside what is resident.
+    backward_s, launch_s : array (stages, codes)
+        `launch_s` is None if the host takes no time to launch.
+    joined : array (stages + 1,)
+        Per backward step, how many stages' copies have joined the lane when it starts.
+    back_stop : array (stages,)
+        The backward step from which on what the stage moves is away.
+    """
+
+    def __init__(self, evaluator: Evaluator, segments: Segments, plain: _Tables | None = None) -> None:
         self.evaluator = evaluator
         self.profile = evaluator.profile
-        self.holders = evaluator.holders
+        self.chain = evaluator.chain
         self.segments = segments
         n, width = len(self.profile.stages), evaluator._width
         self.n, self.width = n, width
-        self.outer = rules.around(segments, n)
-        self.needed = np.array([i if s is None else s.last for i, s in enumerate(self.outer)])
+        outer = rules.around(segments, n)
+        needed = np.array([i if s is None else s.last for i, s in enumerate(outer)])
+        self.joined = np.searchsorted(needed, np.arange(n + 1))
+        self.back_stop = np.array([rules.backward_stop(n, int(last)) for last in needed])
+        self.back_in_order = bool((self.back_stop == np.arange(n) + 1).all())
+        self.in_sweep: list[tuple[int, int]] = []
         # Per stage in a segment and code, what it holds there.
         self.held = {
             i: [frozenset(rules.held(self.profile, i, option, segment)) for option in self.profile.stages[i].options]
-            for i, segment in enumerate(self.outer)
+            for i, segment in enumerate(outer)
             if segment is not None
         }
+        if plain is None:
+            self.build()
+        else:
+            self.change(plain)
+        self.add_sweeps()
+
+    def among(self, codes: frozenset[int]) -> NDArray[np.bool_]:
+        """Per code, whether it is one of `codes`."""
+        out = np.zeros(self.width, bool)
+        out[list(codes)] = True
+        return out
 
     def holds(self, s: int, holder: Holder) -> NDArray[np.bool_]:
         """Per code, whether the stage holds storage `s`."""
         inside = self.held.get(holder.stage)
-        out = np.zeros(self.width, bool)
-        for code in holder.holding:
-            out[code] = inside is None or s in inside[code]
-        return out
+        return self.among(frozenset(code for code in holder.holding if inside is None or s in inside[code]))
 
-    def build(self, plain: _Tables | None) -> _Tables:
-        """The tables, from those without segments where they are given."""
+    def build(self) -> None:
+        """Fill all tables."""
         n, stages = self.n, self.profile.stages
-        self.gone_later: dict[tuple[int, int], NDArray[np.int64]] = {}
-        if plain is not None:
-            return self.changed(plain)
         self.forward = np.zeros(n + 1, np.int64)
         self.backward = np.zeros(n + 1, np.int64)
         self.private_held = np.zeros((n, self.width), np.int64)
         self.private_moved, self.gone_next = self.private_held.copy(), self.private_held.copy()
         self.lingering: list[tuple[int, int, NDArray[np.int64]]] = []
-        for s, (storage, holders) in enumerate(zip(self.profile.storages, self.holders, strict=True)):
-            program = rules.program_steps(storage, n)
+        self.gone_later: dict[tuple[int, int], NDArray[np.int64]] = {}
+        for s, (storage, holders) in enumerate(zip(self.profile.storages, self.chain.holders, strict=True)):
+            program = self.chain.program[s]
             if storage.nbytes == 0:
                 continue
             self.forward[program.start] += storage.nbytes
@@ -630,85 +626,57 @@ class _TablesOf:
                 self.add_private(s, holders[0])
             elif not holders:
                 self.forward[rules.forward_stop(program.stop, None, None)] -= storage.nbytes
-        own_forward, own_backward = np.zeros((2, n, self.width), np.int64)
-        backward_s, launch_s = np.zeros((2, n, self.width))
+        self.own_forward, self.own_backward = np.zeros((2, n, self.width), np.int64)
+        self.backward_s, launch_s = np.zeros((2, n, self.width))
         for i, stage in enumerate(stages):
             for code, option in enumerate(stage.options):
-                own_forward[i, code] = self.profile.base_forward_bytes[i] + option.forward_bytes
-                own_backward[i, code] = self.profile.base_backward_bytes[i] + option.backward_bytes
-                backward_s[i, code] = stage.backward_s + option.added_s
+                self.own_forward[i, code] = self.profile.base_forward_bytes[i] + option.forward_bytes
+                self.own_backward[i, code] = self.profile.base_backward_bytes[i] + option.backward_bytes
+                self.backward_s[i, code] = stage.backward_s + option.added_s
                 launch_s[i, code] = stage.forward_launch_s + stage.backward_launch_s + option.launch_s
-        shared = tuple(self.shared(group) for group in self.evaluator.shared)
-        return self.tables(shared, own_forward, own_backward, backward_s, launch_s if launch_s.any() else None)
+        self.launch_s = launch_s if launch_s.any() else None
+        self.shared = [self.shared_by(group) for group in self.evaluator.shared]
 
-    def changed(self, plain: _Tables) -> _Tables:
-        """The tables without segments with what stages in segments do otherwise."""
-        self.forward, self.backward = plain.constant_forward, plain.constant_backward.copy()
+    def change(self, plain: _Tables) -> None:
+        """Take the tables without segments, and change what stages in segments do otherwise."""
+        self.forward, self.backward = plain.forward, plain.backward.copy()
         self.private_held, self.private_moved = plain.private_held.copy(), plain.private_moved.copy()
         self.gone_next = plain.gone_next.copy()
         self.lingering = [(i, until, nbytes) for i, until, nbytes in plain.lingering if i not in self.held]
-        self.gone_later = {(at, i): nbytes for at, i, nbytes in plain.gone_later if i not in self.held}
+        self.gone_later = {(at, i): nbytes for (at, i), nbytes in plain.gone_later.items() if i not in self.held}
         for i in self.held:
             self.private_held[i] = self.private_moved[i] = self.gone_next[i] = 0
             for s in self.evaluator.private[i]:
-                self.add_private(s, self.holders[s][0])
-        groups = []
+                self.add_private(s, self.chain.holders[s][0])
+        self.shared = []
         for group, indices in zip(plain.shared, self.evaluator.shared, strict=True):
             rows, columns = np.nonzero(np.isin(group.stages, list(self.held)))
             holds = group.holds.copy()
             for row, column in zip(rows.tolist(), columns.tolist(), strict=True):
                 s = indices[row]
-                holds[row, column] = self.holds(s, self.holders[s][column])
-            groups.append(replace(group, holds=holds, fixes=group.fixes & holds))
-        launch_s = None if plain.launch_s is None else plain.launch_s.copy()
-        own_backward, backward_s = plain.own_backward.copy(), plain.backward_s.copy()
-        return self.tables(tuple(groups), plain.own_forward, own_backward, backward_s, launch_s)
+                holds[row, column] = self.holds(s, self.chain.holders[s][column])
+            self.shared.append(replace(group, holds=holds, fixes=group.fixes & holds))
+        self.launch_s = None if plain.launch_s is None else plain.launch_s.copy()
+        self.own_forward, self.own_backward = plain.own_forward, plain.own_backward.copy()
+        self.backward_s = plain.backward_s.copy()
 
-    def tables(
-        self,
-        shared: tuple[_Shared, ...],
-        own_forward: NDArray[np.int64],
-        own_backward: NDArray[np.int64],
-        backward_s: NDArray[np.float64],
-        launch_s: NDArray[np.float64] | None,
-    ) -> _Tables:
-        """All there is, once the sweeps are run."""
-        in_sweep: list[tuple[int, int]] = []
-        back_stop = np.array([rules.backward_stop(self.n, int(needed)) for needed in self.needed])
+    def add_sweeps(self) -> None:
+        """What sweeps take and need, and what moving takes in segments."""
+        for sweep in rules.sweeps_of(self.profile, self.segments):
+            self.add_sweep(sweep)
         for segment in self.segments:
-            self.add_sweep(segment, own_backward, backward_s, launch_s, in_sweep)
             inside = slice(segment.first, segment.last + 1)
             overhead_s, launching_s = self.evaluator.moving_s
-            backward_s[inside] += overhead_s[inside]
-            if launch_s is not None:
-                launch_s[inside] += launching_s[inside]
-        return _Tables(
-            self.forward,
-            self.backward,
-            self.private_held,
-            self.private_moved,
-            tuple(self.lingering),
-            self.gone_next,
-            tuple((position, i, nbytes) for (position, i), nbytes in self.gone_later.items()),
-            shared,
-            own_forward,
-            own_backward,
-            tuple(in_sweep),
-            backward_s,
-            launch_s,
-            np.searchsorted(self.needed, np.arange(self.n + 1)),
-            back_stop,
-            bool((back_stop == np.arange(self.n) + 1).all()),
-        )
+            self.backward_s[inside] += overhead_s[inside]
+            if self.launch_s is not None:
+                self.launch_s[inside] += launching_s[inside]
 
     def add_private(self, s: int, holder: Holder) -> None:
         """A storage that one stage alone may hold."""
         storage, i = self.profile.storages[s], holder.stage
         holds = self.holds(s, holder)
-        moves = holds.copy()
-        moves[list(holder.fixing)] = False
-        moves &= i in rules.movers(storage, self.n)
-        gone = rules.program_steps(storage, self.n).stop
+        moves = holds & (i in self.chain.movers[s]) & self.among(holder.moving)
+        gone = self.chain.program[s].stop
         held_stop = rules.held_stop(storage, self.n)
         moved_gone, held_gone = (rules.forward_stop(gone, held_stop, mover) for mover in (i, None))
         for stop, chosen in ((moved_gone, moves), (gone, ~holds), (held_gone, holds & ~moves)):
@@ -724,63 +692,48 @@ class _TablesOf:
         self.private_held[i] += np.where(holds & rules.awaits_backward(storage), storage.nbytes, 0)
         self.private_moved[i] += np.where(moves, storage.nbytes, 0)
 
-    def shared(self, group: Sequence[int]) -> _Shared:
+    def shared_by(self, group: Sequence[int]) -> _Shared:
         """Storages with equally many possible holders."""
-        storages = [self.profile.storages[s] for s in group]
-        stops = [rules.program_steps(storage, self.n).stop for storage in storages]
-        holds = np.array([[self.holds(s, holder) for holder in self.holders[s]] for s in group])
-        fixes = np.zeros_like(holds)
-        for row, s in enumerate(group):
-            for column, holder in enumerate(self.holders[s]):
-                fixes[row, column, list(holder.fixing)] = True
+        n, chain, storages = self.n, self.chain, self.profile.storages
+        stops = [chain.program[s].stop for s in group]
+        holds = np.array([[self.holds(s, holder) for holder in chain.holders[s]] for s in group])
+        moves = np.array([[self.among(holder.moving) for holder in chain.holders[s]] for s in group])
         return _Shared(
-            np.array([storage.nbytes for storage in storages]),
+            np.array([storages[s].nbytes for s in group]),
             np.array(stops),
-            np.array([[rules.forward_stop(stop, None, i) for i in range(self.n)] for stop in stops]),
-            np.array([rules.movers(storage, self.n).start for storage in storages]),
-            np.array([rules.movers(storage, self.n).stop for storage in storages]),
-            np.array([[holder.stage for holder in self.holders[s]] for s in group]),
+            np.array([[rules.forward_stop(stop, None, i) for i in range(n)] for stop in stops]),
+            np.array([chain.movers[s].start for s in group]),
+            np.array([chain.movers[s].stop for s in group]),
+            np.array([[holder.stage for holder in chain.holders[s]] for s in group]),
             holds,
-            fixes & holds,
+            holds & ~moves,
             tuple(
                 (at, holder.stage, until)
                 for at, s in enumerate(group)
-                for holder in self.holders[s]
-                if holder.stage in rules.movers(self.profile.storages[s], self.n)
-                and (until := rules.there_until(self.profile.storages[s], holder.stage, self.n)) > holder.stage
+                for holder in chain.holders[s]
+                if holder.stage in chain.movers[s]
+                and (until := rules.there_until(storages[s], holder.stage, n)) > holder.stage
             ),
         )
 
-    def add_sweep(
-        self,
-        segment: Segment,
-        own_backward: NDArray[np.int64],
-        backward_s: NDArray[np.float64],
-        launch_s: NDArray[np.float64] | None,
-        in_sweep: list[tuple[int, int]],
-    ) -> None:
-        """The sweep of `segment` and those inside it (rules 6 and 7)."""
-        stages = self.profile.stages
-        sweep = rules.sweep_of(self.profile, segment)
-        last = segment.last
+    def add_sweep(self, sweep: rules.Sweep) -> None:
+        """One sweep, after those around it (rules 6 and 7)."""
+        stages, last = self.profile.stages, sweep.last
         for k, option in sweep.last_run:
-            own_backward[k, :] = self.profile.base_backward_bytes[k] + option.backward_bytes
-            backward_s[k, :] = stages[k].backward_s + option.added_s
-            if launch_s is not None:
-                launch_s[k, :] = stages[k].forward_launch_s + stages[k].backward_launch_s + option.launch_s
-        own = np.zeros(self.n, np.int64)
+            self.own_backward[k, :] = self.profile.base_backward_bytes[k] + option.backward_bytes
+            self.backward_s[k, :] = stages[k].backward_s + option.added_s
+            if self.launch_s is not None:
+                self.launch_s[k, :] = stages[k].forward_launch_s + stages[k].backward_launch_s + option.launch_s
         for k, nbytes in sweep.held_from:
-            own[k : last + 1] += nbytes
+            self.backward[k] += nbytes
+            self.backward[last + 1] -= nbytes
         if sweep.runs:
             # The bytes resident at `last` will have this sweep's copies in them; while it runs they come one by one.
-            in_sweep.append((last, self.profile.base_backward_bytes[last] + sweep.most_bytes - int(own[last])))
-        self.backward[: self.n] += np.diff(own, prepend=0)
-        self.backward[self.n] -= own[-1]
-        for inner in segment.inner:
-            self.add_sweep(inner, own_backward, backward_s, launch_s, in_sweep)
-        backward_s[last, :] += sweep.seconds
-        if launch_s is not None:
-            launch_s[last, :] += sum(stages[k].rerun_launch_s for k in sweep.runs)
+            copies = sum(nbytes for _, nbytes in sweep.held_from)
+            self.in_sweep.append((last, self.profile.base_backward_bytes[last] + sweep.most_bytes - copies))
+        self.backward_s[last, :] += sweep.seconds
+        if self.launch_s is not None:
+            self.launch_s[last, :] += sweep.launch_s
 
 
 def _fronts(
@@ -841,6 +794,15 @@ def _lanes(
             after = lanes.copied(now, done[:, i], copy_s[:, i], np.maximum)
             done[:, i + 1] = np.where(copy_s[:, i] > 0, after, done[:, i])
     return np.maximum(now, done[:, n])
+
+
+def changed(codes: Sequence[int], changes: Sequence[Change]) -> Codes:
+    """One row for each of `changes`: `codes` with it."""
+    rows = np.tile(np.array(codes, np.int8), (len(changes), 1))
+    for row, change in zip(rows, changes, strict=True):
+        for i, code in change:
+            row[i] = code
+    return rows
 
 
 def moved_bytes(sendings: Sendings) -> list[int]:

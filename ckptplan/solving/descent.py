@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ckptplan.core.schedule import EQUAL_S
-from ckptplan.solving.cost import KEEP, Codes, Evaluator, Schedule, Segments
+from ckptplan.solving.cost import KEEP, Codes, Evaluator, Schedule, Segments, changed
 from ckptplan.solving.enumerate import PlanSpace
 
 _Neighbour = tuple[float, tuple[int, ...], Segments]
@@ -80,9 +80,7 @@ class Descent:
     def _neighbours(self, best: Schedule) -> Iterator[tuple[Codes, Segments]]:
         """Yield plans with another option of one stage, then those with the stages of one segment by themselves."""
         menu = self.space.menu_in(best.segments)
-        changes = [(i, code) for i, codes in enumerate(menu) for code in codes if code != best.codes[i]]
-        rows = np.tile(np.array(best.codes, np.int8), (len(changes), 1))
-        rows[np.arange(len(changes)), [i for i, _ in changes]] = [code for _, code in changes]
-        yield rows, best.segments
+        changes = [((i, code),) for i, codes in enumerate(menu) for code in codes if code != best.codes[i]]
+        yield changed(best.codes, changes), best.segments
         for segment in best.segments:
             yield np.array([best.codes], np.int8), tuple(s for s in best.segments if s is not segment)

@@ -12,7 +12,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ from ckptplan.core import rules
 from ckptplan.core.profile import Profile
 from ckptplan.core.schedule import EQUAL_S
 from ckptplan.core.segment import Segment
+from ckptplan.solving.chain import Chain
 from ckptplan.solving.cost import Codes, Evaluator, Menu, Schedule, Segments
 from ckptplan.solving.parameters import DEFAULT, Parameters
 
@@ -57,6 +58,11 @@ class PlanSpace:
         self._begins = [
             segments and bool(self.inside[i]) and not stage.is_glue for i, stage in enumerate(profile.stages)
         ]
+
+    @cached_property
+    def chain(self) -> Chain:
+        """Who may hold which bytes, from when to when."""
+        return Chain(self.profile)
 
     @property
     def moves(self) -> bool:
@@ -206,6 +212,13 @@ def fastest_of_all(
     baseline_s = space.profile.baseline_compute_s
     complete = True
     refined, most_refined = 0, space.parameters.least_width
+
+    def take(found: Schedule | None) -> None:
+        nonlocal best_s
+        if found is not None and found.step_s < best_s * (1 - EQUAL_S):
+            best_s = found.step_s
+            on_found(found)
+
     if time.monotonic() > deadline:  # to list the forests takes seconds where there are many
         return False
     for forest in space.forests():
@@ -219,12 +232,8 @@ def fastest_of_all(
                 continue
             cost = evaluator.makespans(block, budget_bytes, forest)
             row = int(cost.argmin())
-            found = None
             if cost[row] < best_s * (1 - EQUAL_S):
-                found = evaluator.schedule(block[row].tolist(), budget_bytes, forest)
-            if found is not None and found.step_s < best_s * (1 - EQUAL_S):
-                best_s = found.step_s
-                on_found(found)
+                take(evaluator.schedule(block[row].tolist(), budget_bytes, forest))
             # Once some choice has too many parts for all to be tried, there is no proof here.
             least = np.full(len(block), np.inf)
             if complete or refined < most_refined:
@@ -245,12 +254,9 @@ def fastest_of_all(
                     if refined > most_refined:
                         break
                     lazy = evaluator.schedule(codes, budget_bytes, forest)
-                    found = None if lazy is None else evaluator.improved(lazy, budget_bytes, deadline)
-                else:
-                    found = None if moves is None else evaluator.with_moves(codes, forest, moves)
-                if found is not None and found.step_s < best_s * (1 - EQUAL_S):
-                    best_s = found.step_s
-                    on_found(found)
+                    take(None if lazy is None else evaluator.improved(lazy, budget_bytes, deadline))
+                elif moves is not None:
+                    take(evaluator.with_moves(codes, forest, moves))
     return complete
 
 

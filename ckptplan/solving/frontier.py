@@ -16,8 +16,8 @@ from ckptplan.core.request import NO_LIMITS, Limits, OnPlan
 from ckptplan.core.schedule import residency, tightest_peak
 from ckptplan.core.units import format_bytes
 from ckptplan.solving.bound.pricing import lower_bound
-from ckptplan.solving.cost import menus
 from ckptplan.solving.parameters import CLOSE, DEFAULT, ROUNDING, Parameters
+from ckptplan.solving.peak import plan_space_of
 from ckptplan.solving.planner import OnProgress, Start, smallest_peak, solve_profile
 from ckptplan.solving.room import Room
 
@@ -170,7 +170,7 @@ def smallest_within(
     peak_s = share * limits.time_limit_s
     limits.on_progress(limited("looking for the smallest peak", peak_s))
     least = smallest_peak(profile, replace(limits, time_limit_s=peak_s), parameters)
-    proven = least.bound_bytes  # no plan within the slowdown needs less than this
+    low, proven = least.peak_bytes, least.bound_bytes  # no plan within the slowdown needs less than `proven`
 
     def solve(budget_bytes: int) -> Plan | None:
         """The plan for a budget if it is fast enough; else what its bound proves is noted."""
@@ -183,20 +183,18 @@ def smallest_within(
             plan = _solved(profile, budget_bytes, within, fast_enough, on_progress=report, parameters=parameters)
         except InfeasibleBudgetError:
             return None
+        fast_enough(plan)
         if plan.step_s <= limit_s:
-            if limits.on_plan is not None:
-                limits.on_plan(plan)
             return plan
         if plan.lower_bound_s > limit_s:
             proven = max(proven, budget_bytes + 1)
         return None
 
     def fast_enough(plan: Plan) -> None:
-        """Hand out what an interrupted search has found, if it is within the slowdown."""
+        """Hand out what a search has found, an interrupted one as well, if it is within the slowdown."""
         if plan.step_s <= limit_s and limits.on_plan is not None:
             limits.on_plan(plan)
 
-    low = least.peak_bytes
     best = solve(low)
     if best is None:
         best = solve(max(everything_kept_bytes(profile), low))
@@ -206,20 +204,12 @@ def smallest_within(
             found = solve(middle)
             low, best = (middle, best) if found is None else (low, found)
     limits.on_progress(limited("proving how much memory is needed", max(0.0, end - time.monotonic())))
-    # What the search above happened to prove, and what bounds alone prove further up.
     room = Room.of(profile, limits)
-    profile = room.movable(profile)
-    menu = menus(profile, limits.actions)
+    space = plan_space_of(room.movable(profile), limits.actions, limits.segments, parameters)
     high = best.peak_bytes
     while high - proven > CLOSE * high and (left_s := end - time.monotonic()) > 0:
+        # What the search above happened to prove, and what bounds alone prove further up.
         middle = (proven + high) // 2
-        bound = lower_bound(
-            profile,
-            menu,
-            middle,
-            host_bytes=room.total_bytes,
-            segments=limits.segments and "recompute" in limits.actions,
-            deadline=end - (1 - share) * left_s,
-        )
+        bound = lower_bound(space, middle, host_bytes=room.total_bytes, deadline=end - (1 - share) * left_s)
         proven, high = (middle + 1, high) if bound.bound_s > limit_s else (proven, middle)
     return replace(best, budget_bytes=best.peak_bytes, peak_bound_bytes=min(proven, best.peak_bytes))

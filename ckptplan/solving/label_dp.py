@@ -7,11 +7,11 @@ cost.py) run forward over `k`, so one pass decides about both:
 |-------------|------------------------------------------------------------------------------------------------------|
 | held_bytes  | bytes these stages hold until their backward and that don't move, or whose moving isn't decided yet   |
 | passing     | bytes in graphs that are dropped in forward, by the steps in which they are there                    |
-| out, back   | backlog: bytes in the queue of the forward and of the (reversed) backward lane                       |
+| backlog     | bytes in the queue of each lane, `OUT` (forward) and `BACK` (backward, reversed)                     |
 | moved_open  | bytes moved out by the stages of an open segment; they join the backward queue where it ends         |
 | elapsed_s   | seconds of both lanes so far, waiting included                                                       |
 | moved_total | bytes moved so far                                                                                    |
-| .._due      | how many of them must have gone by now in each lane, for all steps so far to fit                      |
+| due         | how many of them must have gone by now in each lane, for all steps so far to fit                      |
 
 In an open segment, for each level of nesting: its `first` stage, the bytes of the copies that its sweep holds at the
 backward of the stage reached (`sweep_copies`), the most bytes of copies and of a run's own that the sweep needs
@@ -32,25 +32,31 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ckptplan.core import rules
-from ckptplan.core.option import Option
 from ckptplan.core.profile import Profile
 from ckptplan.core.segment import Segment
-from ckptplan.solving.cost import Segments, holders_of
+from ckptplan.solving.chain import Chain
+from ckptplan.solving.cost import Segments
 from ckptplan.solving.enumerate import PlanSpace
 from ckptplan.solving.parameters import ROUNDING, Parameters
 
 CELLS = 8
 """Cells along the held bytes, which decide what fits, for one along each other axis; and cells per label that is kept
 by its score. Fewer lose plans for small budgets, more take time."""
+OUT, BACK = 0, 1
+"""The lanes: forward, and backward in reversed time."""
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
+_Where = NDArray[np.bool_] | bool
+"""The labels in which something is so; True: in all."""
+_Origin = tuple[NDArray[np.int32], NDArray[np.int16]]
+"""What leads back from labels to decisions: their parents and moves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,19 +91,21 @@ class Steering:
 
 @dataclass(slots=True)
 class _Labels:
-    """Columns of labels with the same number of open segments; shapes (labels,) or (levels, labels)."""
+    """Columns of labels with the same number of open segments.
+
+    The last axis of each array is that of the labels. In front of it `backlog` and `due` have one of the lanes, `ends`
+    one of the lanes and one of the window, `passing` one of the steps, and those of segments one of the levels.
+    `parent` and `move` say where a label comes from.
+    """
 
     held_bytes: Ints
     passing: Ints
     elapsed_s: Floats
-    out: Floats
-    back: Floats
-    out_ends: Floats
-    back_ends: Floats
+    backlog: Floats
+    ends: Floats
+    due: Floats
     moved_open: Ints
     moved_total: Ints
-    out_due: Floats
-    back_due: Floats
     held: Ints
     fixed: Ints
     late: Ints
@@ -109,14 +117,30 @@ class _Labels:
     parent: Ints
     move: NDArray[np.int16]
 
+    @classmethod
+    def empty(cls, count: int, depth: int, window: int, spans: int) -> _Labels:
+        """Return labels of which nothing is decided yet."""
+        axes = {"backlog": (2,), "due": (2,), "ends": (2, window), "passing": (spans,)}
+        axes |= dict.fromkeys(("first", "sweep_copies", "sweep_peak", "sweep_s", "copied"), (depth,))
+        types = dict.fromkeys(("elapsed_s", "backlog", "ends", "due", "sweep_s"), float) | {"move": np.int16}
+        columns: dict[str, Any] = {
+            field.name: np.zeros((*axes.get(field.name, ()), count), types.get(field.name, np.int64))
+            for field in fields(cls)
+        }
+        return cls(**columns)
+
+    @classmethod
+    def join(cls, parts: Sequence[_Labels]) -> _Labels:
+        """Return all labels of these."""
+        columns = ([getattr(part, field.name) for part in parts] for field in fields(cls))
+        return cls(*(np.concatenate(column, axis=-1) for column in columns))
+
     def take(self, rows: Ints) -> _Labels:
-        """Copies of these rows, each its own parent."""
-        plain = [getattr(self, f)[..., rows] for f in _FIELDS]
-        return _Labels(*[*plain, rows, np.zeros(len(rows), np.int16)])
+        """Return copies of these rows."""
+        return _Labels(*(getattr(self, field.name)[..., rows] for field in fields(self)))
 
-
-_FIELDS = tuple(field.name for field in fields(_Labels))[:-2]
-"""The columns of a label that count; `parent` and `move` say where it comes from."""
+    def __len__(self) -> int:
+        return len(self.elapsed_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +153,44 @@ class _Move:
     code: int
     opened: int = 0
     ends: bool = False
+
+
+@dataclass(slots=True)
+class _HeldByStage:
+    """What a stage holds until its backward under one option.
+
+    Attributes
+    ----------
+    keeps, moves : int
+        Bytes of what no other stage may hold: those that stay, and those that move.
+    tracked, linked : list of (int, bool)
+        Storages that a label knows by name, and those that a segment which makes them doesn't hold; whether each goes.
+    """
+
+    keeps: int = 0
+    moves: int = 0
+    tracked: list[tuple[int, bool]] = field(default_factory=list)
+    linked: list[tuple[int, bool]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _SweepCopies:
+    """What a stage makes copies of in a sweep.
+
+    Attributes
+    ----------
+    private : int
+        Bytes of what no other stage may hold, where it is kept.
+    tracked, inputs : list of int
+        Storages that a label knows by name, and linked ones that recompute holds as well, where it is kept.
+    linked : list of int
+        All linked storages.
+    """
+
+    linked: list[int]
+    private: int = 0
+    tracked: list[int] = field(default_factory=list)
+    inputs: list[int] = field(default_factory=list)
 
 
 class LabelDp:
@@ -153,7 +215,10 @@ class LabelDp:
         self.parameters: Parameters = space.parameters
         nesting = self.parameters.nesting if depth is None else depth
         self.depth = nesting if any(space.inside) and space.segments else 0
-        self.tracker = _Tracker(self.profile)
+        self.chain = space.chain
+        self.tracker = _Tracker(self.chain)
+        link = self.profile.link
+        self.rates = link.out_bytes_per_s, link.in_bytes_per_s
         self.complete = True
         """Whether the last run had time for all its labels."""
         n = len(self.profile.stages)
@@ -161,62 +226,42 @@ class LabelDp:
         self.rest_s = np.concatenate([np.cumsum(seconds[::-1])[::-1], [0.0]])
         self.goes_on = [bool(codes) for codes in space.inside]
         self._holds = [
-            [self._split(k, option) for option in stage.options] for k, stage in enumerate(self.profile.stages)
+            [self._split(k, code) for code in range(len(stage.options))] for k, stage in enumerate(self.profile.stages)
         ]
         self._sweep = [self._sweep_parts(k) for k in range(n)]
-        self._passing = [
-            [rules.passing(self.profile, k, option) for option in stage.options]
-            for k, stage in enumerate(self.profile.stages)
-        ]
-        self._spans = list({steps: None for of in self._passing for some in of for steps, _ in some})
+        self._spans = list({steps: None for of in self.chain.passing for some in of for steps, _ in some})
 
-    def _split(
-        self, k: int, option: Option
-    ) -> tuple[int, int, list[tuple[int, int, bool]], list[tuple[int, int, int, bool]]]:
-        """Bytes that option alone holds until backward; that it alone moves; tracked storages; linked ones."""
-        stage, storages, n = self.profile.stages[k], self.profile.storages, len(self.profile.stages)
-        linked = set(stage.linked)
-        movable = set(option.moved)
-        keeps = moves = 0
-        tracked: list[tuple[int, int, bool]] = []
-        inside: list[tuple[int, int, int, bool]] = []
-        for s in option.held:
-            storage = storages[s]
-            if not rules.counts(storage) or not rules.awaits_backward(storage):
-                continue
-            goes = s in movable and rules.can_move(storage)
-            if s in linked and option.recomputes and not option.ops:
-                inside.append((s, rules.latest_first(storage), storage.nbytes, goes))
+    def _split(self, k: int, code: int) -> _HeldByStage:
+        stage, storages = self.profile.stages[k], self.profile.storages
+        option = stage.options[code]
+        found = _HeldByStage()
+        for s in self.chain.held[k][code]:
+            goes = s in option.moved and rules.can_move(storages[s])
+            if s in stage.linked and option.recomputes and not option.ops:
+                found.linked.append((s, goes))
             elif s in self.tracker.bit:
-                tracked.append((s, storage.nbytes, goes))
-            elif goes and k in rules.movers(storage, n) and s not in self.tracker.left_out:
-                moves += storage.nbytes
+                found.tracked.append((s, goes))
+            elif goes and self.tracker.moves(s, k):
+                found.moves += storages[s].nbytes
             else:
-                keeps += storage.nbytes
-        return keeps, moves, tracked, inside
+                found.keeps += storages[s].nbytes
+        return found
 
-    def _sweep_parts(
-        self, k: int
-    ) -> tuple[int, list[tuple[int, int]], list[tuple[int, int, int]], list[tuple[int, int, int]]]:
-        """Of a kept stage's copies in a sweep: private bytes, tracked ones, those that are linked; and all linked."""
+    def _sweep_parts(self, k: int) -> _SweepCopies:
         stage, storages = self.profile.stages[k], self.profile.storages
         again = stage.recompute
-        linked = [(s, rules.latest_first(storages[s]), storages[s].nbytes) for s in stage.linked if storages[s].nbytes]
+        found = _SweepCopies(linked=[s for s in stage.linked if storages[s].nbytes])
         if again is None or stage.is_glue:
-            return 0, [], [], linked
-        private = 0
-        tracked: list[tuple[int, int]] = []
-        inputs: list[tuple[int, int, int]] = []
+            return found
         for s in stage.keep.held:
-            nbytes = storages[s].nbytes
             if s in again.held:
                 if s in stage.linked:
-                    inputs.append((s, rules.latest_first(storages[s]), nbytes))
+                    found.inputs.append(s)
             elif s in self.tracker.bit:
-                tracked.append((s, nbytes))
+                found.tracked.append(s)
             elif rules.awaits_backward(storages[s]):
-                private += nbytes
-        return private, tracked, inputs, linked
+                found.private += storages[s].nbytes
+        return found
 
     def run(
         self,
@@ -250,9 +295,12 @@ class LabelDp:
         if self.profile.update_peak_bytes > self.budget_bytes:
             return []
         begin = time.monotonic()
-        least_width, window = self.parameters.least_width, max(2, self.parameters.window)
-        pools = [_empty(int(level == 0), self.depth, window, len(self._spans)) for level in range(self.depth + 1)]
-        history: list[list[_Labels]] = []
+        least_width = self.parameters.least_width
+        start, none = (
+            _Labels.empty(count, self.depth, max(2, self.parameters.window), len(self._spans)) for count in (1, 0)
+        )
+        pools = [start, *[none] * self.depth]
+        history: list[list[_Origin]] = []
         self.moves: list[list[list[tuple[int, _Move]]]] = []
         for k in range(n):
             between()
@@ -264,13 +312,10 @@ class LabelDp:
                 # Too slow at this width: a plan from fewer labels is better than none.
                 width = max(least_width, width // 2)
                 self.complete = False
-            grown: list[list[_Labels]] = [[] for _ in pools]
+            grown: list[list[_Labels]] = [[none] for _ in pools]
             taken: list[list[tuple[int, _Move]]] = [[] for _ in pools]
             for level, move in self._moves(k):
-                before = pools[level]
-                if len(before.elapsed_s) == 0:
-                    continue
-                after = self._step(before, k, level, move)
+                after = self._step(pools[level], k, level, move)
                 if after is None:
                     continue
                 to = level + move.opened - move.ends
@@ -278,17 +323,15 @@ class LabelDp:
                 taken[to].append((level, move))
                 grown[to].append(after)
             pools = [
-                self._prune(_join(labels, self.depth, window, len(self._spans)), k + 1, to, width, prices, below_s)
-                for to, labels in enumerate(grown)
+                self._prune(_Labels.join(labels), k + 1, to, width, prices, below_s) for to, labels in enumerate(grown)
             ]
-            history.append([_trace(pool) for pool in pools])
+            history.append([(pool.parent.astype(np.int32), pool.move) for pool in pools])
             self.moves.append(taken)
         last = pools[0]
-        link = self.profile.link
         # What need never be away in either lane doesn't move; the rest must have gone by the end of both.
-        due = np.maximum(last.out_due, last.back_due)
-        total = last.elapsed_s + np.maximum(due - last.moved_total + last.out, 0.0) / link.out_bytes_per_s
-        total += np.maximum(due - last.moved_total + last.back, 0.0) / link.in_bytes_per_s
+        due, total = last.due.max(axis=0), last.elapsed_s
+        for lane, rate in enumerate(self.rates):
+            total = total + np.maximum(due - last.moved_total + last.backlog[lane], 0.0) / rate
         order = np.argsort(total, kind="stable").tolist()
         return [self._read(history, row) for row in order[:count]]
 
@@ -312,137 +355,150 @@ class LabelDp:
 
     def _step(self, before: _Labels, k: int, level: int, move: _Move) -> _Labels | None:
         """The labels after stage `k`, or None where none fits."""
-        profile, stage = self.profile, self.profile.stages[k]
-        option, link, budget = stage.options[move.code], profile.link, self.budget_bytes
-        n, t = len(profile.stages), self.tracker
+        now = self._forward(before, k, level, move)
+        if now is None:
+            return None
         inner = level + move.opened  # segments around the stage
-        room = budget - profile.base_forward_bytes[k] - t.program_bytes[k] - option.forward_bytes - before.held_bytes
-        room = room + t.overlap(k, before.held)
+        moved = self._hold(now, k, inner, move.code)
+        fits = self._backward(now, k, inner, move, moved)
+        for s in self.tracker.expiring[k]:
+            moved = moved + self.tracker.leave(now, s)
+        now.moved_open = now.moved_open + moved
+        now.moved_total = now.moved_total + moved
+        self._put(now, OUT, moved)
+        if inner - move.ends == 0:
+            self._put(now, BACK, now.moved_open)
+            now.moved_open = np.zeros_like(now.moved_open)
+        if self.host_bytes is not None:
+            fits &= self.host_bytes - now.moved_total >= 0
+        self.tracker.forget(now, k)
+        if not fits.any():
+            return None
+        return now if fits.all() else now.take(np.flatnonzero(fits))
+
+    def _forward(self, before: _Labels, k: int, level: int, move: _Move) -> _Labels | None:
+        """The labels that forward step `k` fits, when it has run."""
+        room = self.budget_bytes - self.chain.forward_bytes[k] - before.held_bytes
+        room = room - self.profile.stages[k].options[move.code].forward_bytes + self.tracker.overlap(k, before.held)
         there = [place for place, steps in enumerate(self._spans) if k in steps]
-        if there:
-            room = room - before.passing[there].sum(axis=0)
+        room = room - before.passing[there].sum(axis=0)
         rows = np.flatnonzero(room >= 0)
         if len(rows) == 0:
             return None
-        now, room = before.take(rows), room[rows]
-        # Forward: wait until the backlog leaves room, then run.
-        most = _whole_items(now.out_ends, room)
-        wait = np.maximum(now.out - most, 0.0)
-        now.out_due = np.maximum(now.out_due, np.where(now.moved_total - room > 0, now.moved_total - most, 0.0))
-        now.out = np.maximum(now.out - wait - stage.forward_s * link.out_bytes_per_s, 0.0)
-        now.elapsed_s = now.elapsed_s + wait / link.out_bytes_per_s + stage.forward_s
-        for opened in range(level, inner):
-            now.first[opened] = k
-        # What it holds until backward.
-        keeps, moves, tracked, linked = self._holds[k][move.code]
-        now.held_bytes = now.held_bytes + keeps
-        for steps, nbytes in self._passing[k][move.code]:
+        now = before.take(rows)
+        now.parent = rows
+        self._run(now, OUT, room[rows], now.moved_total, self.profile.stages[k].forward_s)
+        now.first[level : level + move.opened] = k
+        return now
+
+    def _hold(self, now: _Labels, k: int, inner: int, code: int) -> Ints:
+        """Note what stage `k` holds until its backward; return what of it moves."""
+        held, t = self._holds[k][code], self.tracker
+        now.held_bytes = now.held_bytes + held.keeps
+        for steps, nbytes in self.chain.passing[k][code]:
             now.passing[self._spans.index(steps)] += nbytes
-        moved: Ints = np.full(len(rows), moves)
-        for s, nbytes, goes in tracked:
-            t.hold(now, s, k, nbytes, goes, None)
-        for s, born, nbytes, goes in linked:
-            mine = born < now.first[0] if inner else None
+        moved: Ints = np.full(len(now), held.moves)
+        for s, goes in held.tracked:
+            t.hold(now, s, k, goes, True)
+        for s, goes in held.linked:
+            storage = self.profile.storages[s]
+            mine = rules.latest_first(storage) < now.first[0] if inner else True
             if s in t.bit:
-                t.hold(now, s, k, nbytes, goes, mine)
+                t.hold(now, s, k, goes, mine)
+            elif goes and t.moves(s, k):
+                moved = moved + np.where(mine, storage.nbytes, 0)
             else:
-                goes = goes and k in rules.movers(profile.storages[s], n) and s not in t.left_out
-                size = np.where(mine, nbytes, 0) if mine is not None else np.full(len(rows), nbytes)
-                if goes:
-                    moved = moved + size
-                else:
-                    now.held_bytes = now.held_bytes + size
-        # Backward, and before it the sweep that ends here.
-        own_backward, seconds = option.backward_bytes, stage.backward_s + option.added_s
-        in_sweep: Ints | None = None
-        if inner and not stage.is_glue:
-            in_sweep = self._sweeps(now, k, inner, move)
-            if not move.ends:
-                own_backward, seconds = stage.keep.backward_bytes, stage.backward_s + stage.moving_s(option)[0]
-        need = now.sweep_copies[:inner].sum(axis=0) + own_backward if inner else own_backward
-        if move.ends:
-            assert in_sweep is not None
-            need = np.maximum(need, in_sweep)
-        room = budget - profile.base_backward_bytes[k] - t.caller_bytes - now.held_bytes - now.moved_open - moved - need
-        most = _whole_items(now.back_ends, room)
-        wait = np.maximum(now.back - most, 0.0)
+                now.held_bytes = now.held_bytes + np.where(mine, storage.nbytes, 0)
+        return moved
+
+    def _backward(self, now: _Labels, k: int, inner: int, move: _Move, moved: Ints) -> NDArray[np.bool_]:
+        """Run backward step `k`, and before it the sweep that ends here; return which labels it fits."""
+        stage = self.profile.stages[k]
+        option = stage.options[move.code]
+        own, seconds = option.backward_bytes, stage.backward_s + option.added_s
+        need: Ints | int = own
+        taken: Floats | float = seconds
+        if inner:
+            in_sweep = None if stage.is_glue else self._sweeps(now, k, inner, move)
+            if in_sweep is not None and not move.ends:
+                own, taken = stage.keep.backward_bytes, stage.backward_s + stage.moving_s(option)[0]
+            need = now.sweep_copies[:inner].sum(axis=0) + own
+            if move.ends:
+                assert in_sweep is not None
+                need = np.maximum(need, in_sweep)
+                taken = seconds + now.sweep_s[inner - 1]
         put = now.moved_total - now.moved_open
-        now.back_due = np.maximum(now.back_due, np.where(put > room, put - most, 0.0))
-        taken: Floats | float = seconds + now.sweep_s[inner - 1] if move.ends else seconds
-        now.back = np.maximum(now.back - wait - taken * link.in_bytes_per_s, 0.0)
-        now.elapsed_s = now.elapsed_s + wait / link.in_bytes_per_s + taken
+        room = self.budget_bytes - self.chain.backward_bytes[k] - now.held_bytes - now.moved_open - moved - need
+        self._run(now, BACK, room, put, taken)
         if move.ends:
             now.sweep_copies[inner - 1] = now.sweep_peak[inner - 1] = now.sweep_s[inner - 1] = now.copied[inner - 1] = 0
-        # What moves joins the queues.
-        for s in t.expiring[k]:
-            moved = moved + t.leave(now, s)
-        if moves or t.expiring[k] or linked:
-            now.out, now.out_ends = _put(now.out, now.out_ends, moved, link.latency_s * link.out_bytes_per_s)
-            now.moved_open = now.moved_open + moved
-            now.moved_total = now.moved_total + moved
-        if inner - move.ends == 0:
-            now.back, now.back_ends = _put(
-                now.back, now.back_ends, now.moved_open, link.latency_s * link.in_bytes_per_s
-            )
-            now.moved_open = np.zeros_like(now.moved_open)
-        fits = room >= 0
-        if self.host_bytes is not None:
-            fits &= self.host_bytes - now.moved_total >= 0
-        t.forget(now, k)
-        kept = np.flatnonzero(fits)
-        if len(kept) == 0:
-            return None
-        if len(kept) < len(rows):
-            parent = now.parent
-            now = now.take(kept)
-            now.parent = parent[kept]
-        return now
+        return np.asarray(room >= 0)
+
+    def _run(self, now: _Labels, lane: int, room: Ints, put: Ints, seconds: Floats | float) -> None:
+        """Wait until what is left of the bytes `put` into a lane's queue leaves room, then run for `seconds`."""
+        rate = self.rates[lane]
+        most = _whole_items(now.ends[lane], room)
+        wait = np.maximum(now.backlog[lane] - most, 0.0)
+        now.due[lane] = np.maximum(now.due[lane], np.where(put > room, put - most, 0.0))
+        now.backlog[lane] = np.maximum(now.backlog[lane] - wait - seconds * rate, 0.0)
+        now.elapsed_s = now.elapsed_s + wait / rate + seconds
+
+    def _put(self, now: _Labels, lane: int, moved: Ints) -> None:
+        """Put one more item into a lane's queue where `moved` isn't 0."""
+        some = moved > 0
+        if not some.any():
+            return
+        # As many bytes as flow in a latency count as well.
+        size = moved + np.where(some, self.profile.link.latency_s * self.rates[lane], 0.0)
+        longer = np.concatenate([size[None], now.ends[lane, :-1] + size])
+        now.backlog[lane] += size
+        now.ends[lane] = np.where(some, longer, now.ends[lane])
 
     def _sweeps(self, now: _Labels, k: int, inner: int, move: _Move) -> Ints:
         """Run stage `k` in the sweeps around it; gives the most bytes of copies in the innermost and those around."""
-        stage, t = self.profile.stages[k], self.tracker
+        stage, t, copies = self.profile.stages[k], self.tracker, self._sweep[k]
         again = stage.recompute
         assert again is not None
-        private, tracked, inputs, linked = self._sweep[k]
+        born = {s: rules.latest_first(self.profile.storages[s]) for s in (*copies.inputs, *copies.linked)}
         for level in range(inner):
             innermost = level == inner - 1
             first = now.first[level]
             ends = innermost and move.ends
             if not ends:
                 run = (stage.keep if innermost else again).forward_bytes + now.sweep_copies[level]
-                for s, born, nbytes in linked:
-                    new = born >= first
+                for s in copies.linked:
+                    new = born[s] >= first
                     if s in t.bit:
                         new = new & ((now.copied[level] & t.bit[s]) == 0)
-                    transit = np.where(new, nbytes, 0)
+                    transit = np.where(new, t.nbytes[s], 0)
                     run = run + transit
-                    if born < k - 1:
+                    if born[s] < k - 1:
                         now.sweep_peak[level] += transit
                 now.sweep_peak[level] = np.maximum(now.sweep_peak[level], run)
                 now.sweep_s[level] += stage.rerun_s
             if innermost and not ends:
-                now.sweep_copies[level] += private
-                for s, nbytes in tracked:
-                    t.copy(now, level, s, nbytes, None)
-                for s, born, nbytes in inputs:
-                    t.copy(now, level, s, nbytes, born >= first)
+                now.sweep_copies[level] += copies.private
+                for s in copies.tracked:
+                    t.copy(now, level, s, True)
+                for s in copies.inputs:
+                    t.copy(now, level, s, born[s] >= first)
                 continue
-            for s, born, nbytes in linked:
-                mine = born >= first
-                t.copy(now, level, s, nbytes, mine if innermost else mine & (born < now.first[level + 1]))
+            for s in copies.linked:
+                mine = born[s] >= first
+                t.copy(now, level, s, mine if innermost else mine & (born[s] < now.first[level + 1]))
         return np.asarray(now.sweep_peak[inner - 1] + now.sweep_copies[: inner - 1].sum(axis=0))
 
     def _prune(
         self, labels: _Labels, boundary: int, level: int, width: int, prices: Steering | None, below_s: float
     ) -> _Labels:
         """One label, the fastest, per cell; none that is slower than one in a cell with fewer bytes."""
-        rows: Ints = np.arange(len(labels.elapsed_s))
+        rows: Ints = np.arange(len(labels))
         if below_s < np.inf:
             rows = np.flatnonzero(labels.elapsed_s + self.rest_s[boundary] < below_s)
         if len(rows) < 2:
-            return labels if len(rows) == len(labels.elapsed_s) else _keep(labels, rows)
-        backlog = labels.back[rows] + labels.moved_open[rows]
-        columns: list[NDArray[np.float64]] = [labels.held_bytes[rows].astype(float), labels.out[rows], backlog]
+            return labels.take(rows)
+        out, back = labels.backlog[:, rows]
+        columns: list[Floats] = [labels.held_bytes[rows].astype(float), out, back + labels.moved_open[rows]]
         if level:
             columns.append(labels.sweep_copies[:level, rows].sum(axis=0).astype(float))
         if self.host_bytes is not None:
@@ -452,7 +508,7 @@ class LabelDp:
             columns.append(labels.passing[there][:, rows].sum(axis=0).astype(float))
         seconds = labels.elapsed_s[rows] + labels.sweep_s[:level, rows].sum(axis=0) if level else labels.elapsed_s[rows]
         if prices is None:
-            return _keep(labels, np.sort(rows[_sparse(columns, seconds, seconds, width)]))
+            return labels.take(np.sort(rows[_sparse(columns, seconds, seconds, width)]))
         worth = [prices.held[boundary], prices.out[boundary], prices.back[boundary], prices.copies[boundary]]
         score = seconds + sum(price * values for price, values in zip(worth, columns, strict=False))
         # Half of the labels by what they promise at these prices, half spread over all there is: prices can mislead.
@@ -461,9 +517,9 @@ class LabelDp:
         spread = _sparse(columns, score, seconds, width)
         if len(spread) > width // 2:
             spread = spread[np.argsort(score[spread], kind="stable")[:: -(-2 * len(spread) // width)]]
-        return _keep(labels, rows[np.union1d(chosen, spread)])
+        return labels.take(rows[np.union1d(chosen, spread)])
 
-    def _read(self, history: Sequence[Sequence[_Labels]], row: int) -> LabelPlan:
+    def _read(self, history: Sequence[Sequence[_Origin]], row: int) -> LabelPlan:
         """The plan of a label at the end."""
         n = len(history)
         codes = [0] * n
@@ -471,10 +527,10 @@ class LabelDp:
         opened: list[int] = [0] * n
         ends: list[bool] = [False] * n
         for k in reversed(range(n)):
-            labels = history[k][level]
-            came_from, move = self.moves[k][level][int(labels.move[row])]
+            parents, moves = history[k][level]
+            came_from, move = self.moves[k][level][int(moves[row])]
             codes[k], opened[k], ends[k] = move.code, move.opened, move.ends
-            row, level = int(labels.parent[row]), came_from
+            row, level = int(parents[row]), came_from
         stack: list[tuple[int, list[Segment]]] = [(0, [])]
         for k in range(n):
             stack.extend((k, []) for _ in range(opened[k]))
@@ -492,16 +548,6 @@ def _whole_items(ends: Floats, room: Ints) -> Floats:
         item = np.maximum(ends[-1] - ends[-2], 1.0)
         most = np.where(longer, ends[-1] + np.floor((room - ends[-1]) / item) * item, most)
     return np.asarray(most)
-
-
-def _put(backlog: Floats, ends: Floats, moved: Ints, latency_bytes: float) -> tuple[Floats, Floats]:
-    """Backlog and window with one more item where `moved` isn't 0; `latency_bytes` flow in a latency."""
-    size = moved + np.where(moved > 0, latency_bytes, 0.0) if latency_bytes else moved.astype(float)
-    some = moved > 0
-    longer = np.empty_like(ends)
-    longer[0] = size
-    longer[1:] = ends[:-1] + size
-    return backlog + size, np.where(some, longer, ends)
 
 
 def _sparse(columns: Sequence[Floats], score: Floats, seconds: Floats, cells: int) -> Ints:
@@ -537,36 +583,6 @@ def _shape(columns: Sequence[Floats], cells: int) -> list[int]:
     return [int(max(2, CELLS * each))] + [int(max(2, each)) if v else 1 for v in varies[1:]]
 
 
-def _empty(count: int, depth: int, window: int, spans: int) -> _Labels:
-    """Labels of nothing decided yet."""
-    floats = {"elapsed_s", "out", "back", "out_due", "back_due"}
-    found: dict[str, NDArray[Any]] = {name: np.zeros(count, float if name in floats else np.int64) for name in _FIELDS}
-    found |= {name: np.zeros((depth, count), np.int64) for name in ("first", "sweep_copies", "sweep_peak", "copied")}
-    found["passing"] = np.zeros((spans, count), np.int64)
-    found |= {name: np.zeros((window, count)) for name in ("out_ends", "back_ends")}
-    found["sweep_s"] = np.zeros((depth, count))
-    return _Labels(**found, parent=np.zeros(count, np.int64), move=np.zeros(count, np.int16))
-
-
-def _join(labels: list[_Labels], depth: int, window: int, spans: int) -> _Labels:
-    if not labels:
-        return _empty(0, depth, window, spans)
-    return _Labels(*[np.concatenate([getattr(x, f) for x in labels], axis=-1) for f in (*_FIELDS, "parent", "move")])
-
-
-def _keep(labels: _Labels, rows: Ints) -> _Labels:
-    kept = labels.take(rows)
-    kept.parent, kept.move = labels.parent[rows], labels.move[rows]
-    return kept
-
-
-def _trace(labels: _Labels) -> _Labels:
-    """Only what leads back to the decisions."""
-    none = _empty(0, 0, 0, 0)
-    none.parent, none.move = labels.parent.astype(np.int32), labels.move
-    return none
-
-
 class _Tracker:
     """Which storages a label must remember by name, and in which bit.
 
@@ -575,22 +591,17 @@ class _Tracker:
     more are open at once than there are bits, the rest count once per holder and don't move: never too little.
     """
 
-    def __init__(self, profile: Profile) -> None:
-        self.profile = profile
-        n = len(profile.stages)
-        self.program_bytes = [0] * n
-        self.caller_bytes = 0
+    def __init__(self, chain: Chain) -> None:
+        self.chain = chain
+        self.nbytes = [storage.nbytes for storage in chain.profile.storages]
+        n = chain.n
         self.bit: dict[int, np.int64] = {}
         self.left_out: set[int] = set()
         self.expiring: list[list[int]] = [[] for _ in range(n)]
         self._overlapping: list[list[int]] = [[] for _ in range(n)]
         begins: list[list[tuple[int, int]]] = [[] for _ in range(n)]
-        for s, (storage, holders) in enumerate(zip(profile.storages, holders_of(profile), strict=True)):
-            program = rules.program_steps(storage, n)
-            for k in program:
-                self.program_bytes[k] += storage.nbytes
-            self.caller_bytes += storage.nbytes if storage.to_end else 0
-            if not holders or not rules.counts(storage) or not rules.awaits_backward(storage):
+        for s, (holders, program) in enumerate(zip(chain.holders, chain.program, strict=True)):
+            if not holders or not chain.decided[s]:
                 continue
             until = max(holders[-1].stage, program.stop - 1)
             if until > holders[0].stage:
@@ -605,7 +616,7 @@ class _Tracker:
                     self.bit[s] = np.int64(1 << number)
                     self.expiring[until].append(s)
                     open_.append((s, until, number))
-                    for j in rules.program_steps(profile.storages[s], n):
+                    for j in chain.program[s]:
                         if j > k:
                             self._overlapping[j].append(s)
                 else:
@@ -615,43 +626,41 @@ class _Tracker:
             free.extend(gone)
             open_ = [item for item in open_ if item[1] > k]
 
+    def moves(self, s: int, k: int) -> bool:
+        """Whether stage `k` may move `s`."""
+        return k in self.chain.movers[s] and s not in self.left_out
+
     def overlap(self, k: int, held: Ints) -> Ints | int:
         """Bytes held by earlier stages that the program holds too in forward step `k`."""
         both: Ints | int = 0
         for s in self._overlapping[k]:
-            both = both + np.where(held & self.bit[s], self.profile.storages[s].nbytes, 0)
+            both = both + np.where(held & self.bit[s], self.nbytes[s], 0)
         return both
 
-    def hold(self, now: _Labels, s: int, k: int, nbytes: int, goes: bool, mine: NDArray[np.bool_] | None) -> None:
+    def hold(self, now: _Labels, s: int, k: int, goes: bool, mine: _Where) -> None:
         """Stage `k` holds `s`, where `mine`."""
-        bit = self.bit[s]
-        new = (now.held & bit) == 0
-        mark = bit if mine is None else np.where(mine, bit, 0)
-        now.held_bytes = now.held_bytes + np.where(new if mine is None else new & mine, nbytes, 0)
+        mark = np.where(mine, self.bit[s], 0)
+        now.held_bytes = now.held_bytes + np.where(mark & ~now.held, self.nbytes[s], 0)
         now.held = now.held | mark
         if not goes:
             now.fixed = now.fixed | mark
-        if k in rules.movers(self.profile.storages[s], len(self.profile.stages)):
+        if k in self.chain.movers[s]:
             now.late = now.late | mark
 
     def leave(self, now: _Labels, s: int) -> Ints:
         """Bytes of `s` that leave `held_bytes` for the queues, since no later stage may hold it."""
-        bit = self.bit[s]
-        goes = np.where(((now.held & now.late) & ~now.fixed) & bit, self.profile.storages[s].nbytes, 0)
+        goes = np.where(((now.held & now.late) & ~now.fixed) & self.bit[s], self.nbytes[s], 0)
         now.held_bytes = now.held_bytes - goes
         return goes
 
-    def copy(self, now: _Labels, level: int, s: int, nbytes: int, mine: NDArray[np.bool_] | None) -> None:
+    def copy(self, now: _Labels, level: int, s: int, mine: _Where) -> None:
         """The sweep of `level` holds a copy of `s` from here on, where `mine`."""
-        bit = self.bit.get(s)
-        if bit is None:
-            now.sweep_copies[level] += nbytes if mine is None else np.where(mine, nbytes, 0)
+        if s not in self.bit:
+            now.sweep_copies[level] += np.where(mine, self.nbytes[s], 0)
             return
-        new = (now.copied[level] & bit) == 0
-        if mine is not None:
-            new = new & mine
-        now.sweep_copies[level] += np.where(new, nbytes, 0)
-        now.copied[level] |= np.where(new, bit, 0)
+        mark = np.where(mine, self.bit[s], 0)
+        now.sweep_copies[level] += np.where(mark & ~now.copied[level], self.nbytes[s], 0)
+        now.copied[level] |= mark
 
     def forget(self, now: _Labels, k: int) -> None:
         """No step after `k` looks at what expires here."""

@@ -7,7 +7,6 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,13 +15,10 @@ from ckptplan.core.option import DISCARD
 from ckptplan.core.schedule import EQUAL_S
 from ckptplan.core.segment import Segment
 from ckptplan.core.spread import evenly, fractions
-from ckptplan.solving.cost import KEEP, Codes, Evaluator, Segments
+from ckptplan.solving.cost import KEEP, Change, Codes, Evaluator, Segments, changed
 from ckptplan.solving.enumerate import PlanSpace
 
 _Plan = tuple[list[int], Segments, float]
-_Change = tuple[tuple[int, int], ...]
-"""(stage, code) of each stage that changes."""
-Batch = TypeVar("Batch", Codes, Sequence[_Change])
 OnBetter = Callable[[Sequence[int], Segments], None]
 """Called with option codes and segments."""
 
@@ -214,8 +210,8 @@ class LocalSearch:
         free = [i for i, allowed in enumerate(menu) if len(allowed) > 1]
         if not free:
             return None
-        changed = self.random.choice(free)
-        codes[changed] = self.random.choice(menu[changed])
+        at = self.random.choice(free)
+        codes[at] = self.random.choice(menu[at])
         value = self.cost(codes, segments)
         codes, value = self._all_of(codes, segments, value, menu, self._draw(free, menu), deadline)
         if value == math.inf:
@@ -265,7 +261,7 @@ class LocalSearch:
     ) -> tuple[list[int], float]:
         """The best of all combinations of the options of these stages, or `codes` where none is better."""
         combined = np.array(list(itertools.product(*(menu[i] for i in chosen))), np.int8)
-        for part in self._batches(combined):
+        for part in self.evaluator.batches(combined):
             rows = np.tile(np.array(codes, np.int8), (len(part), 1))
             rows[:, list(chosen)] = part
             rows = rows[self.least(rows, segments) < value * (1 - EQUAL_S)]
@@ -278,11 +274,6 @@ class LocalSearch:
                 break
         return codes, value
 
-    def _batches(self, items: Batch) -> Iterator[Batch]:
-        """As many of them at once as are evaluated together."""
-        size = max(1, self.parameters.cells // len(self.space.menu))
-        return (items[at : at + size] for at in range(0, len(items), size))
-
     def _forests(
         self, codes: list[int], segments: Segments, value: float, deadline: float
     ) -> tuple[list[int], Segments, float] | None:
@@ -294,21 +285,13 @@ class LocalSearch:
             return None
         near_s = value * (1 + self.parameters.near)
         promising: list[tuple[float, int, list[int], Segments]] = []
-        for number, changed in enumerate(self._moved(codes, segments)):
+        for number, moved in enumerate(self._moved(codes, segments)):
             if time.monotonic() > deadline:
                 return None
-            fixed, forest = suited(self.space, codes, changed)
+            fixed, forest = suited(self.space, codes, moved)
             menu = self.space.menu_in(forest)
-            rows = np.array(
-                [fixed]
-                + [
-                    [*fixed[:i], code, *fixed[i + 1 :]]
-                    for i, allowed in enumerate(menu)
-                    for code in allowed
-                    if code != fixed[i]
-                ],
-                np.int8,
-            )
+            singles = [((i, code),) for i, allowed in enumerate(menu) for code in allowed if code != fixed[i]]
+            rows = changed(fixed, [(), *singles])
             rows = rows[self.least(rows, forest) < near_s]
             if len(rows) == 0:
                 continue
@@ -345,15 +328,12 @@ class LocalSearch:
         return codes, value
 
     def _best_of(
-        self, codes: list[int], segments: Segments, value: float, changes: Sequence[_Change], deadline: float
+        self, codes: list[int], segments: Segments, value: float, changes: Sequence[Change], deadline: float
     ) -> tuple[list[int], float] | None:
         """The best of these changes, or as many of the best together as help; None where none does."""
-        helping: list[tuple[float, _Change]] = []
-        for part in self._batches(changes):
-            rows = np.tile(np.array(codes, np.int8), (len(part), 1))
-            for position in range(len(part[0])):
-                stages = [change[position][0] for change in part]
-                rows[np.arange(len(part)), stages] = [change[position][1] for change in part]
+        helping: list[tuple[float, Change]] = []
+        for part in self.evaluator.batches(changes):
+            rows = changed(codes, part)
             worth = np.flatnonzero(self.least(rows, segments) < value * (1 - EQUAL_S))
             if len(worth):
                 costs = self.costs(rows[worth], segments)
@@ -379,11 +359,11 @@ class LocalSearch:
         best = int(costs.argmin())
         return trials[best], float(costs[best])
 
-    def _pairs(self, codes: Sequence[int], menu: Sequence[Sequence[int]], most: int) -> list[_Change]:
+    def _pairs(self, codes: Sequence[int], menu: Sequence[Sequence[int]], most: int) -> list[Change]:
         """Exchanges between stages that differ, then changes of two stages close to each other, as many as allowed."""
         n = len(codes)
         names = [stage.options[code].name for stage, code in zip(self.space.profile.stages, codes, strict=True)]
-        found: list[_Change] = [
+        found: list[Change] = [
             ((i, b), (j, a))
             for i, j in itertools.combinations(range(n), 2)
             if names[i] != names[j]
@@ -406,10 +386,10 @@ class LocalSearch:
         """The first change of a segment that helps."""
         if not self.space.segments:
             return None
-        for changed in self._moved(codes, segments):
+        for moved in self._moved(codes, segments):
             if time.monotonic() > deadline:
                 return None
-            fixed, forest = suited(self.space, codes, changed)
+            fixed, forest = suited(self.space, codes, moved)
             seconds = self.cost(fixed, forest)
             if seconds < value * (1 - EQUAL_S):
                 return fixed, forest, seconds
@@ -474,12 +454,13 @@ class PeakSearch(LocalSearch):
 
     def costs(self, rows: Codes, segments: Segments) -> NDArray[np.float64]:
         """`cost` of many."""
-        parts = []
-        for part in self._batches(rows):
-            needs = np.concatenate(self.evaluator.tightest(part, segments), axis=1)
-            peaks = np.maximum(needs.max(axis=1), self.evaluator.profile.update_peak_bytes)
-            parts.append(peaks + (needs >= peaks[:, None]).sum(axis=1) / (2 * needs.shape[1]))
-        return np.concatenate(parts) if parts else np.zeros(0)
+        return self.evaluator.by_batch(lambda part: self._peaks(part, segments), rows)
+
+    def _peaks(self, rows: Codes, segments: Segments) -> NDArray[np.float64]:
+        tightest = self.evaluator.tightest(rows, segments)
+        needs = np.concatenate([tightest.forward, tightest.backward], axis=1)
+        peaks = np.maximum(needs.max(axis=1), self.evaluator.profile.update_peak_bytes)
+        return np.asarray(peaks + (needs >= peaks[:, None]).sum(axis=1) / (2 * needs.shape[1]))
 
     def least(self, rows: Codes, segments: Segments) -> NDArray[np.float64]:
         """Nothing bounds a peak at less cost than the peak itself."""

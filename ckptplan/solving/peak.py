@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ckptplan.core import rules
 from ckptplan.core.option import Action
 from ckptplan.core.profile import Profile
 from ckptplan.core.request import NO_LIMITS, Limits
@@ -78,7 +77,9 @@ def smallest_peak(profile: Profile, limits: Limits = NO_LIMITS, parameters: Para
     return least_peak(evaluator, space, time.monotonic() + limits.time_limit_s)
 
 
-def plan_space_of(profile: Profile, actions: Sequence[Action], segments: bool, parameters: Parameters) -> PlanSpace:
+def plan_space_of(
+    profile: Profile, actions: Sequence[Action], segments: bool, parameters: Parameters = DEFAULT
+) -> PlanSpace:
     """The plans that use these actions alone."""
     menu = menus(profile, actions)
     return PlanSpace(profile, menu, segments=segments and "recompute" in actions, parameters=parameters)
@@ -182,14 +183,8 @@ class _PeakRun:
         if len(self.space.menu) > self.parameters.cp_sat_stages:
             return
         try:
-            model = mixed_integer.PeakModel(
-                self.profile,
-                self.space.menu,
-                self.least,
-                host_bytes=self.evaluator.room.total_bytes,
-                segments=self.space.segments,
-                deadline=deadline,
-            )
+            host_bytes = self.evaluator.room.total_bytes
+            model = mixed_integer.PeakModel(self.space, self.least, host_bytes=host_bytes, deadline=deadline)
             bound, found = cp_sat.smallest_peak(model, deadline)
         except TimeoutError:
             return
@@ -211,28 +206,17 @@ class _PeakRun:
 
 def step_bound(space: PlanSpace) -> int:
     """No plan needs fewer bytes than this in one step, whatever it does elsewhere."""
-    profile, n = space.profile, len(space.menu)
-    stages, storages = profile.stages, profile.storages
-    forward, backward = [0] * n, [0] * n
-    for k, stage in enumerate(stages):
-        ways = [stage.options[c] for c in {0, *space.menu[k]}]
+    profile, chain = space.profile, space.chain
+    needs = [profile.update_peak_bytes]
+    for k, stage in enumerate(profile.stages):
+        ways = {0, *space.menu[k]}
         if stage.recompute is not None:
-            ways.append(stage.recompute)
-        forward[k] = profile.base_forward_bytes[k] + min(o.forward_bytes for o in ways)
+            ways.add(stage.options.index(stage.recompute))
+        options = [(stage.options[code], chain.bytes_of(chain.held[k][code])) for code in ways]
+        needs.append(chain.forward_bytes[k] + min(option.forward_bytes for option, _ in options))
         # In its backward step a stage has what it holds, as it was or as a copy that a sweep made.
-        backward[k] = profile.base_backward_bytes[k] + min(
-            o.backward_bytes
-            + sum(
-                storages[s].nbytes for s in set(o.held) if rules.awaits_backward(storages[s]) and not storages[s].to_end
-            )
-            for o in ways
-        )
-    for storage in storages:
-        for k in rules.program_steps(storage, n):
-            forward[k] += storage.nbytes
-        if storage.to_end:
-            backward = [nbytes + storage.nbytes for nbytes in backward]
-    return max(*forward, *backward, profile.update_peak_bytes)
+        needs.append(chain.backward_bytes[k] + min(option.backward_bytes + held for option, held in options))
+    return max(needs)
 
 
 def nothing_fits(space: PlanSpace, budget_bytes: int, host_bytes: int | None, deadline: float) -> bool:
@@ -244,8 +228,8 @@ def nothing_fits(space: PlanSpace, budget_bytes: int, host_bytes: int | None, de
     profile = space.profile
     if profile.update_peak_bytes > budget_bytes:
         return True
-    chain = BoundData(profile, space.menu, budget_bytes, host_bytes, segments=space.segments)
-    link, n = profile.link, chain.n
+    data = BoundData(space, budget_bytes, host_bytes)
+    link, n = profile.link, data.n
     longest_s = (n + 2) * sum(
         max(s.forward_s, s.rerun_s)
         + s.backward_s
@@ -256,18 +240,18 @@ def nothing_fits(space: PlanSpace, budget_bytes: int, host_bytes: int | None, de
         + max(o.launch_s for o in s.options)
         for s in profile.stages
     ) + sum(link.out_s(s.nbytes) + link.in_s(s.nbytes) for s in profile.storages)
-    master, intervals = Master(chain), Intervals(chain)
+    master, intervals = Master(data), Intervals(data)
     columns = MissingColumns(intervals)
     while (left := deadline - time.monotonic()) > 0:
         duals = master.solve(left)
         if duals is None or duals.excess <= 0:
             return False
         large = replace(duals, host=duals.host * LARGE, ask={key: w * LARGE for key, w in duals.ask.items()})
-        scaled = LinearTrees(intervals, Costs.of(chain, large, scale=LARGE))
+        scaled = LinearTrees(intervals, Costs.of(data, large, scale=LARGE))
         value = scaled.constant + scaled.path()  # and the baseline, which is left to rounding
-        if value * chain.second * (1 - CLOSE) > longest_s:
+        if value * data.second * (1 - CLOSE) > longest_s:
             return True
-        trees = LinearTrees(intervals, Costs.of(chain, duals))
+        trees = LinearTrees(intervals, Costs.of(data, duals))
         if not columns.add_to(master, trees, duals):
             return False
     return False

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -26,7 +26,7 @@ from ckptplan.solving.bound import process
 from ckptplan.solving.bound.linear_program import Master
 from ckptplan.solving.bound.pricing import lower_bound
 from ckptplan.solving.bound.relaxation import BoundData, Floats
-from ckptplan.solving.cost import KEEP, Codes, Evaluator, Schedule, Segments
+from ckptplan.solving.cost import KEEP, Evaluator, Schedule, Segments
 from ckptplan.solving.descent import Descent, complexity
 from ckptplan.solving.enumerate import PlanSpace, fastest_of_all
 from ckptplan.solving.incumbent import Incumbent, OnProgress, Start, key, plan_space
@@ -136,7 +136,6 @@ class _SearchPart(NamedTuple):
     share: float = 1.0
 
 
-@dataclass(slots=True)
 class _PlanSearch:
     """One run of the parts.
 
@@ -144,49 +143,23 @@ class _PlanSearch:
     their copies placed on host and disk (`room.py`).
     """
 
-    incumbent: Incumbent
-    deadline: float
-    refined: Schedule | None = field(default=None, init=False)
-    steer: Steering | None = field(default=None, init=False)
-    width: int = field(default=0, init=False)
-    depth: int = field(default=0, init=False)
-    complete: bool = field(default=True, init=False)
-    finalists: dict[Segments, tuple[float, tuple[int, ...]]] = field(default_factory=dict, init=False)
-    polished: set[tuple[tuple[int, ...], Segments]] = field(default_factory=set, init=False)
-    segments_of_bound: Segments | None = field(default=None, init=False)
-    rules: Codes | None = field(default=None, init=False)
-    beside: list[process.Running] = field(default_factory=list, init=False)
-    exhausted: bool = field(default=False, init=False)
-    space: PlanSpace = field(init=False)
-
-    def __post_init__(self) -> None:
-        limits = self.limits
-        self.space = plan_space_of(self.profile, limits.actions, limits.segments, self.parameters)
-
-    @property
-    def profile(self) -> Profile:
-        """The chain."""
-        return self.incumbent.profile
-
-    @property
-    def moved_bytes(self) -> int | None:
-        """Most that may move; None: no limit."""
-        return self.incumbent.evaluator.room.total_bytes
-
-    @property
-    def budget_bytes(self) -> int:
-        """Most bytes on the device at any moment of the step."""
-        return self.incumbent.budget_bytes
-
-    @property
-    def limits(self) -> Limits:
-        """The caller's."""
-        return self.incumbent.limits
-
-    @property
-    def parameters(self) -> Parameters:
-        """Numbers that the search goes by."""
-        return self.incumbent.parameters
+    def __init__(self, incumbent: Incumbent, deadline: float) -> None:
+        self.incumbent, self.deadline = incumbent, deadline
+        self.profile, self.budget_bytes = incumbent.profile, incumbent.budget_bytes
+        self.limits, self.parameters = incumbent.limits, incumbent.parameters
+        self.moved_bytes = incumbent.evaluator.room.total_bytes
+        self.unmixed = plan_space_of(self.profile, self.limits.actions, self.limits.segments, self.parameters)
+        self.space = self.unmixed  # the same, or for dynamic programs with other times (`mix`)
+        self.refined: Schedule | None = None
+        self.steer: Steering | None = None
+        self.width = self.depth = 0
+        self.complete = True
+        self.finalists: dict[Segments, tuple[float, tuple[int, ...]]] = {}
+        self.polished: set[tuple[tuple[int, ...], Segments]] = set()
+        self.segments_of_bound: Segments | None = None
+        self.tried_patterns = False
+        self.beside: list[process.Running] = []
+        self.exhausted = False
 
     def run(self) -> Schedule:
         """Run part after part until the gap is closed; return the best schedule without swaps that gain nothing."""
@@ -310,7 +283,8 @@ class _PlanSearch:
         incumbent = self.incumbent
         if self.budget_bytes < step_bound(self.space):
             self.refuse(until)
-        starts = self.rules = patterns(self.space)
+        self.tried_patterns = True
+        starts = patterns(self.space)
         costs = incumbent.evaluator.makespans(starts, self.budget_bytes)
         for row in costs.argsort()[: self.parameters.window]:  # of equal ones some move nothing after all
             incumbent.offer(starts[row].tolist())
@@ -352,12 +326,10 @@ class _PlanSearch:
 
     def prices(self, until: float) -> None:
         """Steer the label DP by the linear program without segments."""
-        chain = BoundData(
-            self.profile, self.space.menu, self.budget_bytes, self.moved_bytes, segments=self.limits.segments
-        )
-        duals = Master(chain).solve(until - time.monotonic())
+        data = BoundData(self.unmixed, self.budget_bytes, self.moved_bytes)
+        duals = Master(data).solve(until - time.monotonic())
         if duals is not None:
-            per_byte = chain.second / chain.unit
+            per_byte = data.second / data.unit
             self.mix(duals.launch)
             self.steer = self.steered_by(duals.forward * per_byte, duals.backward * per_byte, duals.drain)
 
@@ -406,11 +378,9 @@ class _PlanSearch:
         """Prove a bound, and steer the label DP by its prices if no others do."""
         assert self.incumbent.best is not None
         bound = lower_bound(
-            self.profile,
-            self.space.menu,
+            self.unmixed,
             self.budget_bytes,
             host_bytes=self.moved_bytes,
-            segments=self.space.segments,
             deadline=until,
             enough_s=self.incumbent.best.step_s / (1 + self.incumbent.gap),
             on_bound=self.incumbent.prove,
@@ -481,11 +451,9 @@ class _PlanSearch:
         if self.incumbent.closed or len(self.space.menu) > p.mixed_stages or share_s < p.least_s or best is None:
             return
         problem = process.Problem(
-            self.profile,
-            self.space.menu,
+            self.unmixed,
             self.budget_bytes,
             self.moved_bytes,
-            self.space.segments,
             best.step_s,
             self.limits.seed,
             self.limits.workers or 1,
@@ -604,7 +572,7 @@ class _PlanSearch:
         assert incumbent.best is not None
         until = _after(self.parameters.small_share, self.deadline) if incumbent.closed else self.deadline
         if not incumbent.optimal:
-            if self.rules is None:
+            if not self.tried_patterns:
                 self.patterns(until)
             self.polish(until)
         if incumbent.lazy is not None:

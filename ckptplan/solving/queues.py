@@ -106,14 +106,12 @@ class Lane:
         stays = accumulate(staying)
         self.free = [self.room_bytes - need - more for need, more in zip(self.needs, stays, strict=False)]
 
-    def short(self, step: int, queued: Sequence[int]) -> bool:
-        """Whether more copies must be done when `step` starts than those `queued`."""
-        for k in self.checks[step]:
-            if self.free[k] < 0:
-                gone = sum(nbytes for i in queued for first, nbytes in self.copies[i].frees if first <= k)
-                if self.free[k] + gone < 0:
-                    return True
-        return False
+    def short(self, step: int, gone: Sequence[int]) -> bool:
+        """Whether more copies must be done when `step` starts.
+
+        `gone` are bytes of those that are, by the step from which on they may not count.
+        """
+        return any(self.free[k] < 0 and self.free[k] + sum(gone[: k + 1]) < 0 for k in self.checks[step])
 
     def follow(self, order: Sequence[int]) -> Queue | None:
         """What this order comes to: of the copies that have joined, the first one leaves; None if that isn't enough."""
@@ -123,12 +121,10 @@ class Lane:
         joined_s = [0.0] * (n + 1)
         points: dict[int, int] = {}
         now = free_s = 0.0
-        gone = [0] * (n + 1)  # bytes of the copies that are done, by the step from which on they don't count
-        total = 0  # of them, those that don't count in this step
+        gone = [0] * (n + 1)
         for step in range(n + 1):
             joined_s[step] = now
-            total += gone[step]
-            while left and (step == self.end or self._short(step, total, gone)):
+            while left and (step == self.end or self.short(step, gone)):
                 at = next((at for at, i in enumerate(left) if copies[i].joins <= step), None)
                 if at is None:
                     return None
@@ -139,13 +135,9 @@ class Lane:
                 taken.append(i)
                 for first, nbytes in copies[i].frees:
                     gone[first] += nbytes
-                    total += nbytes if first <= step else 0
             if step < n:
                 now += self.compute_s[step]
         return Queue(now, tuple(taken), points)
-
-    def _short(self, step: int, total: int, gone: Sequence[int]) -> bool:
-        return any(self.free[k] + total + sum(gone[step + 1 : k + 1]) < 0 for k in self.checks[step])
 
     def quickest(self, below_s: float = math.inf) -> Queue | None:
         """The fastest order that takes less than `below_s`."""
@@ -155,6 +147,7 @@ class Lane:
             rest_s[k] = rest_s[k + 1] + self.compute_s[k]
         joined_s = [0.0] * (n + 1)
         queued: list[int] = []
+        gone = [0] * (n + 1)
         points: dict[int, int] = {}
         left = set(range(len(copies)))
         best: Queue | None = None
@@ -176,7 +169,7 @@ class Lane:
                     order = (*queued, *sorted(left, key=lambda i: (copies[i].joins, copies[i].rank)))
                     best = Queue(below_s, order, points | dict.fromkeys(left, step - 1))
                     return
-                if self.short(step, queued):
+                if self.short(step, gone):
                     break
                 now += self.compute_s[step]
                 step += 1
@@ -190,7 +183,11 @@ class Lane:
                 left.remove(i)
                 queued.append(i)
                 points[i] = step - 1
+                for first, nbytes in copy.frees:
+                    gone[first] += nbytes
                 go(step, max(now, done_s), done_s)
+                for first, nbytes in copy.frees:
+                    gone[first] -= nbytes
                 del points[i]
                 queued.pop()
                 left.add(i)

@@ -42,6 +42,7 @@ from numpy.typing import NDArray
 from ckptplan.core import rules
 from ckptplan.core.profile import Profile
 from ckptplan.core.segment import Segment
+from ckptplan.solving.chain import Chain
 from ckptplan.solving.cost import Menu, Segments
 from ckptplan.solving.enumerate import PlanSpace
 
@@ -54,7 +55,7 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class _Chain:
+class _Textbook:
     """A profile as the program sees it; bytes per stage, options by code."""
 
     base_forward: tuple[int, ...]
@@ -65,9 +66,9 @@ class _Chain:
     textbook: bool
 
 
-def _chain_of(profile: Profile, menu: Menu) -> _Chain:
+def _textbook_of(chain: Chain, menu: Menu) -> _Textbook:
+    profile, n = chain.profile, chain.n
     stages, storages = profile.stages, profile.storages
-    n = len(stages)
     before: list[int] = []
     module = -1
     for k, stage in enumerate(stages):
@@ -96,8 +97,7 @@ def _chain_of(profile: Profile, menu: Menu) -> _Chain:
         boundary[k] = sum(storages[s].nbytes for s in upcoming)
     forward, backward = [0] * (n + 1), [0] * (n + 1)
     reader = {s: k for k in range(n) for s in near[k] if s not in always}
-    for s, storage in enumerate(storages):
-        program = rules.program_steps(storage, n)
+    for s, (storage, program) in enumerate(zip(storages, chain.program, strict=True)):
         begin = reader[s] + 1 if s in reader else program.start
         end = rules.forward_stop(program.stop, n if s in always else None, None)
         if begin < end:
@@ -117,7 +117,7 @@ def _chain_of(profile: Profile, menu: Menu) -> _Chain:
         }
         for k, stage in enumerate(stages)
     )
-    return _Chain(
+    return _Textbook(
         tuple(int(b + r) for b, r in zip(profile.base_forward_bytes, np.cumsum(forward), strict=False)),
         tuple(int(b + r) for b, r in zip(profile.base_backward_bytes, np.cumsum(backward), strict=False)),
         tuple(boundary),
@@ -200,10 +200,10 @@ class SegmentDp:
             tuple(c for c in codes if not stage.options[c].moves)
             for codes, stage in zip(space.menu, self.profile.stages, strict=True)
         ]
-        self.chain = _chain_of(self.profile, self.menu)
+        self.mapped = _textbook_of(space.chain, self.menu)
         n = self.n = len(self.menu)
-        self.floor = min(*self.chain.base_forward, *self.chain.base_backward)
-        limit = max((limit_bytes if self.chain.textbook else int(limit_bytes * REACH)) - self.floor, 0)
+        self.floor = min(*self.mapped.base_forward, *self.mapped.base_backward)
+        limit = max((limit_bytes if self.mapped.textbook else int(limit_bytes * REACH)) - self.floor, 0)
         unit = math.gcd(*self._sizes()) or 1
         most = max(1, space.parameters.units)
         exact = limit // unit <= most
@@ -211,11 +211,11 @@ class SegmentDp:
         self.units = limit // self.unit + 1
         self.span = n if space.segments else 0
         self._tell_apart(space.parameters.still_additions if max_work is None else max_work)
-        self.exact = exact and self.chain.textbook and self.span in (0, n)
+        self.exact = exact and self.mapped.textbook and self.span in (0, n)
         self._known: dict[int, list[_Way]] = {}
 
     def _sizes(self) -> list[int]:
-        c = self.chain
+        c = self.mapped
         sizes = [b - self.floor for b in (*c.base_forward, *c.base_backward)] + [*c.boundary]
         for k, stage in enumerate(self.profile.stages):
             sizes += c.held[k].values()
@@ -269,7 +269,7 @@ class SegmentDp:
         the first stages of the runs that rows are made for. The last one of equal runs has its own, since there the
         bases are smallest and the row reaches furthest; where they are not, more than one has.
         """
-        chain, stages, n = self.chain, self.profile.stages, self.n
+        chain, stages, n = self.mapped, self.profile.stages, self.n
         base = chain.base_backward
         steps = [0, *(b - a for a, b in pairwise(base))]
         ids: dict[tuple[object, ...], int] = {}
@@ -330,7 +330,7 @@ class SegmentDp:
         return float(row[m - by]) if m >= by else math.inf
 
     def _prepare(self) -> None:
-        chain, stages = self.chain, self.profile.stages
+        chain, stages = self.mapped, self.profile.stages
         self.x = [self._up(b) for b in chain.boundary] + [0]
         self.p = [self._up(b) for b in chain.kept]
         can = [bool(self.space.inside[k]) and not stages[k].is_glue for k in range(self.n)]
@@ -380,7 +380,7 @@ class SegmentDp:
         return out
 
     def _inner_row(self, s: int, t: int) -> Floats:
-        chain, stages = self.chain, self.profile.stages
+        chain, stages = self.mapped, self.profile.stages
         if stages[s].is_glue:
             if s == t:
                 return np.full(self.units, np.inf)
@@ -411,7 +411,7 @@ class SegmentDp:
         found = self._known.get(s)
         if found is not None:
             return found
-        chain, stage = self.chain, self.profile.stages[s]
+        chain, stage = self.mapped, self.profile.stages[s]
         ways = self._known[s] = []
         for code in self.menu[s]:
             option = stage.options[code]
@@ -492,7 +492,7 @@ class SegmentDp:
                 continue
             value = self._value(s, t, m)
             for e in range(s, t):
-                first = self._first(self.chain.base_backward[t] + int(self.most_run[s, e - s]))
+                first = self._first(self.mapped.base_backward[t] + int(self.most_run[s, e - s]))
                 if not self.valid[s, e - s] or m < first or m < self.x[e + 1]:
                     continue
                 way = self._value(s, e, m) + self._value(e + 1, t, m - self.x[e + 1]) + self.again_total[s, e - s]

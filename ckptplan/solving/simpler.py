@@ -10,13 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptplan.core.schedule import EQUAL_S
-from ckptplan.solving.cost import KEEP, Codes, Evaluator, Schedule
+from ckptplan.solving.cost import KEEP, Codes, Evaluator, Schedule, changed
 from ckptplan.solving.descent import complexity
 from ckptplan.solving.enumerate import PlanSpace
 from ckptplan.solving.parameters import Parameters
-
-_Change = tuple[int, int]
-"""A stage, and the code of its option instead."""
 
 
 @dataclass(slots=True)
@@ -95,10 +92,9 @@ class Simpler:
         self.best = self.best if beaten(joined) else joined
         return self.best
 
-    def _tried(self, changes: list[_Change]) -> tuple[Codes, NDArray[np.float64]]:
+    def _tried(self, changes: list[tuple[int, int]]) -> tuple[Codes, NDArray[np.float64]]:
         """The best schedule's codes with one of `changes` each, and the makespans, infinite where one doesn't fit."""
-        trials = np.tile(np.array(self.best.codes, np.int8), (len(changes), 1))
-        trials[np.arange(len(changes)), [i for i, _ in changes]] = [code for _, code in changes]
+        trials = changed(self.best.codes, [(change,) for change in changes])
         return trials, self.evaluator.makespans(trials, self.budget_bytes, self.best.segments)
 
     def _moved_bytes(self, stage: int, code: int) -> int:
@@ -106,7 +102,7 @@ class Simpler:
         profile = self.evaluator.profile
         return sum(profile.storages[s].nbytes for s in profile.stages[stage].options[code].moved)
 
-    def _changes(self, *, swaps_alone: bool, instead: bool = False) -> list[_Change]:
+    def _changes(self, *, swaps_alone: bool, instead: bool = False) -> list[tuple[int, int]]:
         """Each option by which one stage would keep, or do the same and move less.
 
         With `instead`, also each by which it would recompute in place of moving.

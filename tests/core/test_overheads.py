@@ -50,7 +50,7 @@ def test_each_run_in_a_sweep_takes_the_overhead_once_more() -> None:
     # The outer sweep runs stages 0 to 2, the inner one 0 and 1; the last one of each is recomputed instead.
     segments = (Segment(0, 3, (Segment(0, 2),)),)
     choices = (Decision("recompute", option="recompute"),) * 4
-    assert [sweep.seconds for _, sweep in sweeps_of(profile, segments)] == [1.5 + 2.25 + 4.125, 1.5 + 2.25]
+    assert [sweep.seconds for sweep in sweeps_of(profile, segments)] == [1.5 + 2.25 + 4.125, 1.5 + 2.25]
     one, other = (simulate(p, choices, segments).makespan_s for p in (profile, plain))
     assert one - other == 2 * 0.5 + 2 * 0.25 + 0.125
     assert launch_s(profile, choices, segments) == 2 * 0.25 + 2 * 0.0625 + 0.015625

@@ -332,8 +332,8 @@ def test_the_rules_in_numpy_are_those_in_python(
 @pytest.mark.parametrize("change", [*RESIDENCY[1:], *LINKS[:2]])  # the first one, bounds leave out
 def test_bounds_follow_the_rules(change: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     def numbers(profile: Profile) -> list[object]:
-        chain = BoundData(profile, menus(profile, ("keep", "swap", "recompute")), 100, None, segments=True)
-        return [chain.base_forward.tolist(), chain.movable, chain.drops, chain.segment_moves, chain.out, chain.back]
+        data = BoundData(PlanSpace(profile, menus(profile, ("keep", "swap", "recompute"))), 100, None)
+        return [data.base_forward.tolist(), data.movable, data.drops, data.segment_moves, data.out, data.back]
 
     chains = [random_chain(seed, 6) for seed in CHAINS]
     before = [numbers(profile) for profile in chains]

@@ -157,7 +157,7 @@ def check_the_smallest_peak(case: Case, seen: Counter[str], *, programs: bool) -
         # Bytes of large models leave the solver's whole numbers less room.
         large, times = enlarged(profile, 10**10), 10**10
         most = max(least, everything_kept_bytes(profile)) * times
-        model = PeakModel(large, menus(large, limits.actions), most, segments=limits.segments)
+        model = PeakModel(PlanSpace(large, menus(large, limits.actions), segments=limits.segments), most)
         bound, _ = cp_sat.smallest_peak(model, time.monotonic() + LONG_S)
         assert bound <= least * times
         seen["program's peak"] += 1
@@ -165,9 +165,9 @@ def check_the_smallest_peak(case: Case, seen: Counter[str], *, programs: bool) -
 
 
 def check_bounds(case: Case, budget: int, best_s: float, seen: Counter[str], *, programs: bool) -> None:
-    profile, limits, menu = case.profile, case.limits, menus(case.profile, case.limits.actions)
-    how = {"host_bytes": limits.host_bytes, "segments": limits.segments}
-    linear = lower_bound(profile, menu, budget, deadline=time.monotonic() + LONG_S, **how)
+    profile, limits = case.profile, case.limits
+    space = PlanSpace(profile, menus(profile, limits.actions), segments=limits.segments)
+    linear = lower_bound(space, budget, host_bytes=limits.host_bytes, deadline=time.monotonic() + LONG_S)
     assert linear.complete
     assert profile.baseline_step_s <= linear.bound_s <= best_s * ROUNDING
     seen["bound"] += 1
@@ -175,7 +175,7 @@ def check_bounds(case: Case, budget: int, best_s: float, seen: Counter[str], *, 
     if programs:
         # In this process: the start of another one would take most of the time. CP-SAT raises bounds, and the last
         # part of an amount that flows takes it long.
-        problem = process.Problem(profile, menu, budget, below_s=best_s, **how)
+        problem = process.Problem(space, budget, limits.host_bytes, best_s)
         exact = scip.solve(problem, time.monotonic() + LONG_S, 1e-7)
         whole = cp_sat.solve(problem, time.monotonic() + 0.2, 1e-4)
         assert max(exact.bound_s, whole.bound_s) <= best_s * ROUNDING

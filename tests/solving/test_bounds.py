@@ -18,6 +18,7 @@ from ckptplan.core.segment import Segment
 from ckptplan.referee import simulate
 from ckptplan.solving.bound.pricing import Bound, lower_bound
 from ckptplan.solving.cost import menus
+from ckptplan.solving.enumerate import PlanSpace
 
 pytestmark = pytest.mark.planning
 
@@ -29,8 +30,9 @@ def peak_of(profile: Profile, name: str) -> int:
 
 
 def bound(profile: Profile, budget_bytes: int, **more: object) -> Bound:
-    given: dict[str, object] = {"menu": menus(profile, ACTIONS), "deadline": time.monotonic() + LONG_S, **more}
-    return lower_bound(profile, budget_bytes=budget_bytes, **given)  # type: ignore[arg-type]
+    given: dict[str, object] = {"menu": menus(profile, ACTIONS), "segments": True, **more}
+    space = PlanSpace(profile, given.pop("menu"), segments=given.pop("segments"))  # type: ignore[arg-type]
+    return lower_bound(space, budget_bytes, **{"deadline": time.monotonic() + LONG_S, **given})  # type: ignore[arg-type]
 
 
 def seconds_of(profile: Profile, budget_bytes: int, codes: Sequence[int], segments: Sequence[Segment]) -> float:

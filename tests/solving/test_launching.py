@@ -25,6 +25,7 @@ from ckptplan.core.schedule import StepNeed, evaluate, residency, tightest_peak
 from ckptplan.referee import simulate, validate
 from ckptplan.solving.bound.pricing import lower_bound
 from ckptplan.solving.cost import menus
+from ckptplan.solving.enumerate import PlanSpace
 from ckptplan.solving.frontier import everything_kept_bytes, smallest_within
 from ckptplan.solving.launching import mixed
 from ckptplan.solving.planner import smallest_peak, solve_profile
@@ -114,7 +115,7 @@ def test_the_linear_program_bounds_both_sums_together() -> None:
     budget, menu = least + (most - least) // 10, menus(profile, ACTIONS)
 
     def bound_s(of: Profile) -> float:
-        return lower_bound(of, menu, budget, deadline=time.monotonic() + LONG_S).bound_s
+        return lower_bound(PlanSpace(of, menu), budget, deadline=time.monotonic() + LONG_S).bound_s
 
     launching_alone = replace(
         profile,

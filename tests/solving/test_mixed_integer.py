@@ -31,6 +31,7 @@ from ckptplan.solving.bound import cp_sat, process, scip
 from ckptplan.solving.bound.mixed_integer import PeakModel, _tree
 from ckptplan.solving.bound.pricing import Bound, lower_bound
 from ckptplan.solving.cost import Evaluator, menus
+from ckptplan.solving.enumerate import PlanSpace
 from ckptplan.solving.frontier import everything_kept_bytes
 from ckptplan.solving.planner import smallest_peak, solve_profile
 
@@ -39,8 +40,12 @@ pytestmark = pytest.mark.planning
 PROFILES = Path(__file__).parent.parent / "profiles"
 
 
-def problem_of(profile: Profile, budget: int) -> process.Problem:
-    return process.Problem(profile, menus(profile, ACTIONS), budget)
+def space_of(profile: Profile, *, segments: bool = True) -> PlanSpace:
+    return PlanSpace(profile, menus(profile, ACTIONS), segments=segments)
+
+
+def problem_of(profile: Profile, budget: int, *, segments: bool = True) -> process.Problem:
+    return process.Problem(space_of(profile, segments=segments), budget)
 
 
 @pytest.mark.parametrize("solver", get_args(process.Solver))
@@ -88,7 +93,7 @@ def test_it_is_used_where_the_linear_bound_leaves_a_gap() -> None:
     )
     assert validate(profile, plan, budget) == ()
     assert "mixed-integer program" in parts
-    linear = lower_bound(profile, menus(profile, ACTIONS), budget, deadline=time.monotonic() + 60)
+    linear = lower_bound(space_of(profile), budget, deadline=time.monotonic() + 60)
     assert linear.bound_s <= plan.lower_bound_s <= simulate(profile, plan).makespan_s * ROUNDING
 
 
@@ -134,8 +139,8 @@ def test_a_program_with_a_few_segments_suggests_plans_and_proves_nothing(monkeyp
         def done(self) -> bool:
             return any(frame.function == "labels" for frame in inspect.stack())
 
-        def found(self, _: float) -> process.Found:
-            return process.Found(10 * profile.baseline_step_s, None, complete=True)
+        def found(self, _: float) -> process.BoundResult:
+            return process.BoundResult(10 * profile.baseline_step_s, None, complete=True)
 
         def end(self) -> None: ...
 
@@ -243,7 +248,7 @@ def test_rows_are_not_held_more_exactly_than_the_solver_counts() -> None:
     """With 1e-9 for rows, which is its epsilon, SCIP called 8.07 s the optimum of a step that takes 8 s."""
     rng = random.Random(6085)
     profile = odd_chain(rng, rng.randint(2, 4))
-    found = scip.solve(replace(problem_of(profile, 575), segments=False), time.monotonic() + 60, 1e-6)
+    found = scip.solve(problem_of(profile, 575, segments=False), time.monotonic() + 60, 1e-6)
     best_s = brute_force.fastest(profile, 575, segments=False)
     assert best_s == pytest.approx(8.0)
     assert best_s * (1 - 1e-6) <= found.bound_s <= best_s * ROUNDING
@@ -251,10 +256,10 @@ def test_rows_are_not_held_more_exactly_than_the_solver_counts() -> None:
 
 def test_no_time_is_no_bound_on_the_smallest_peak() -> None:
     profile = homogeneous_chain(12, link_ratio=0.5)
-    menu, most = menus(profile, ACTIONS), everything_kept_bytes(profile)
+    space, most = space_of(profile), everything_kept_bytes(profile)
     with pytest.raises(TimeoutError):
-        cp_sat.smallest_peak(PeakModel(profile, menu, most), time.monotonic() - 1)
+        cp_sat.smallest_peak(PeakModel(space, most), time.monotonic() - 1)
     with pytest.raises(TimeoutError):
-        PeakModel(profile, menu, most, deadline=time.monotonic() - 1)
+        PeakModel(space, most, deadline=time.monotonic() - 1)
     found = smallest_peak(profile, Limits(time_limit_s=1e-3))
     assert found.bound_bytes <= smallest_peak(profile).peak_bytes <= found.peak_bytes

@@ -379,7 +379,7 @@ def test_the_search_ends_at_the_gap_that_is_asked_for() -> None:
 def test_a_bound_that_is_enough_ends_its_search() -> None:
     profile, budget = tight_chain()
     first, best = (
-        lower_bound(profile, menus(profile, ACTIONS), budget, deadline=time.monotonic() + LONG_S, enough_s=enough_s)
+        lower_bound(space_of(profile), budget, deadline=time.monotonic() + LONG_S, enough_s=enough_s)
         for enough_s in (0.0, math.inf)
     )
     assert profile.baseline_step_s <= first.bound_s <= best.bound_s
@@ -424,7 +424,7 @@ def test_bounds_hold_for_chains_that_compute_next_to_nothing(seconds: float, sta
     budget = everything_kept_bytes(profile) * 2 // 3
     plan = solve_profile(profile, budget, Limits(actions=("keep", "swap"), time_limit_s=1.0))
     check(profile, plan, budget)
-    found = lower_bound(profile, menus(profile, ("keep", "swap")), budget, deadline=time.monotonic() + LONG_S)
+    found = lower_bound(space_of(profile, ("keep", "swap")), budget, deadline=time.monotonic() + LONG_S)
     assert found.bound_s <= plan.step_s
 
 

@@ -130,7 +130,7 @@ def solve(problem: Problem, deadline: float, gap: float) -> BoundResult:
     solver.best_bound_callback = on_bound
     status = solver.solve(whole.model)
     if status == cp_model.INFEASIBLE:  # a plan is known: a defect, or no plan is, and nothing fits
-        return BoundResult(problem.profile.baseline_step_s, None, False)
+        return BoundResult(problem.space.profile.baseline_step_s, None, False)
     bound_s = whole.bound_s(solver.best_objective_bound)
     solution = None
     if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):

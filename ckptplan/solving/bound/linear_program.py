@@ -29,7 +29,7 @@ all move it; of the others the two nearest are asked. Everything left out makes 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -72,13 +72,34 @@ class Duals:
     flow: tuple[float, float]  # seconds that a link would save by being twice as fast, to first order
 
 
+@dataclass(slots=True)
+class _LinkRows:
+    """The program of one link, by step; see the module's docstring.
+
+    Attributes
+    ----------
+    away, put : list
+        The variables A and P.
+    drain, queue : list
+        The rows p and q.
+    joins : list
+        The rows that say what is put between two steps.
+    """
+
+    away: list[Any]
+    put: list[Any]
+    drain: list[Any] = field(default_factory=list)
+    queue: list[Any] = field(default_factory=list)
+    joins: list[Any] = field(default_factory=list)
+
+
 class Master:
     """The linear program over options and the segments found so far, links as fluids."""
 
-    def __init__(self, chain: BoundData) -> None:
+    def __init__(self, data: BoundData) -> None:
         from ortools.linear_solver import pywraplp
 
-        self.chain = c = chain
+        self.data = c = data
         self.lp: Any = pywraplp.Solver.CreateSolver("GLOP")
         self.big = big = self.lp.infinity()
         self.x: list[list[Any]] = []
@@ -97,14 +118,11 @@ class Master:
             self.beyond.SetCoefficient(beyond, 1)
             self.objective.SetCoefficient(beyond, 1)
         self.cover = [lp.Constraint(1, 1) for _ in range(n)]
-        self.carry = [lp.Constraint(0, big) for _ in range(n)]
-        held = [lp.NumVar(0, big, "") for _ in range(n + 1)]
-        held[0].SetUb(0)
+        held = [lp.NumVar(0, big if k else 0, "") for k in range(n + 1)]
+        self.carry = [self._row(0, big, (held[k + 1], 1), (held[k], -1)) for k in range(n)]
         self.forward = [lp.Constraint(-big, c.budget - c.base_forward[k]) for k in range(n)]
         self.backward = [lp.Constraint(-big, c.budget - c.base_backward[k]) for k in range(n)]
         for k in range(n):
-            self.carry[k].SetCoefficient(held[k + 1], 1)
-            self.carry[k].SetCoefficient(held[k], -1)
             for row in (self.forward[k], self.backward[k]):
                 row.SetCoefficient(held[k], 1)
                 row.SetCoefficient(self.excess, -1)
@@ -121,7 +139,7 @@ class Master:
                     for j in steps:
                         self._set(self.forward[j], var, nbytes + self.forward[j].GetCoefficient(var))
                 self._takes(var, float(m.seconds[o]), float(m.launch[o]))
-        self.lanes: list[dict[str, Any]] = []
+        self.lanes: list[_LinkRows] = []
         self.ask: dict[tuple[int, int, int], Any] = {}
         self.host: Any = None
         if c.most_put[-1] > 0:
@@ -133,47 +151,40 @@ class Master:
         if self.beyond is not None:
             self.beyond.SetCoefficient(var, seconds - launch)
 
+    def _row(self, low: float, high: float, *terms: tuple[Any, float]) -> Any:
+        """The row low <= sum of coefficient * variable <= high."""
+        row = self.lp.Constraint(low, high)
+        for var, coefficient in terms:
+            row.SetCoefficient(var, coefficient)
+        return row
+
     @staticmethod
     def _set(row: Any, var: Any, value: float) -> None:
         if value:
             row.SetCoefficient(var, float(value))
 
     def _add_links(self) -> None:
-        c, lp, big, n = self.chain, self.lp, self.big, self.chain.n
+        c, lp, big, n = self.data, self.lp, self.big, self.data.n
         self.host = lp.Constraint(-big, big if c.host is None else c.host)
         times = (c.forward_s, c.backward_s)
         for rate, seconds, memory in zip((c.out, c.back), times, (self.forward, self.backward), strict=True):
-            away = [lp.NumVar(0, big, "") for _ in range(n + 1)]
-            away[0].SetUb(0)
-            put = [lp.NumVar(0, big, "") for _ in range(n + 1)]
-            put[0].SetUb(0)
-            lane: dict[str, Any] = {"drain": [], "queue": [], "sum": [], "away": away, "joined": put}
+            away, put = ([lp.NumVar(0, big if k else 0, "") for k in range(n + 1)] for _ in range(2))
+            lane = _LinkRows(away, put)
             for k in range(n):
                 stall = lp.NumVar(0, big, "")  # in bytes that the link carries meanwhile
                 self._takes(stall, 1 / rate)
-                drain = lp.Constraint(-big, float(seconds[k]) * rate)
-                drain.SetCoefficient(away[k + 1], 1)
-                drain.SetCoefficient(away[k], -1)
-                drain.SetCoefficient(stall, -1)
-                queue = lp.Constraint(-big, 0)
-                queue.SetCoefficient(away[k + 1], 1)
-                queue.SetCoefficient(put[k], -1)
-                queue.SetCoefficient(stall, -1)
-                # At the turn all is away: with the row below an equation.
-                below = lp.Constraint(0 if k == n - 1 else -big, 0)
-                below.SetCoefficient(away[k + 1], 1)
-                below.SetCoefficient(put[k + 1], -1)
-                total = lp.Constraint(0, 0)
-                total.SetCoefficient(put[k + 1], 1)
-                total.SetCoefficient(put[k], -1)
+                most = float(seconds[k]) * rate
+                lane.drain.append(self._row(-big, most, (away[k + 1], 1), (away[k], -1), (stall, -1)))
+                lane.queue.append(self._row(-big, 0, (away[k + 1], 1), (put[k], -1), (stall, -1)))
+                # At the turn all is away: with the row before an equation.
+                self._row(0 if k == n - 1 else -big, 0, (away[k + 1], 1), (put[k + 1], -1))
+                lane.joins.append(self._row(0, 0, (put[k + 1], 1), (put[k], -1)))
                 memory[k].SetCoefficient(away[k], -1)
-                for name, row in (("drain", drain), ("queue", queue), ("sum", total)):
-                    lane[name].append(row)
             self.lanes.append(lane)
         for k in range(n):
             m = c.menus[k]
             for o, var in enumerate(self.x[k]):
-                self._set(self.lanes[1]["drain"][k], var, -float(m.seconds[o]) * c.back)
+                self._set(self.lanes[1].drain[k], var, -float(m.seconds[o]) * c.back)
             if m.free.any():
                 _, limit = self._moved(k, k)
                 for o, var in enumerate(self.x[k]):
@@ -186,21 +197,17 @@ class Master:
                 for j in c.movable[k][s]:
                     fixing = [v for o, v in enumerate(self.x[j]) if s in c.menus[j].fixes[o]]
                     if fixing:
-                        row = lp.Constraint(-big, float(c.size[s]))
-                        row.SetCoefficient(moved, 1)
-                        for v in fixing:
-                            row.SetCoefficient(v, float(c.size[s]))
+                        size = float(c.size[s])
+                        row = self._row(-big, size, (moved, 1), *((v, size) for v in fixing))
                         self.ask[k, s, j] = row
 
     def _moved(self, out_at: int, back_at: int) -> tuple[Any, Any]:
         """A variable for bytes that join both queues, and the row that limits it."""
         moved = self.lp.NumVar(0, self.big, "")
-        self.lanes[0]["sum"][out_at].SetCoefficient(moved, -1)
-        self.lanes[1]["sum"][back_at].SetCoefficient(moved, -1)
+        self.lanes[0].joins[out_at].SetCoefficient(moved, -1)
+        self.lanes[1].joins[back_at].SetCoefficient(moved, -1)
         self.host.SetCoefficient(moved, 1)
-        limit = self.lp.Constraint(-self.big, 0)
-        limit.SetCoefficient(moved, 1)
-        return moved, limit
+        return moved, self._row(-self.big, 0, (moved, 1))
 
     def add(self, column: Column) -> None:
         """Add a segment."""
@@ -214,7 +221,7 @@ class Master:
             self._set(self.forward[k], var, column.forward[k - a])
             self._set(self.backward[k], var, column.backward[k - a])
             if self.lanes:
-                self._set(self.lanes[1]["drain"][k], var, -column.seconds[k - a] * self.chain.back)
+                self._set(self.lanes[1].drain[k], var, -column.seconds[k - a] * self.data.back)
         for again, nbytes in column.returns:
             # There in forward all the while, in backward from that stage on.
             self.carry[b].SetCoefficient(var, self.carry[b].GetCoefficient(var) - nbytes)
@@ -243,10 +250,10 @@ class Master:
     def _flow(self, at: int) -> float:
         """Minus the derivative of the optimum by the logarithm of a link's rate."""
         lane = self.lanes[at]
-        away = [var.solution_value() for var in lane["away"]]
-        put = [var.solution_value() for var in lane["joined"]]
+        away = [var.solution_value() for var in lane.away]
+        put = [var.solution_value() for var in lane.put]
         total = 0.0
-        for k, (drain, queue) in enumerate(zip(lane["drain"], lane["queue"], strict=True)):
+        for k, (drain, queue) in enumerate(zip(lane.drain, lane.queue, strict=True)):
             total -= drain.dual_value() * (away[k + 1] - away[k]) + queue.dual_value() * (away[k + 1] - put[k])
         return max(0.0, total)
 
@@ -254,7 +261,7 @@ class Master:
         """Solve; None where the time ran out."""
         if not self._solved(seconds):
             return None
-        c, empty = self.chain, np.zeros(self.chain.n)
+        c, empty = self.data, np.zeros(self.data.n)
 
         def less(rows: list[Any]) -> Floats:
             return np.array([max(0.0, -row.dual_value()) for row in rows])
@@ -265,8 +272,8 @@ class Master:
             excess=self.excess.solution_value(),
             forward=less(self.forward),
             backward=less(self.backward),
-            drain=(less(lanes[0]["drain"]) * c.out, less(lanes[1]["drain"]) * c.back) if lanes else (empty, empty),
-            queue=(less(lanes[0]["queue"]) * c.out, less(lanes[1]["queue"]) * c.back) if lanes else (empty, empty),
+            drain=(less(lanes[0].drain) * c.out, less(lanes[1].drain) * c.back) if lanes else (empty, empty),
+            queue=(less(lanes[0].queue) * c.out, less(lanes[1].queue) * c.back) if lanes else (empty, empty),
             host=max(0.0, -self.host.dual_value()) if self.host is not None else 0.0,
             ask={key: max(0.0, -row.dual_value()) for key, row in self.ask.items()},
             stage=np.array([row.dual_value() for row in self.cover]),

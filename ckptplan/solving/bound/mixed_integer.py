@@ -34,7 +34,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -42,9 +42,9 @@ from typing import Any, NamedTuple
 
 from ckptplan.core import rules
 from ckptplan.core.option import Option
-from ckptplan.core.profile import Profile
 from ckptplan.core.segment import Segment
 from ckptplan.solving.bound.relaxation import unit_of_time
+from ckptplan.solving.chain import Holder
 from ckptplan.solving.enumerate import PlanSpace
 from ckptplan.solving.parameters import CLOSE, ROUNDING
 
@@ -115,18 +115,14 @@ class _Group:
 
 
 class MixedModel:
-    """The program for one profile, menu and budget.
+    """The program for one plan space and budget.
 
     Parameters
     ----------
-    profile : Profile
-    menu : sequence of sequence of int
-        Per stage, the options allowed.
+    space : PlanSpace
     budget_bytes : int
     host_bytes : int, optional
         Most bytes moved in all.
-    segments : bool
-        Whether plans may have segments.
     among : sequence of Segment, optional
         The only ones that may be outermost. Within them there may be segments that begin where one of these, or one
         inside it, begins, and end there or before it.
@@ -138,17 +134,16 @@ class MixedModel:
 
     def __init__(
         self,
-        profile: Profile,
-        menu: Sequence[Sequence[int]],
+        space: PlanSpace,
         budget_bytes: int,
         *,
         host_bytes: int | None = None,
-        segments: bool = True,
         among: Sequence[Segment] | None = None,
         most_s: float = math.inf,
     ) -> None:
         self.among = among
-        self.begin(profile, menu, segments, max(1, budget_bytes), unit_of_time(profile.baseline_step_s))
+        profile = space.profile
+        self.begin(space, max(1, budget_bytes), unit_of_time(profile.baseline_step_s))
         self.room: Any = 1.0
         self.most = 1.0
         self.slack_s = most_s - profile.baseline_compute_s
@@ -157,25 +152,23 @@ class MixedModel:
         self.add_plans(host_bytes)
         self.away: list[list[Any]] = []
         self.done: list[dict[tuple[int, int], list[Any]]] = []
-        stalls = [self.add_lane(lane) for lane in (0, 1)]
+        stalls = [self.add_lane(lane, away) for lane, away in enumerate((self.away_out, self.away_back))]
         self.add_memory()
         added_s = [seconds * var for terms in self.added_s for seconds, var in terms]
         lanes = sum(self.forward_s) + sum(self.backward_s) + self.sum([*stalls, *added_s])
         self.model.minimize(lanes + self.beyond(lanes))
 
-    def begin(
-        self, profile: Profile, menu: Sequence[Sequence[int]], segments: bool, unit: float, second: float
-    ) -> None:
+    def begin(self, space: PlanSpace, unit: float, second: float) -> None:
         """An empty program, with its units of bytes and seconds."""
         from ortools.math_opt.python import mathopt
 
-        self.profile, self.menu, self.n = profile, menu, len(profile.stages)
-        self.space = PlanSpace(profile, menu, segments=segments)
+        self.space, self.chain, self.profile, self.menu = space, space.chain, space.profile, space.menu
+        self.n = self.chain.n
         self.unit, self.second = float(unit), second
         self.model: Any = mathopt.Model()
         self.span = 0.0  # of all variables together, by which dual tolerances count
         self.parts_of: dict[int, int] = {}  # variables that aren't 0 or 1 in a plan -> of how many parts, 0: any
-        self.added_s: list[list[tuple[float, Any]]] = [[] for _ in profile.stages]
+        self.added_s: list[list[tuple[float, Any]]] = [[] for _ in range(self.n)]
         self.launch_s: list[tuple[float, Any]] = []
 
     def is_large(self, nbytes: int) -> bool:
@@ -300,8 +293,8 @@ class MixedModel:
 
     def add_sweep_time(self, c: tuple[int, int], var: Any) -> None:
         """Add the seconds of a segment in which `var` is 1."""
-        a, b = c
-        launch_s = sum(stage.rerun_launch_s for stage in self.profile.stages[a:b]) + self.again(b).launch_s
+        b = c[1]
+        launch_s = self.sweeps[c].launch_s + self.again(b).launch_s
         self.added_s[b].append((self.segment_s(c) / self.second, var))
         self.launch_s.append((launch_s, var))
 
@@ -374,36 +367,10 @@ class MixedModel:
 
     def add_holders(self) -> None:
         """Who holds which storage from its forward on, by options and segments, and the OR of them."""
-        p, n = self.profile, self.n
-        self.base = [[nbytes / self.unit for nbytes in base] for base in (p.base_forward_bytes, p.base_backward_bytes)]
-        found: dict[Any, _Group] = {}
-        for s, holders in self._holders().items():
-            storage = p.storages[s]
-            size = storage.nbytes / self.unit
-            alone = s if self.is_large(storage.nbytes) else -storage.nbytes
-            key = (storage.born, storage.program_until, storage.stays, tuple(holders), alone)
-            if key in found:
-                found[key].size += size
-                found[key].storages.append(s)
-            else:
-                stop = rules.program_steps(storage, n).stop
-                found[key] = _Group([s], size, max(stop, storage.born + 1), tuple(holders), [], [])
-        for storage in p.storages:
-            for k in rules.program_steps(storage, n):
-                self.base[0][k] += storage.nbytes / self.unit
-            if storage.to_end:
-                self.base[1] = [nbytes + storage.nbytes / self.unit for nbytes in self.base[1]]
-        self.groups = list(found.values())
-        # What `_has_copy` tells from each other, and how much of it there is.
-        alike: dict[Any, list[_Group]] = defaultdict(list)
-        for group in self.groups:
-            born = rules.latest_first(p.storages[group.storage])
-            holds = []
-            for i, linked in ((holder.stage, holder.linked) for holder in group.holders):
-                among = (p.stages[i].keep.held, self.recomputed[i], self.more[i])
-                holds.append((i, linked, *(group.storage in held for held in among)))
-            alike[born, tuple(holds)].append(group)
-        self.copied = [(sum(group.size for group in groups), groups[0]) for groups in alike.values()]
+        steps = self.chain.forward_bytes, self.chain.backward_bytes
+        self.base = [[nbytes / self.unit for nbytes in base] for base in steps]
+        self.groups = self._groups()
+        self.copied = self._copied()
         for group in self.groups:
             for holder in group.holders:
                 holds = self.sum([self.x[holder.stage][c] for c in sorted(holder.holding)]) + self._in(group, holder)
@@ -417,27 +384,61 @@ class MixedModel:
                 group.holds.append(holds)
                 group.held.append(held)
 
+    def _groups(self) -> list[_Group]:
+        """The storages that decisions are about, those together that no decision tells apart."""
+        found: dict[Any, _Group] = {}
+        for s, holders in self._holders().items():
+            storage = self.profile.storages[s]
+            size = storage.nbytes / self.unit
+            alone = s if self.is_large(storage.nbytes) else -storage.nbytes
+            key = (storage.born, storage.program_until, storage.stays, tuple(holders), alone)
+            if key in found:
+                found[key].size += size
+                found[key].storages.append(s)
+            else:
+                stop = max(self.chain.program[s].stop, storage.born + 1)
+                found[key] = _Group([s], size, stop, tuple(holders), [], [])
+        return list(found.values())
+
+    def _copied(self) -> list[tuple[float, _Group]]:
+        """Bytes of the groups that `_has_copy` doesn't tell from each other, and the first of these groups."""
+        alike: dict[Any, list[_Group]] = defaultdict(list)
+        for group in self.groups:
+            born = rules.latest_first(self.profile.storages[group.storage])
+            holds = []
+            for i, linked in ((holder.stage, holder.linked) for holder in group.holders):
+                among = (self.profile.stages[i].keep.held, self.recomputed[i], self.more[i])
+                holds.append((i, linked, *(group.storage in held for held in among)))
+            alike[born, tuple(holds)].append(group)
+        return [(sum(group.size for group in groups), groups[0]) for groups in alike.values()]
+
     def _holders(self) -> dict[int, list[_Holder]]:
         """Per storage whose bytes depend on a decision, its possible holders in order."""
-        found: dict[int, list[_Holder]] = defaultdict(list)
-        for i, stage in enumerate(self.profile.stages):
-            options = {code: stage.options[code] for code in self.menu[i]}
-            inside = ([stage.keep] if stage.is_glue else self.inside(i)) if self.around[i] else []
-            for s in sorted({s for option in (*options.values(), *inside) for s in option.held}):
-                if rules.counts(self.profile.storages[s]) and rules.awaits_backward(self.profile.storages[s]):
-                    holding = frozenset(code for code, option in options.items() if s in option.held)
-                    found[s].append(
-                        _Holder(
-                            i,
-                            holding,
-                            frozenset(code for code in holding if s in options[code].moved),
-                            s in stage.linked and not stage.is_glue,
-                            bool(inside) and all(s in option.held for option in inside),
-                            bool(inside) and s in self.more[i],
-                            any(s in option.moved for option in inside),
-                        )
-                    )
-        return found
+        found: dict[int, list[_Holder]] = {}
+        for s, holders in enumerate(self.chain.holders):
+            if self.chain.decided[s]:
+                possible = [self._holder(s, holder) for holder in holders]
+                found[s] = [holder for holder in possible if holder is not None]
+        # By their first holders, as a reader would walk the chain.
+        first = sorted((holders[0].stage, s) for s, holders in found.items() if holders)
+        return {s: found[s] for _, s in first}
+
+    def _holder(self, s: int, holder: Holder) -> _Holder | None:
+        """How a stage may hold storage `s` in this space; None if it can't."""
+        i = holder.stage
+        stage, holding = self.profile.stages[i], holder.holding.intersection(self.menu[i])
+        inside = ([stage.keep] if stage.is_glue else self.inside(i)) if self.around[i] else []
+        if not holding and not any(s in option.held for option in inside):
+            return None
+        return _Holder(
+            i,
+            holding,
+            holding & holder.moving,
+            linked=s in stage.linked and not stage.is_glue,
+            in_segment=bool(inside) and all(s in option.held for option in inside),
+            if_moving=bool(inside) and s in self.more[i],
+            moves_in_segment=any(s in option.moved for option in inside),
+        )
 
     def _in(self, group: _Group, holder: _Holder) -> Any:
         """Whether `holder` is in a segment in which it holds the storage from its forward on (rule 2)."""
@@ -456,7 +457,7 @@ class MixedModel:
                 ways = self.sum([self.x[holder.stage][c] for c in sorted(holder.moving)])
                 moving = self.m.get(holder.stage, 0.0) if holder.moves_in_segment else 0.0
                 ways += moving
-                if isinstance(ways, float) or holder.stage not in rules.movers(storage, n):
+                if isinstance(ways, float) or holder.stage not in self.chain.movers[group.storage]:
                     continue
                 # Of several small ones of one size, any number may move.
                 one = self.is_large(storage.nbytes)
@@ -489,63 +490,85 @@ class MixedModel:
         if host_bytes is not None:
             self.require(self.put[n] <= host_bytes / self.unit)
 
-    def add_lane(self, lane: int) -> Any:
+    def add_lane(self, lane: int, away: Callable[[list[Any]], list[Any]]) -> Any:
         """What is away by step, which the link has carried before; return the time for which compute waits."""
-        n, link = self.n, self.profile.link
-        compute_s = (self.forward_s, self.backward_s)[lane]
-        enforced = rules.enforceable_points(self.profile.stages)[lane]
+        carried = [self.amount(sum(self.most_moved)) for _ in range(self.n + 1)]
+        self.done.append({})
+        self.away.append(away(carried))
+        largest = int(max(self.most_moved, default=0.0) * self.unit) + 1
+        seconds = (self.profile.link.out_s, self.profile.link.in_s)[lane](largest) / self.second
+        rate = largest / self.unit / seconds * (1 + ROUNDING) if seconds else math.inf
+        return self.add_flow(lane, carried, rate) if self.moved and rate < math.inf else 0.0
+
+    def away_out(self, carried: list[Any]) -> list[Any]:
+        """Per forward step, what is away: transfers leave first in, first out, and are done or not."""
+        away: list[list[Any]] = [[] for _ in range(self.n)]
         most_put = [0.0, *accumulate(self.most_moved)]
-        carried = [self.amount(most_put[-1]) for _ in range(n + 1)]
-        away: list[list[Any]] = [[] for _ in range(n)]
-        done: dict[tuple[int, int], list[Any]] = {}
-        for k in range(n):
+        for k in range(self.n):
             ahead: Any = None  # whether all of the stages before is done
             for o in [o for o in self.moved if o < k]:
-                needed = self.whole(o, k) if lane == 1 else 0.0
-                all_done = self.implied() if lane == 0 else 0.0
-                small = []
+                all_done = self.implied()
                 for number, part in enumerate(self.parts[o]):
-                    gone = lane == 1 or k >= part.gone
-                    if not part.one:
-                        small += [part] if gone else []
-                        continue
-                    z = self.choice()
-                    self.require(z <= part.moves)
-                    self.require(z + needed <= 1)
-                    if (o, number) in done:
-                        self.require(z >= done[o, number][-1])
-                    if lane == 0:  # first in, first out
+                    if part.one:
+                        z = self.add_done(0, o, number)
                         self.require(all_done + part.moves - z <= 1)
                         if ahead is not None:
                             self.require(z <= ahead)
                         self.require(carried[k] >= self.put[o] + part.size * z - most_put[o] * (1 - z))
-                    done.setdefault((o, number), []).append(z)
-                    away[k] += [part.size * z] if gone else []
-                if small:
-                    most = sum(part.size for part in small)
-                    var = self.amount(most)
-                    self.require(var <= self.sum([part.size * part.moves for part in small]))
-                    self.require(var <= most * (1 - needed))
+                        away[k] += [part.size * z] if k >= part.gone else []
+                away[k] += self.small(part for part in self.parts[o] if k >= part.gone)
+                if ahead is not None:
+                    self.require(all_done <= ahead)
+                ahead = all_done
+        return [self.sum(terms) for terms in away]
+
+    def away_back(self, carried: list[Any]) -> list[Any]:
+        """Per backward step, what is away: in any order, but what a sweep needs is there."""
+        away: list[list[Any]] = [[] for _ in range(self.n)]
+        for k in range(self.n):
+            for o in [o for o in self.moved if o < k]:
+                needed = self.whole(o, k)
+                for number, part in enumerate(self.parts[o]):
+                    if part.one:
+                        z = self.add_done(1, o, number)
+                        self.require(z + needed <= 1)
+                        away[k].append(part.size * z)
+                for var in self.small(self.parts[o]):
+                    self.require(var <= var.upper_bound * (1 - needed))
                     away[k].append(var)
-                if lane == 0:
-                    if ahead is not None:
-                        self.require(all_done <= ahead)
-                    ahead = all_done
-        self.away.append([self.sum(terms) for terms in away])
-        self.done.append(done)
-        largest = int(max(self.most_moved, default=0.0) * self.unit) + 1
-        seconds = (link.out_s if lane == 0 else link.in_s)(largest) / self.second
-        rate = largest / self.unit / seconds * (1 + ROUNDING) if seconds else math.inf
-        if not self.moved or rate == math.inf:
-            return 0.0
-        whole = most_put[-1]
+        return [self.sum(terms) for terms in away]
+
+    def add_done(self, lane: int, o: int, number: int) -> Any:
+        """Whether the transfer of a large part of stage `o` is done in the next step, which it then stays."""
+        z = self.choice()
+        self.require(z <= self.parts[o][number].moves)
+        before = self.done[lane].setdefault((o, number), [])
+        if before:
+            self.require(z >= before[-1])
+        before.append(z)
+        return z
+
+    def small(self, parts: Iterable[_Part]) -> list[Any]:
+        """How much of the small parts among these is away, as one amount; nothing where there are none."""
+        parts = [part for part in parts if not part.one]
+        if not parts:
+            return []
+        var = self.amount(sum(part.size for part in parts))
+        self.require(var <= self.sum([part.size * part.moves for part in parts]))
+        return [var]
+
+    def add_flow(self, lane: int, carried: list[Any], rate: float) -> Any:
+        """The link carries at its rate what has joined; return the time for which compute waits for it."""
+        n, whole = self.n, sum(self.most_moved)
+        enforced = rules.enforceable_points(self.profile.stages)[lane]
+        compute_s, added_s = ((self.forward_s, [[]] * n), (self.backward_s, self.added_s))[lane]
         put = self.put if lane == 0 else [self.sum([put, *self.late(k)]) for k, put in enumerate(self.put)]
         stalls = [self.amount(whole) for _ in range(n)]  # in bytes that the link carries meanwhile
         self.require(carried[0] == 0)
         for k in range(n):
             # More than everything makes no difference.
             during = [min(rate * compute_s[k], whole)]
-            during += [min(rate * seconds, whole) * var for seconds, var in self.added_s[k] if lane == 1]
+            during += [min(rate * seconds, whole) * var for seconds, var in added_s[k]]
             self.require(carried[k + 1] - carried[k] <= self.sum(during) + stalls[k])
             self.require(carried[k + 1] <= put[k] + stalls[k])
             self.require(carried[k + 1] <= put[k + 1])
@@ -569,38 +592,52 @@ class MixedModel:
 
     def add_memory(self) -> None:
         """Every step fits the budget, and every run of a sweep does."""
-        passing: list[list[Any]] = [[] for _ in range(self.n)]
-        for i, stage in enumerate(self.profile.stages):
-            for code, var in self.x[i].items():
-                for steps, nbytes in rules.passing(self.profile, i, stage.options[code]):
-                    for k in steps:
-                        passing[k].append(nbytes / self.unit * var)
-        for k, stage in enumerate(self.profile.stages):
-            forward, backward = passing[k], []
-            there = [
-                group.size * held[-1]
-                for group in self.groups
-                if (held := [h for h, holder in zip(group.held, group.holders, strict=True) if holder.stage <= k])
-            ]
-            forward += [group.size * group.held[-1] for group in self.groups if k >= group.stop]
-            for code, var in self.x[k].items():
-                forward.append(stage.options[code].forward_bytes / self.unit * var)
-                backward.append(stage.options[code].backward_bytes / self.unit * var)
-            for c in self.around[k]:
-                own = stage.keep if stage.is_glue else self.again(k)
-                last_run = self.again(k) if k == c[1] else stage.keep
-                forward.append(own.forward_bytes / self.unit * self.y[c])
-                backward.append(last_run.backward_bytes / self.unit * self.y[c])
-            moving = self.moving[k]
-            if moving is not None and k in self.m:
-                forward.append((moving.forward_bytes - self.again(k).forward_bytes) / self.unit * self.m[k])
-            for var in self.ending[k]:
-                backward.append((self.again(k).backward_bytes - stage.keep.backward_bytes) / self.unit * var)
-            backward += self._copies(k)
+        passing = self.passing()
+        for k in range(self.n):
+            there = self.sum(
+                [
+                    group.size * held[-1]
+                    for group in self.groups
+                    if (held := [h for h, holder in zip(group.held, group.holders, strict=True) if holder.stage <= k])
+                ]
+            )
+            backward = self.sum([*self.adds_backward(k), *self._copies(k)])
             out, back = self.away[0][k], self.away[1][k]
-            self.require(self.sum(forward) - out <= self.room - self.base[0][k])
-            self.require(self.sum(there + backward) - back <= self.room - self.base[1][k])
-            self.add_sweeps(k, self.sum(there) - back)
+            forward = self.sum([*passing[k], *self.adds_forward(k)])
+            self.require(forward - out <= self.room - self.base[0][k])
+            self.require(there + backward - back <= self.room - self.base[1][k])
+            self.add_sweeps(k, there - back)
+
+    def passing(self) -> list[list[Any]]:
+        """Per forward step, bytes of graphs that are dropped in forward."""
+        found: list[list[Any]] = [[] for _ in range(self.n)]
+        for i, codes in enumerate(self.x):
+            for code, var in codes.items():
+                for steps, nbytes in self.chain.passing[i][code]:
+                    for k in steps:
+                        found[k].append(nbytes / self.unit * var)
+        return found
+
+    def adds_forward(self, k: int) -> Iterator[Any]:
+        """What stages hold in forward step `k` that the program doesn't, and what the stage adds on top."""
+        stage, moving = self.profile.stages[k], self.moving[k]
+        yield from (group.size * group.held[-1] for group in self.groups if k >= group.stop)
+        for code, var in self.x[k].items():
+            yield stage.options[code].forward_bytes / self.unit * var
+        for c in self.around[k]:
+            yield (stage.keep if stage.is_glue else self.again(k)).forward_bytes / self.unit * self.y[c]
+        if moving is not None and k in self.m:
+            yield (moving.forward_bytes - self.again(k).forward_bytes) / self.unit * self.m[k]
+
+    def adds_backward(self, k: int) -> Iterator[Any]:
+        """What stage `k` adds on top in its backward step."""
+        stage = self.profile.stages[k]
+        for code, var in self.x[k].items():
+            yield stage.options[code].backward_bytes / self.unit * var
+        for c in self.around[k]:
+            yield (self.again(k) if k == c[1] else stage.keep).backward_bytes / self.unit * self.y[c]
+        for var in self.ending[k]:
+            yield (self.again(k).backward_bytes - stage.keep.backward_bytes) / self.unit * var
 
     def add_sweeps(self, k: int, resident: Any) -> None:
         """The runs of a sweep fit that ends with stage `k`, outer or inner; the copies around an inner one left out."""
@@ -722,7 +759,7 @@ class PeakModel(MixedModel):
 
     Parameters
     ----------
-    profile, menu, host_bytes, segments
+    space, host_bytes
         As of a `MixedModel`.
     most_bytes : int
         The peak of a plan that is known.
@@ -737,22 +774,20 @@ class PeakModel(MixedModel):
 
     def __init__(
         self,
-        profile: Profile,
-        menu: Sequence[Sequence[int]],
+        space: PlanSpace,
         most_bytes: int,
         *,
         host_bytes: int | None = None,
-        segments: bool = True,
         deadline: float = math.inf,
     ) -> None:
-        self.begin(profile, menu, segments, 1.0, 1.0)
+        self.begin(space, 1.0, 1.0)
         self.most = float(most_bytes)
         self.slack_s = math.inf
         self.deadline = deadline
         self.room = self.amount(self.most)
-        self.require(self.room >= profile.update_peak_bytes)
+        self.require(self.room >= self.profile.update_peak_bytes)
         self.add_plans(host_bytes)
-        self.away = [self.away_in(lane) for lane in (0, 1)]
+        self.away = [self.away_out([]), self.away_back([])]
         self.done = [{}, {}]
         self.add_memory()
         self.model.minimize(self.room)
@@ -773,20 +808,24 @@ class PeakModel(MixedModel):
         """No storage is: how many of one size move is a whole number."""
         return False
 
-    def away_in(self, lane: int) -> list[Any]:
-        """Per step, bytes that may be away: all that moves, unless it is needed in a sweep."""
+    def away_out(self, carried: list[Any]) -> list[Any]:
+        """Per forward step, all that moves, from where it may be away."""
+        return [
+            self.sum([part.size * part.moves for o in self.moved if o < k for part in self.parts[o] if k >= part.gone])
+            for k in range(self.n)
+        ]
+
+    def away_back(self, carried: list[Any]) -> list[Any]:
+        """Per backward step, all that moves, unless it is needed in a sweep."""
         away: list[list[Any]] = [[] for _ in range(self.n)]
         for o, moved in self.moved.items():
             for k in range(o + 1, self.n):
-                if lane == 0:
-                    away[k] += [part.size * part.moves for part in self.parts[o] if k >= part.gone]
-                elif (o, k) in self.sums:
+                var = moved
+                if (o, k) in self.sums:
                     var = self.amount(self.most_moved[o])
                     self.require(var <= moved)
                     self.require(var <= self.most_moved[o] * (1 - self.whole(o, k)))
-                    away[k].append(var)
-                else:
-                    away[k].append(moved)
+                away[k].append(var)
         return [self.sum(terms) for terms in away]
 
 

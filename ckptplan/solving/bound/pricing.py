@@ -19,14 +19,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 
-from ckptplan.core.profile import Profile
 from ckptplan.core.segment import Segment
 from ckptplan.solving.bound.linear_program import Duals, Master
 from ckptplan.solving.bound.relaxation import BoundData, Floats, Intervals
 from ckptplan.solving.bound.trees import Costs, LinearTrees, MissingColumns
+from ckptplan.solving.enumerate import PlanSpace
 from ckptplan.solving.parameters import CLOSE, ROUNDING
 
 OnBound = Callable[[float], None]
@@ -83,28 +83,22 @@ class Bound:
 
 
 def lower_bound(
-    profile: Profile,
-    menu: Sequence[Sequence[int]],
+    space: PlanSpace,
     budget_bytes: int,
     *,
     host_bytes: int | None = None,
-    segments: bool = True,
     deadline: float,
     enough_s: float = math.inf,
     on_bound: OnBound | None = None,
 ) -> Bound:
-    """Prove that no plan is faster than the result.
+    """Prove that no plan of the space is faster than the result.
 
     Parameters
     ----------
-    profile : Profile
-    menu : sequence of sequence of int
-        Per stage, the options allowed, as indices into `stage.options`.
+    space : PlanSpace
     budget_bytes : int
     host_bytes : int, optional
         Most bytes moved in all.
-    segments : bool
-        Whether plans may have segments.
     deadline : float
         Of `time.monotonic()`.
     enough_s : float
@@ -116,35 +110,26 @@ def lower_bound(
     -------
     Bound
     """
-    return _Bounder(profile, menu, budget_bytes, host_bytes, segments, deadline, enough_s, on_bound).run()
+    if space.profile.update_peak_bytes > budget_bytes:
+        return Bound(math.inf, None, True)
+    bounder = _Bounder(BoundData(space, budget_bytes, host_bytes), deadline, enough_s, on_bound)
+    bounder.generate()
+    return Bound(bounder.seconds(bounder.best), bounder.prices(), bounder.complete, bounder.used)
 
 
 @dataclass(slots=True)
 class _Bounder:
     """One run of `lower_bound`; times are in units of the baseline, of a second for chains that take no time."""
 
-    profile: Profile
-    menu: Sequence[Sequence[int]]
-    budget_bytes: int
-    host_bytes: int | None
-    segments: bool
+    data: BoundData
     deadline: float
     enough_s: float
     on_bound: OnBound | None
-    chain: BoundData = field(init=False)
     best: float = 1.0
     complete: bool = False
     duals: Duals | None = None
     trees: LinearTrees | None = None
     used: tuple[Segment, ...] = ()
-
-    def run(self) -> Bound:
-        """Columns until no segment is missing."""
-        if self.profile.update_peak_bytes > self.budget_bytes:
-            return Bound(math.inf, None, True)
-        self.chain = BoundData(self.profile, self.menu, self.budget_bytes, self.host_bytes, segments=self.segments)
-        self.generate()
-        return Bound(self.seconds(self.best), self.prices(), self.complete, self.used)
 
     @property
     def is_enough(self) -> bool:
@@ -153,8 +138,9 @@ class _Bounder:
 
     def seconds(self, value: float) -> float:
         """Seconds, less what sums of floats may be off by; a value of 1 is the baseline, however long that is."""
-        found = self.profile.baseline_compute_s + (value - 1.0) * self.chain.second
-        return float(max(self.profile.baseline_step_s, found * (1 - ROUNDING)))
+        profile = self.data.profile
+        found = profile.baseline_compute_s + (value - 1.0) * self.data.second
+        return float(max(profile.baseline_step_s, found * (1 - ROUNDING)))
 
     def raise_to(self, value: float) -> None:
         """Take a bound if it is better."""
@@ -165,15 +151,14 @@ class _Bounder:
 
     def generate(self) -> None:
         """Solve, price every segment, add those that are missing, and again."""
-        chain = self.chain
-        master, intervals = Master(chain), Intervals(chain)
+        master, intervals = Master(self.data), Intervals(self.data)
         columns = MissingColumns(intervals)
         while (left := self.deadline - time.monotonic()) > 0:
             duals = master.solve(left)
             if duals is None:
                 return
             self.used = master.used()
-            trees = LinearTrees(intervals, Costs.of(chain, duals))
+            trees = LinearTrees(intervals, Costs.of(self.data, duals))
             value = 1.0 + trees.constant + trees.path()
             if value > self.best or self.trees is None:
                 self.duals, self.trees = duals, trees
@@ -189,8 +174,8 @@ class _Bounder:
         """The multipliers in seconds and bytes."""
         if self.duals is None or self.trees is None:
             return None
-        costs, second = self.trees.costs, self.chain.second
-        per_byte = second / self.chain.unit
+        costs, second = self.trees.costs, self.data.second
+        per_byte = second / self.data.unit
         forward, backward = costs.linear * per_byte
         total, flow = float(forward.sum() + backward.sum()), self.duals.flow
         return Prices(forward, backward, total, flow[0] * second, flow[1] * second, self.duals.drain, costs.launch)

@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import IO, Literal, NamedTuple
 
-from ckptplan.core.profile import Profile
 from ckptplan.core.segment import Segment
 from ckptplan.solving.bound.mixed_integer import MixedModel, Suggestion
+from ckptplan.solving.enumerate import PlanSpace
 from ckptplan.solving.interruptible import POLL_S
 from ckptplan.solving.parameters import CLOSE
 
@@ -34,11 +34,9 @@ class Problem:
     `seed` and `workers` are CP-SAT's. With `among` (see there) its bound doesn't hold for other plans.
     """
 
-    profile: Profile
-    menu: Sequence[Sequence[int]]
+    space: PlanSpace
     budget_bytes: int
     host_bytes: int | None = None
-    segments: bool = True
     below_s: float = math.inf
     seed: int = 0
     workers: int = 1
@@ -52,13 +50,7 @@ class Problem:
     def model(self) -> MixedModel:
         """The program."""
         return MixedModel(
-            self.profile,
-            self.menu,
-            self.budget_bytes,
-            host_bytes=self.host_bytes,
-            segments=self.segments,
-            among=self.among,
-            most_s=self.limit_s,
+            self.space, self.budget_bytes, host_bytes=self.host_bytes, among=self.among, most_s=self.limit_s
         )
 
 

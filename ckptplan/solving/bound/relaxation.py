@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 
 from ckptplan.core import rules
 from ckptplan.core.option import Option
-from ckptplan.core.profile import Profile
+from ckptplan.solving.enumerate import PlanSpace
 from ckptplan.solving.parameters import ROUNDING
 
 Floats = NDArray[np.float64]
+Indices = NDArray[np.int64]
 
 
 def unit_of_time(baseline_s: float) -> float:
@@ -32,17 +33,24 @@ def unit_of_time(baseline_s: float) -> float:
 class _Menu:
     """One stage's options as arrays; bytes in units of the budget, times in units of the baseline."""
 
-    def __init__(self, codes: Sequence[int], k: int) -> None:
-        self.codes = tuple(codes)
-        self.forward = np.zeros(k)
-        self.backward = np.zeros(k)
-        self.kept = np.zeros(k)
-        self.seconds = np.zeros(k)
-        self.launch = np.zeros(k)
-        self.free = np.zeros(k)
-        self.passing: list[list[tuple[range, float]]] = [[] for _ in range(k)]
-        self.shared: list[list[int]] = [[] for _ in range(k)]
-        self.fixes: list[list[int]] = [[] for _ in range(k)]
+    def __init__(self, data: BoundData, i: int) -> None:
+        self.codes = tuple(data.menu[i])
+        options = [data.profile.stages[i].options[code] for code in self.codes]
+        kept, extra = np.array([data.own(i, option.held) for option in options], float).T
+        self.kept = kept
+        self.forward = np.array([option.forward_bytes for option in options]) / data.unit
+        self.backward = np.array([option.backward_bytes for option in options]) / data.unit + kept + extra
+        self.seconds = np.array([option.added_s for option in options]) / data.second
+        self.launch = np.array([option.launch_s for option in options]) / data.second
+        # What moves if the stage itself wants it, and what other stages have a say in.
+        asked = data.movable[i]
+        free = [[s for s in option.moved if s in asked and not asked[s]] for option in options]
+        self.free = np.array([sum(data.size[s] for s in moved) for moved in free], float)
+        self.shared = [[s for s in option.moved if asked.get(s)] for option in options]
+        self.fixes = [[s for s in option.held if s not in option.moved] for option in options]
+        self.passing = [
+            [(steps, nbytes / data.unit) for steps, nbytes in data.chain.passing[i][code]] for code in self.codes
+        ]
 
 
 class BoundData:
@@ -57,16 +65,9 @@ class BoundData:
         Time in which the host launches the step with everything kept.
     """
 
-    def __init__(
-        self,
-        profile: Profile,
-        menu: Sequence[Sequence[int]],
-        budget_bytes: int,
-        host_bytes: int | None,
-        *,
-        segments: bool,
-    ) -> None:
-        self.profile = profile
+    def __init__(self, space: PlanSpace, budget_bytes: int, host_bytes: int | None) -> None:
+        self.profile = profile = space.profile
+        self.chain, self.menu = space.chain, space.menu
         self.n = n = len(profile.stages)
         self.unit = float(max(1, budget_bytes))
         self.second = unit_of_time(profile.baseline_compute_s)
@@ -74,13 +75,8 @@ class BoundData:
         self.budget = budget_bytes / self.unit
         self.host = None if host_bytes is None else host_bytes / self.unit
         self.size = np.array([s.nbytes for s in profile.storages], float) / self.unit
-        self.menu = menu
         self.again: list[Option | None] = [
-            stage.recompute
-            if segments
-            and not stage.is_glue
-            and any(stage.options[c].name in ("recompute", "recompute+swap") for c in menu[i])
-            else None
+            stage.recompute if space.segments and not stage.is_glue and self._rerun_ways(i) else None
             for i, stage in enumerate(profile.stages)
         ]
         self.glue = np.array([stage.is_glue for stage in profile.stages])
@@ -95,10 +91,10 @@ class BoundData:
             j = self.counted[s]
             if j < 0 or not rules.counts(storage) or self.again[j] is None or s not in profile.stages[j].linked:
                 continue
-            later = [i for i in self.certain[s] if j < i < rules.program_steps(storage, n).stop]
+            later = [i for i in self.certain[s] if j < i < self.chain.program[s].stop]
             if later:
                 self.returns[s] = later
-        self.menus = [self._menu(i) for i in range(n)]
+        self.menus = [_Menu(self, i) for i in range(n)]
         self._segment_numbers()
         link = profile.link
         moving = [
@@ -120,29 +116,28 @@ class BoundData:
         # So much faster than it may be that rounding makes no bound too large.
         return nbytes / self.unit / (seconds / self.second) * (1 + ROUNDING)
 
-    def _held_sets(self, i: int) -> list[set[int]]:
-        stage = self.profile.stages[i]
-        options = [stage.options[c] for c in self.menu[i]]
-        again = self.again[i]
-        held = [option.held for option in (*options, *([] if again is None else [again]))]
-        return [{s for s in some if rules.awaits_backward(self.profile.storages[s])} for some in held]
+    def _rerun_ways(self, i: int) -> list[Option]:
+        """The options of the menu that run stage `i` again as a whole."""
+        options = [self.profile.stages[i].options[c] for c in self.menu[i]]
+        return [option for option in options if option.name in ("recompute", "recompute+swap")]
 
     def _count_holders(self) -> None:
-        n_storages = len(self.profile.storages)
-        first: list[int] = [-1] * n_storages
-        self.certain: list[list[int]] = [[] for _ in range(n_storages)]
-        self.holders: list[list[int]] = [[] for _ in range(n_storages)]
-        for i in range(self.n):
-            sets = self._held_sets(i)
-            for s in set().union(*sets):
-                self.holders[s].append(i)
-                if first[s] < 0:
-                    first[s] = i
-                if all(s in held for held in sets):
-                    self.certain[s].append(i)
-        self.counted = [c[0] if c else f for c, f in zip(self.certain, first, strict=True)]
+        """Who may hold each storage until its backward, and who holds it whatever is decided."""
+        codes = [set(menu) for menu in self.menu]
+        for i, (stage, again) in enumerate(zip(self.profile.stages, self.again, strict=True)):
+            if again is not None:
+                codes[i].add(stage.options.index(again))
+        self.certain: list[list[int]] = []
+        self.holders: list[list[int]] = []
+        for storage, holders in zip(self.profile.storages, self.chain.holders, strict=True):
+            waiting = holders if rules.awaits_backward(storage) else ()
+            self.certain.append([h.stage for h in waiting if codes[h.stage] <= h.holding])
+            self.holders.append([h.stage for h in waiting if codes[h.stage] & h.holding])
+        self.counted = [
+            (certain or holders or [-1])[0] for certain, holders in zip(self.certain, self.holders, strict=True)
+        ]
 
-    def _own(self, i: int, held: Sequence[int] | set[int]) -> tuple[float, float]:
+    def own(self, i: int, held: Sequence[int] | set[int]) -> tuple[float, float]:
         """Bytes of `held` counted from stage i on, and those that are there in its own backward besides."""
         storages = self.profile.storages
         kept = sum(self.size[s] for s in held if self.counted[s] == i and not storages[s].to_end)
@@ -152,8 +147,7 @@ class BoundData:
     def _constants(self) -> None:
         n = self.n
         forward, backward = np.zeros(n + 1), 0.0
-        for s, storage in enumerate(self.profile.storages):
-            program = rules.program_steps(storage, n)
+        for s, (storage, program) in enumerate(zip(self.profile.storages, self.chain.program, strict=True)):
             if storage.to_end:
                 forward[program.start] += self.size[s]
                 backward += self.size[s]
@@ -168,50 +162,24 @@ class BoundData:
 
     def _movers(self) -> None:
         """Which storages each stage may move, and which earlier stages could forbid it."""
-        profile, n = self.profile, self.n
+        stages, n = self.profile.stages, self.n
         self.movable: list[dict[int, tuple[int, ...]]] = [{} for _ in range(n)]  # storage -> earlier stages to ask
         self.movable_any: list[set[int]] = [set() for _ in range(n)]
-        for i, stage in enumerate(profile.stages[: n - 1]):
-            moved = {s for c in self.menu[i] for s in stage.options[c].moved}
-            for s in sorted(moved):
-                storage = profile.storages[s]
-                if i not in rules.movers(storage, n):
-                    continue
+        for s, holders in enumerate(self.chain.holders):
+            # Stages that hold it under every option, and never move it.
+            fixed = {h.stage for h in holders if h.holding - h.moving >= set(self.menu[h.stage])}
+            for i in (h.stage for h in holders if not h.moving.isdisjoint(self.menu[h.stage])):
                 later = [j for j in self.certain[s] if j > i]
-                if any(s not in profile.stages[j].linked or self.again[j] is None for j in later):
-                    continue
                 earlier = [j for j in self.holders[s] if j < i]
-                if any(
-                    all(s in stage_j.options[c].held and s not in stage_j.options[c].moved for c in self.menu[j])
-                    and (self.again[j] is None)
-                    for j in earlier
-                    for stage_j in (profile.stages[j],)
+                if (
+                    i not in self.chain.movers[s]
+                    or any(s not in stages[j].linked or self.again[j] is None for j in later)
+                    or any(j in fixed and self.again[j] is None for j in earlier)
                 ):
                     continue
                 self.movable_any[i].add(s)
                 if not later:
                     self.movable[i][s] = tuple(earlier[-2:])
-
-    def _menu(self, i: int) -> _Menu:
-        stage = self.profile.stages[i]
-        out = _Menu(self.menu[i], len(self.menu[i]))
-        for at, code in enumerate(self.menu[i]):
-            option = stage.options[code]
-            kept, extra = self._own(i, option.held)
-            out.kept[at] = kept
-            out.forward[at] = option.forward_bytes / self.unit
-            out.backward[at] = option.backward_bytes / self.unit + kept + extra
-            out.seconds[at] = option.added_s / self.second
-            out.launch[at] = option.launch_s / self.second
-            for s in option.moved:
-                if s in self.movable[i]:
-                    if self.movable[i][s]:
-                        out.shared[at].append(s)
-                    else:
-                        out.free[at] += self.size[s]
-            out.passing[at] = [(steps, nbytes / self.unit) for steps, nbytes in rules.passing(self.profile, i, option)]
-            out.fixes[at] = [s for s in option.held if s not in option.moved]
-        return out
 
     def _segment_numbers(self) -> None:
         """Bytes and seconds of stages inside segments, for `LinearTrees`."""
@@ -228,18 +196,18 @@ class BoundData:
         self.segment_moves: list[list[tuple[int, int, float]]] = [[] for _ in range(n)]
         for i, stage in enumerate(stages):
             again = self.again[i]
-            keep_kept, _ = self._own(
+            keep_kept, _ = self.own(
                 i, set(stage.keep.held) | (set(again.held) - set(stage.linked) if again is not None else set())
             )
             self.keep_kept[i] = keep_kept
-            self.keep_own[i] = stage.keep.backward_bytes / self.unit + self._own(i, stage.keep.held)[1]
+            self.keep_own[i] = stage.keep.backward_bytes / self.unit + self.own(i, stage.keep.held)[1]
             if again is None:
-                self.full[i] = self._own(i, stage.keep.held)[0]
+                self.full[i] = self.own(i, stage.keep.held)[0]
                 self.segment_forward[i] = stage.keep.forward_bytes / self.unit
                 continue
-            self.full[i], extra = self._own(i, again.held)
+            self.full[i], extra = self.own(i, again.held)
             self.last_own[i] = again.backward_bytes / self.unit + extra
-            ways = [stage.options[c] for c in self.menu[i] if stage.options[c].name in ("recompute", "recompute+swap")]
+            ways = self._rerun_ways(i)
             self.segment_forward[i] = min(o.forward_bytes for o in ways) / self.unit
             self.run_s[i] = stage.rerun_s / self.second
             self.again_s[i] = again.added_s / self.second
@@ -256,8 +224,8 @@ class BoundData:
 class Intervals:
     """Numbers of every run of stages that no multiplier enters; row i: i + 1 stages, column s: first stage s."""
 
-    def __init__(self, chain: BoundData) -> None:
-        self.chain = c = chain
+    def __init__(self, data: BoundData) -> None:
+        self.data = c = data
         n = c.n
         start = np.arange(n)
         can = np.array([again is not None for again in c.again])
@@ -289,9 +257,17 @@ class Intervals:
         self.run = np.concatenate([[0.0], np.cumsum(c.run_s)])
         self.run_launch = np.concatenate([[0.0], np.cumsum(c.run_launch)])
 
+    def sweep_s(self, first: Indices | int, last: Indices | int) -> tuple[Floats, Floats]:
+        """Compute and launching time of segments' sweeps and of the recomputes of their last stages."""
+        c = self.data
+        return (
+            np.asarray(c.again_s[last] + self.run[last] - self.run[first]),
+            np.asarray(c.again_launch[last] + self.run_launch[last] - self.run_launch[first]),
+        )
+
     def returns(self, a: int, b: int) -> list[tuple[int, int]]:
         """Storages that the segment a..b drops and the stage behind it that is sure to hold each again."""
-        c = self.chain
+        c = self.data
         return [
             (s, next(i for i in later if i > b))
             for s, later in c.returns.items()

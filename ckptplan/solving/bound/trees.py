@@ -25,15 +25,12 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ckptplan.core import rules
 from ckptplan.core.segment import Segment
 from ckptplan.solving.bound.linear_program import Column, Duals, Master
-from ckptplan.solving.bound.relaxation import BoundData, Floats, Intervals
+from ckptplan.solving.bound.relaxation import BoundData, Floats, Indices, Intervals
 from ckptplan.solving.parameters import SOLVER_ERROR
-
-Indices = NDArray[np.int64]
 
 
 @dataclass(slots=True)
@@ -67,9 +64,9 @@ class Costs:
     constant: float
 
     @classmethod
-    def of(cls, chain: BoundData, duals: Duals, *, scale: float = 1.0) -> Costs:
+    def of(cls, data: BoundData, duals: Duals, *, scale: float = 1.0) -> Costs:
         """Make multipliers of the solver's, which are right up to its tolerance alone."""
-        c, n = chain, chain.n
+        c, n = data, data.n
         lanes_price = 1.0 - duals.launch
         constant = duals.launch * (c.launch - 1.0)
         moves, taus, linear = [], [], []
@@ -120,23 +117,20 @@ class Costs:
 
     def sweep(self, intervals: Intervals, first: Indices, last: Indices) -> Floats:
         """Cost of the time of segments' sweeps and of the recomputes of their last stages."""
-        c, iv = intervals.chain, intervals
-        again_s = np.where(np.isfinite(c.again_s), c.again_s, 0.0)
-        launch = c.again_launch[last] + iv.run_launch[last] - iv.run_launch[first]
-        cost: Floats = self.tau[last] * (again_s[last] + iv.run[last] - iv.run[first]) + self.launch * launch
-        return cost
+        seconds, launch = intervals.sweep_s(first, last)
+        return np.asarray(self.tau[last] * np.where(np.isfinite(seconds), seconds, 0.0) + self.launch * launch)
 
     def move(self, i: int, s: int | None = None) -> float:
         """Price of a byte that stage i moves, of storage s where others have a say."""
         price = float(self.move_out[i] + self.move_back[i]) + self.host
         return price if s is None else price + self.asked.get((i, s), 0.0)
 
-    def moving(self, chain: BoundData, i: int) -> Floats:
+    def moving(self, data: BoundData, i: int) -> Floats:
         """Per option of stage i, the least that its moves can cost: any part of them moves."""
-        m = chain.menus[i]
+        m = data.menus[i]
         cost = m.free * min(0.0, self.move(i))
         for o, shared in enumerate(m.shared):
-            cost[o] += sum(chain.size[s] * min(0.0, self.move(i, s)) for s in shared)
+            cost[o] += sum(data.size[s] * min(0.0, self.move(i, s)) for s in shared)
         return cost
 
 
@@ -144,14 +138,16 @@ class LinearTrees:
     """The cheapest tree of every segment at linear prices; see the module's docstring for the recursion."""
 
     def __init__(self, intervals: Intervals, costs: Costs) -> None:
-        self.intervals, self.costs, self.chain = intervals, costs, intervals.chain
-        c, n, w = self.chain, self.chain.n, intervals.longest
+        self.intervals, self.costs, self.data = intervals, costs, intervals.data
+        c, n, w = self.data, self.data.n, intervals.longest
         lf, lb = costs.linear
         self.back = np.concatenate([[0.0], np.cumsum(lb)])
         self.fore = np.concatenate([[0.0], np.cumsum(lf)])
         self.sweep = np.zeros((w, n))  # G, column: last stage
         self.tree = np.full((w, n), np.inf)  # R, column: first stage
         self.less = np.full((w, n), np.inf)  # R less what is held until later
+        # How G goes on: the length - 1 of the segment that the first stage begins, -1 where that is kept.
+        self.chosen = np.full((w, n), -1)
         for i in range(w):
             if i == 0:
                 self.sweep[0] = lb * (c.full + c.last_own)
@@ -162,6 +158,7 @@ class LinearTrees:
                 )
                 inner = self.less[:i, s] + intervals.held[:i, s] * self.back[i + 1 :] + self.sweep[:i][::-1, b]
                 self.sweep[i, b] = np.minimum(best, inner.min(axis=0))
+                self.chosen[i, b] = np.where(inner.min(axis=0) < best, inner.argmin(axis=0), -1)
             last = np.arange(i, n)
             value = costs.sweep(intervals, last - i, last) + self.sweep[i, last]
             self.tree[i, : n - i] = np.where(intervals.possible[i, : n - i], value, np.inf)
@@ -170,7 +167,7 @@ class LinearTrees:
 
     def _segments(self) -> None:
         """The cost of each segment at the top level: tree, forward, what it holds for later steps, moves."""
-        c, n, costs, iv = self.chain, self.chain.n, self.costs, self.intervals
+        c, n, costs, iv = self.data, self.data.n, self.costs, self.intervals
         w = iv.longest
         own = costs.linear[0] * c.segment_forward
         self.segment = np.full((w, n), np.inf)
@@ -203,7 +200,7 @@ class LinearTrees:
 
     def path(self) -> float:
         """The cheapest way from the first boundary to the last, constants left out."""
-        n, w = self.chain.n, self.intervals.longest
+        n, w = self.data.n, self.intervals.longest
         ahead = np.zeros(n + 1)
         for b in range(n):
             best = ahead[b] + self.single[b]
@@ -215,7 +212,7 @@ class LinearTrees:
 
     def missing(self, stage_prices: Floats, longest: int) -> list[tuple[int, int]]:
         """Segments cheaper than the stages they replace: the best from each first and to each last stage."""
-        n, w = self.chain.n, min(longest, self.intervals.longest)
+        n, w = self.data.n, min(longest, self.intervals.longest)
         if not w:
             return []
         total = np.concatenate([[0.0], np.cumsum(stage_prices)])
@@ -238,18 +235,10 @@ class LinearTrees:
         """The cheapest tree of the segment `first..last`."""
         inner, s = [], first
         while s < last:
-            i = last - s
-            best = (
-                self.chain.keep_kept[s] * (self.back[last + 1] - self.back[s])
-                + self.costs.linear[1, s] * self.chain.keep_own[s]
-                + self.sweep[i - 1, last]
-            )
-            options = self.less[:i, s] + self.intervals.held[:i, s] * self.back[last + 1] + self.sweep[:i, last][::-1]
-            e = int(options.argmin())
-            if options[e] < best:
+            e = int(self.chosen[last - s, last])
+            if e >= 0:
                 inner.append(self.structure(s, s + e))
-                s += e
-            s += 1
+            s += max(e, 0) + 1
         return Segment(first, last, tuple(inner))
 
 
@@ -261,7 +250,7 @@ class MissingColumns:
 
     def __init__(self, intervals: Intervals) -> None:
         self.intervals = intervals
-        self.longest = 1 + math.isqrt(intervals.chain.n)
+        self.longest = 1 + math.isqrt(intervals.data.n)
         self.seen: set[Segment] = set()
 
     def add_to(self, master: Master, trees: LinearTrees, duals: Duals) -> bool:
@@ -275,13 +264,13 @@ class MissingColumns:
             self.longest *= 1 if new else 2
         self.seen.update(new)
         for tree in new:
-            master.add(column_of(self.intervals.chain, self.intervals, tree))
+            master.add(column_of(self.intervals.data, self.intervals, tree))
         return bool(new)
 
 
-def column_of(chain: BoundData, intervals: Intervals, tree: Segment) -> Column:
+def column_of(data: BoundData, intervals: Intervals, tree: Segment) -> Column:
     """The coefficients of a segment in the master program."""
-    c, a, b = chain, tree.first, tree.last
+    c, a, b = data, tree.first, tree.last
     size = b - a + 1
     kept = np.array([intervals.held_at[j - a, a] for j in range(a, b + 1)])
     rows, seconds = np.zeros(size), np.zeros(size)
@@ -290,8 +279,9 @@ def column_of(chain: BoundData, intervals: Intervals, tree: Segment) -> Column:
     def sweep(segment: Segment) -> None:
         nonlocal launch
         s, last = segment.first, segment.last
-        seconds[last - a] += c.again_s[last] + intervals.run[last] - intervals.run[s]
-        launch += float(c.again_launch[last] + intervals.run_launch[last] - intervals.run_launch[s])
+        takes_s, launches_s = intervals.sweep_s(s, last)
+        seconds[last - a] += takes_s
+        launch += float(launches_s)
         rows[last - a] += c.full[last] + c.last_own[last]
         inner = {item.first: item for item in segment.inner}
         while s < last:
