@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -314,16 +315,37 @@ class _KeepsOutputs(_Stage):
         return found
 
 
+class _Output:
+    def __init__(self, a: torch.Tensor) -> None:
+        self.a = a
+
+
+class _KeepsOutputsInObjects(_Stage):
+    def factor(self, x: torch.Tensor) -> Any:
+        found = torch.sin(self.other(x))
+        self.space = types.SimpleNamespace(a=found)
+        self.output = _Output(found)
+        return found
+
+
 @pytest.mark.parametrize("how", HOW)
-def test_outputs_kept_as_attributes_hold_no_graphs(how: str) -> None:
-    model, x = made(_KeepsOutputs)
+@pytest.mark.parametrize(
+    ("kind", "kept"),
+    [
+        (_KeepsOutputs, lambda stage: stage.previous),
+        (_KeepsOutputsInObjects, lambda stage: stage.space.a),
+        (_KeepsOutputsInObjects, lambda stage: stage.output.a),
+    ],
+    ids=["attribute", "namespace", "object"],
+)
+def test_outputs_kept_as_attributes_hold_no_graphs(
+    kind: type[nn.Module], kept: Callable[[Any], torch.Tensor], how: str
+) -> None:
+    model, x = made(kind)
     plan = planned(*made(_Counts), how)
     with ckptplan.apply(model, plan):
         model(x)
-        first = model.layers[0].previous  # type: ignore[index, union-attr]
-        assert first is not None
-        watch = weakref.ref(first)
-        del first
+        watch = weakref.ref(kept(model.layers[0]))  # type: ignore[index]
         for _ in range(4):
             model(x)  # nobody runs backward
         gc.collect()
