@@ -502,7 +502,7 @@ def test_bytes_that_come_back_damaged(monkeypatch: pytest.MonkeyPatch) -> None:
         view[5] ^= 1
 
     monkeypatch.setattr(disk, "_read", spoilt)
-    with apply(model, swapped_and_recomputed("mlp", "swap")), finds("that it had swapped out", "synchronous=True"):
+    with apply(model, swapped_and_recomputed("mlp", "swap")), finds("that it had swapped out", "a copy was overtaken"):
         step(model, inputs)
 
 

@@ -896,15 +896,6 @@ def test_paused_within_paused() -> None:
         assert handle.stats().forwards == 1
 
 
-@pytest.mark.parametrize("name", ["checksums", "synchronous"])
-@pytest.mark.parametrize("value", [None, 1, "no"])
-def test_switches_are_true_or_false(name: str, value: Any) -> None:
-    model, _ = build("mlp")
-    plan = planned("mlp", "swap")
-    with pytest.raises(InvalidInputError, match=f"{name}={value!r}; it is True or False"):
-        apply(model, plan, **{name: value})
-
-
 def test_stats_read_well() -> None:
     model, inputs = build("transformer")
     plan = planned("transformer", "mixed 0")

@@ -27,7 +27,7 @@ import ckptplan
 from ckptplan.core.errors import InvalidInputError, SwapError
 from ckptplan.runtime.observe.counters import Counters
 from ckptplan.runtime.swap.packing import Held, unpack
-from ckptplan.runtime.swap.record import Record, Whereabouts, finish_leaving, start_leaving, start_returning
+from ckptplan.runtime.swap.record import Record, finish_leaving, start_leaving, start_returning
 from ckptplan.runtime.swap.session import SwapSession
 from ckptplan.runtime.swap.stores import (
     DiskStore,
@@ -245,38 +245,6 @@ def test_copies_in_any_order(seed: int, kind: str, tmp_path: Path) -> None:
         assert not store.used_bytes
     assert looks
     assert all(look() for look in looks)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", range(6))
-def test_synchronous_mode_leaves_no_copy_under_way(seed: int, kind: str, tmp_path: Path) -> None:
-    with on_device(seed, kind, tmp_path, synchronous=True) as (gpu, store):
-        source, target = made(gpu, 7), None
-        ticket = store.start_out(source)
-        assert not any(s.queue for s in gpu.streams)
-        store.finish_out(ticket)
-        target = gpu.empty(source.numel(), torch.uint8)
-        gpu.fill(source, 255)
-        store.start_in(ticket, target)
-        assert not any(s.queue for s in gpu.streams)
-        store.finish_in(ticket)
-        assert bytes(target.tolist()) == fake_cuda.pattern(7, target.numel())
-        store.free(ticket)
-        del source, target
-
-
-def test_damage_in_pinned_memory_is_found(tmp_path: Path) -> None:
-    with on_device(0, "pinned", tmp_path, checksums=True, synchronous=True) as (gpu, store):
-        record = record_of(gpu, 9)
-        gpu.synchronize()
-        start_leaving([record], store)
-        finish_leaving([record])
-        store._arena.blocks[0][1][7] += 1
-        for _ in range(2):  # whoever asks again is told again
-            with pytest.raises(SwapError, match=r"at byte 0 of the host memory.*damaged"):
-                record.whole()
-        assert record.state is Whereabouts.RETURNING
-        del record
 
 
 def test_pool_is_exact_bounded_and_given_back(tmp_path: Path) -> None:

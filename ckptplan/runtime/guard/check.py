@@ -849,8 +849,8 @@ _PACKED_LATE = (
     "not those of forward; write with ordinary operations, or remove the hooks"
 )
 _COPY = (
-    "a copy was overtaken by a later write, or memory or the disk is damaged; apply(..., synchronous=True) waits for "
-    "each copy, checksums=True checks that the tier returns the bytes that it was given"
+    "a copy was overtaken by a later write, or memory or the disk is damaged; a training that goes well under a plan "
+    "without swapping, solve(..., actions=('keep', 'recompute')), tells that it is the copies"
 )
 
 
