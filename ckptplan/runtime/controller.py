@@ -432,11 +432,7 @@ class Controller:
             index, again = self._next_call(current, module), False
         if index is None:
             index = self._indices[module][-1]
-            self.counters.differences.note(
-                "calls",
-                f"module {self._stages[self._indices[module][0]]!r} is called more than the "
-                f"{len(self._indices[module])} times a step that the plan was made for; solve again with this step",
-            )
+            self._note_further_call(self._indices[module])
         current.calls[module] = current.calls.get(module, 0) + 1
         inside, behind, _ = self._places[index]
         self.place = inside
@@ -445,10 +441,7 @@ class Controller:
             if index == self._first:
                 for stages_begin in self._stages_begin:
                     stages_begin()
-            if (beyond := self._limits[index].beyond(self._stages[index], args, kwargs)) is not None:
-                self.counters.differences.note("stage", beyond)
-            if self._paths is not None:
-                (self._paths.larger.discard if beyond is None else self._paths.larger.add)(index)
+            self._note_larger(index, args, kwargs)
             self._release_until(current, index)
             for place in self._release_before.get(index, ()):
                 current.session.release(*place)
@@ -479,6 +472,19 @@ class Controller:
             for ended in self._output:
                 ended(output, ())
         return output
+
+    def _note_further_call(self, indices: list[int]) -> None:
+        self.counters.differences.note(
+            "calls",
+            f"module {self._stages[indices[0]]!r} is called more than the {len(indices)} times a step that the plan "
+            "was made for; solve again with this step",
+        )
+
+    def _note_larger(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if (beyond := self._limits[index].beyond(self._stages[index], args, kwargs)) is not None:
+            self.counters.differences.note("stage", beyond)
+        if self._paths is not None:
+            (self._paths.larger.discard if beyond is None else self._paths.larger.add)(index)
 
     def _run_choice(
         self,

@@ -13,7 +13,6 @@ from ckptplan.state.modes import Modes
 from ckptplan.state.put_back import Steps, enter
 from ckptplan.state.variables import Variables
 from ckptplan.tensors.accelerator import current_stream, has_generator, own_module, run_on
-from ckptplan.tensors.private import function_modes
 
 T = TypeVar("T")
 
@@ -21,10 +20,10 @@ T = TypeVar("T")
 class Surroundings:
     """State that a forward depends on besides its module and arguments, recorded at construction.
 
-    It consists of random states, flags, function and dispatch modes, autocast, the default device, Python's context
-    variables and the stream. All of it may differ in backward. For example, if a stage ran an operation on a stream of
-    its own, autograd may trigger the recompute on that stream; and it may do so in another thread, where context
-    variables have their default values.
+    It consists of random states, flags, function and dispatch modes (the default device is one), autocast, Python's
+    context variables and the stream. All of it may differ in backward. For example, if a stage ran an operation on a
+    stream of its own, autograd may trigger the recompute on that stream; and it may do so in another thread, where
+    context variables have their default values.
 
     Parameters
     ----------
@@ -43,7 +42,6 @@ class Surroundings:
         self._flags = flags()
         self._modes = Modes()
         self._variables = Variables()
-        self._default_device = _default_device()
         self._autocast = [_autocast(kind) for kind in {"cpu", *[d.type for d in devices]} if _has_autocast(kind)]
 
     def put(self, undo: Steps, tensors: Sequence[torch.Tensor] = ()) -> None:
@@ -58,8 +56,6 @@ class Surroundings:
         for state in self._autocast:
             if _autocast(state[0]) != state:
                 enter(torch.autocast(*state), undo)
-        if _default_device() != self._default_device:
-            enter(self._default_device, undo)
         now = flags()
         if now != self._flags:
             undo.append(functools.partial(set_flags, now))
@@ -84,14 +80,6 @@ def _set_random_states(cpu: torch.Tensor, devices: dict[torch.device, torch.Tens
     torch.set_rng_state(cpu)
     for device, state in devices.items():
         own_module(device).set_rng_state(state, device)
-
-
-_CPU = torch.device("cpu")
-
-
-def _default_device() -> torch.device:
-    """Return the default device of new tensors; without a function mode it is the CPU."""
-    return torch.get_default_device() if function_modes() else _CPU
 
 
 @functools.cache
