@@ -25,7 +25,6 @@ from ckptplan.runtime.adviser import Adviser
 from ckptplan.runtime.applied import Applied, Replan
 from ckptplan.runtime.controller import Controller
 from ckptplan.runtime.guard.check import WHEN, Checks, When
-from ckptplan.runtime.guard.checkpointing import Checkpointing
 from ckptplan.runtime.guard.differences import Differences
 from ckptplan.runtime.guard.engine import OldGraph
 from ckptplan.runtime.guard.fresh_state import FreshState
@@ -261,7 +260,6 @@ def apply(
                     HeldOver(plan, counters.differences),
                     GradientGuard(model, plan, counters.differences),
                     Unplanned(model, plan, device, counters.differences),
-                    Checkpointing(model),
                 ),
                 checks=checks,
             )

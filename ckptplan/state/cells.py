@@ -593,7 +593,7 @@ class Tables:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._found: list[tuple[dict[str, Any], dict[str, Any]]] = [
-            (table, _copy(table))
+            (table, table.copy())
             for m in modules
             for table in (m._buffers, m._modules)
             if isinstance(table, dict)  # the tables of a scripted module can't change
@@ -603,7 +603,7 @@ class Tables:
     def of(cls, tables: Iterable[Any]) -> Tables:
         """Return an object that restores the given dictionaries and sets."""
         found = cls(())
-        found._found = [(table, _copy(table)) for table in tables]
+        found._found = [(table, table.copy()) for table in tables]
         return found
 
     def put(self, instead: Mapping[int, Any] = MappingProxyType({})) -> Callable[[], None]:
@@ -618,15 +618,6 @@ class Tables:
                 undo.append(functools.partial(write_items, table, table.copy()))
                 write_items(table, contents)
         return functools.partial(put_back, undo)
-
-
-_EMPTY: dict[type, Any] = {kind: kind() for kind in (dict, collections.OrderedDict, set)}
-"""Copies of empty tables: most are empty, and an empty OrderedDict takes long to make."""
-
-
-def _copy(table: Any) -> Any:
-    """Return the contents of a dictionary or set, to be read only."""
-    return _EMPTY[type(table)] if not table and type(table) in _EMPTY else table.copy()
 
 
 def replaced(contents: Any, by: Callable[[Any], Any]) -> Any:

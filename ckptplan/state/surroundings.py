@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -13,8 +12,6 @@ from ckptplan.state.modes import Modes
 from ckptplan.state.put_back import Steps, enter
 from ckptplan.state.variables import Variables
 from ckptplan.tensors.accelerator import current_stream, has_generator, own_module, run_on
-
-T = TypeVar("T")
 
 
 class Surroundings:
@@ -32,6 +29,11 @@ class Surroundings:
         arguments.
     tensors : iterable of torch.Tensor
         The states of the generators of their devices are recorded as well.
+
+    Attributes
+    ----------
+    variables : Variables
+        The context variables.
     """
 
     def __init__(self, device: torch.device, tensors: Iterable[torch.Tensor]) -> None:
@@ -41,7 +43,7 @@ class Surroundings:
         self._device_random = _device_states([d for d in devices if has_generator(d)])
         self._flags = flags()
         self._modes = Modes()
-        self._variables = Variables()
+        self.variables = Variables()
         self._autocast = [_autocast(kind) for kind in {"cpu", *[d.type for d in devices]} if _has_autocast(kind)]
 
     def put(self, undo: Steps, tensors: Sequence[torch.Tensor] = ()) -> None:
@@ -62,14 +64,6 @@ class Surroundings:
             set_flags(self._flags)
         if self._modes.differ():
             enter(self._modes.active(), undo)
-
-    def run(self, function: Callable[..., T], *args: object, **kwargs: object) -> T:
-        """Call `function` with the recorded context variables; values that it sets are dropped afterwards."""
-        return self._variables.run(function, *args, **kwargs)
-
-    def forward_done(self) -> None:
-        """Drop what was collected in context variables; called when the recorded forward has ended."""
-        self._variables.forward_done()
 
 
 def _device_states(devices: Iterable[torch.device]) -> dict[torch.device, torch.Tensor]:

@@ -339,14 +339,6 @@ class _Comparison:
         """
         raise NotImplementedError
 
-    def stage(self, stage: PlannedStage) -> StageCheck | StageSpots:
-        """Return the comparison of one call of a stage with its recompute."""
-        raise NotImplementedError
-
-    def backward_begins(self) -> None:
-        """Compare what can be compared when the pass's backward begins."""
-        raise NotImplementedError
-
     def saves(self, index: int, tensor: torch.Tensor) -> Callable[[torch.Tensor], None]:
         """Take what is compared of a tensor that stage `index` saves; return a function that compares a tensor with it.
 
