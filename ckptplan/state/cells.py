@@ -241,7 +241,7 @@ def alone(value: Any) -> Any:
 def _empty_like(value: Any) -> Any:
     """Return an object of the same class without attributes; `value` itself if its class makes none."""
     kind = type(value)
-    made_in_c = next(c for c in kind.__mro__ if not c.__flags__ & _OF_A_CLASS_STATEMENT)
+    made_in_c: Any = next(c for c in kind.__mro__ if not c.__flags__ & _OF_A_CLASS_STATEMENT)
     with contextlib.suppress(TypeError):
         return made_in_c.__new__(kind)  # runs none of the class's own code
     return value

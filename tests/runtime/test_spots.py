@@ -30,7 +30,7 @@ from ckptplan.runtime.handle import apply
 from ckptplan.runtime.recompute import call as recompute
 from ckptplan.runtime.swap import record
 from ckptplan.runtime.swap.stores import disk
-from ckptplan.state.surroundings import Surroundings
+from ckptplan.state.variables import Variables
 from ckptplan.training.measure import peak_above_start
 from ckptplan.training.step import default_loss
 
@@ -206,18 +206,18 @@ def test_spots_find_what_digests_find(name: str, what: str, monkeypatch: pytest.
     """Wherever in a stage its recompute begins to differ, in whatever way the results depend on it."""
     model, inputs = (Transformer(depth=2), torch.randint(0, 50, (2, 8))) if name == "attention" else build(name)
     plan = plan_for(model, inputs, what, op=2)
-    run, number = Surroundings.run, -1
+    run, number = Variables.run, -1
     ran: list[Perturbing] = []
 
-    def perturbed(surroundings: Surroundings, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def perturbed(variables: Variables, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         def perturbing(*args: Any, **kwargs: Any) -> Any:
             ran.append(Perturbing(number))
             with ran[-1]:
                 return forward(*args, **kwargs)
 
-        return run(surroundings, perturbing, *args, **kwargs)
+        return run(variables, perturbing, *args, **kwargs)
 
-    monkeypatch.setattr(Surroundings, "run", perturbed)
+    monkeypatch.setattr(Variables, "run", perturbed)
 
     def finds(handle: Any) -> bool:
         ran.clear()

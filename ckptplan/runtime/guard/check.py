@@ -319,9 +319,12 @@ class _Comparison:
     ----------
     stages : sequence of str
         Names of the plan's stages.
+    device : torch.device
+        Where the plan runs.
     """
 
     stages: Sequence[str] = ()
+    device: torch.device
 
     def take(self, tensor: torch.Tensor) -> Any:
         """Return what is compared of `tensor`, as it is now; None if nothing is."""
@@ -555,7 +558,7 @@ class Spots(_Comparison):
 
     def compare(self, first: Spot | None, tensor: torch.Tensor, stage: str, what: What, cause: str) -> None:
         """Record that `tensor` should have the spot `first`, unless it is known by now that it has."""
-        again = None if first is None else self.take(tensor.detach())
+        again = None if first is None else self.take(tensor.detach() if tensor.requires_grad else tensor)
         if first is None or again is None or again.strides != first.strides:
             return
         pair = _Pair(first, again, stage, what, cause)
@@ -587,7 +590,7 @@ class StageSpots:
         Numbers of the saved tensors that are compared.
     """
 
-    def __init__(self, by: Spots | Checks, stage: PlannedStage) -> None:
+    def __init__(self, by: _Comparison, stage: PlannedStage) -> None:
         self.by, self.name, self._module, self._sinks = by, stage.name, stage.module, stage.sinks
         self._recorder = stage.sinks.recorder()  # learns of which saved tensors spots are taken
         self.numbers: Container[int] = stage.sinks.numbers if self._recorder is None else ALL

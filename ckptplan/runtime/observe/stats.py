@@ -215,7 +215,7 @@ class Stats:
                     f"to {tier}: {_rate(copied.out_bytes, copied.out_s)}, back {_rate(copied.in_bytes, copied.in_s)}"
                 )
         accounts = ("forward", "recompute", "backward", "stall")
-        rows = [("stage", "option", *accounts)]
+        rows: list[tuple[str, ...]] = [("stage", "option", *accounts)]
         rows += [
             (stage.name, stage.option, *(_beside(stage, account) for account in accounts)) for stage in self.stages
         ]
