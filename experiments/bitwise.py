@@ -236,12 +236,12 @@ def main() -> None:
 
 
 @contextlib.contextmanager
-def two_files(*, checksums: bool = False) -> Iterator[None]:
+def two_files() -> Iterator[None]:
     """Plans applied inside have a file for either tier, on the CPU too: the disk tier's is staged, in small chunks."""
 
-    def both(device: torch.device, plan: Plan, **_: Any) -> dict[str, Any]:
-        staged = DiskStore(device=device, chunk_bytes=1 << 14, checksums=checksums)
-        return {"host": DiskStore(checksums=checksums), "disk": staged}
+    def both(device: torch.device, plan: Plan, *_: Any) -> dict[str, Any]:
+        staged = DiskStore(device=device, chunk_bytes=1 << 14)
+        return {"host": DiskStore(), "disk": staged}
 
     with mock.patch.object(application, "make_stores", both):
         yield

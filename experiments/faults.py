@@ -41,7 +41,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ckptplan
-from ckptplan.core.errors import CkptPlanError, SwapError
+from ckptplan.core.errors import CheckError, CkptPlanError, SwapError
 from ckptplan.runtime.swap.stores import DiskStore, disk
 from ckptplan.tensors.storages import same_bits
 from ckptplan.training.step import default_loss
@@ -285,7 +285,7 @@ KINDS: dict[str, tuple[Injector, tuple[type[BaseException], ...]]] = {
     "backward": (raising_gradient, (Boom,)), "copy out": (failing_copy, (SwapError,)),
     "copy back": (failing_copy, (SwapError,)), "full disk": (failing_copy, (SwapError,)),
     "killed worker": (killed_worker, (SwapError,)), "lost file": (damaged_file, (SwapError,)),
-    "corrupted file": (damaged_file, (SwapError,)), "interrupt": (interrupt, (KeyboardInterrupt,)),
+    "corrupted file": (damaged_file, (CheckError,)), "interrupt": (interrupt, (KeyboardInterrupt,)),
     "out of memory": (out_of_memory, (torch.OutOfMemoryError,)),
 }  # fmt: skip
 
@@ -385,8 +385,8 @@ def subjects(seed: int) -> Iterator[Subject]:
         wanted = clean_step(plain, inputs)
         for what, plan in plans(profile, f"{name} {seed}").items():
             model, inputs = small_models.build(name)
-            with two_files(checksums=True):
-                handle = ckptplan.apply(model, plan)
+            with two_files():
+                handle = ckptplan.apply(model, plan, check="always")
             subject = Subject(name, what, model, inputs, handle, wanted)
             subject.buffers = [b.clone() for b in model.buffers()]
             assert same(clean_step(model, inputs), wanted), (name, what)

@@ -44,6 +44,7 @@ from ckptplan.profiling.target import PLANNED, find_target
 from ckptplan.runtime.guard.check import When
 from ckptplan.runtime.handle import Handle, handle_of, without_plan
 from ckptplan.runtime.handle import apply as apply_plan
+from ckptplan.runtime.swap.stores import SwapOptions
 from ckptplan.state.parameters import ParameterState
 from ckptplan.state.process import in_own_context
 from ckptplan.state.restore import restored
@@ -60,7 +61,6 @@ def apply(
     budget_gb: float | None = None,
     budget: str | None = None,
     swap_dir: str | Path | None = None,
-    checksums: bool = False,
     synchronous: bool = False,
     check: When = "sampled",
     strict: bool = False,
@@ -89,11 +89,8 @@ def apply(
     swap_dir : path, optional
         Folder of the swap file of a CPU plan, or of a CUDA plan's disk tier; by default the system's temporary one. The
         file has no name, and at most the plan's swapped bytes per living graph.
-    checksums : bool
-        Whether to compare checksums of all bytes that leave and return; detects damage on any tier, and takes the time
-        to read all of them twice.
     synchronous : bool
-        Whether to wait for every copy where it is issued: the same results without overlap, for debugging.
+        Whether to wait for every copy where it is issued: the same results without overlap, for finding faults.
     check : "sampled", "always" or "off"
         Steps in which values are compared with those of forward: the values that each recomputed stage reads
         (parameters, buffers, inputs) and saves, and each swapped storage. A difference raises `CheckError` from that
@@ -141,8 +138,8 @@ def apply(
     with _replacing(model) if replace else contextlib.nullcontext():
         if plan is None:
             wanted: dict[str, Any] = {"budget_gb": budget_gb, "budget": budget, "swap_dir": swap_dir, **options}
-            how: dict[str, Any] = {"swap_dir": swap_dir, "checksums": checksums, "synchronous": synchronous}
-            how |= {"check": check, "strict": strict, "profile": profile, "on_larger": on_larger}
+            how: dict[str, Any] = {"swap_dir": swap_dir, "synchronous": synchronous, "check": check, "strict": strict}
+            how |= {"profile": profile, "on_larger": on_larger}
             return _later(model, inputs, wanted, how)
         if (budget_gb, budget) != (None, None):
             raise InvalidInputError("a plan has its budget; leave out budget_gb= and budget=, or the plan to make one")
@@ -155,8 +152,7 @@ def apply(
                     _require_one_plan(call, plan)
                 handle = _applied(
                     model, plan, profile, inputs, dict(options), 1 if call is None else call.local_count(),
-                    on_larger=on_larger, swap_dir=swap_dir, checksums=checksums, synchronous=synchronous, check=check,
-                    strict=strict,
+                    on_larger=on_larger, swap_dir=swap_dir, synchronous=synchronous, check=check, strict=strict,
                 )  # fmt: skip
         except BaseException:
             if handle is not None:  # here it went well
@@ -257,8 +253,7 @@ def _applied(
         model,
         plan,
         swap_dir=swap_dir,
-        host_bytes=host_bytes,
-        disk_bytes=disk_bytes,
+        swap_options=SwapOptions(host_bytes, disk_bytes, how.pop("synchronous")),
         adviser=adviser,
         on_larger=enlarger,
         **how,

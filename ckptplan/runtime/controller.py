@@ -142,8 +142,6 @@ class Controller:
         calls of the stages start again.
     counters : Counters, optional
         Counters to go on with; by default new ones.
-    old_graph : OldGraph, optional
-        Frees the memory that a failed backward leaves behind.
     checks : Checks, optional
         Compares the tensors of backward with those of forward.
 
@@ -165,7 +163,6 @@ class Controller:
         observers: Sequence[Observer] = (),
         one_forward: bool = True,
         counters: Counters | None = None,
-        old_graph: OldGraph | None = None,
         checks: Checks | None = None,
     ) -> None:
         self._model = model
@@ -178,22 +175,12 @@ class Controller:
         self._device = device
         self._limits = [InputLimits(planned) for planned in decisions.inputs or [None] * len(self._stages)]
         self._saved = decisions.saved_bytes
-        counters = counters or Counters()
+        self.counters = counters or Counters()
         kept_bytes = decisions.kept_bytes
-        self._paths = Paths(model, kept_bytes, counters.differences) if kept_bytes else None
-        self._pass_begins = listeners(observers, "pass_begins")
-        self._inputs = listeners(observers, "inputs")
-        self._stages_begin = listeners(observers, "stages_begin")
-        self._enter = listeners(observers, "enter")
-        self._exit = listeners(observers, "exit")
-        self._output = listeners(observers, "output")
-        self._backward_begins = listeners(observers, "backward_begins")
-        self._backward = listeners(observers, "backward")
-        self._removed = listeners(observers, "removed")
+        self._paths = Paths(model, kept_bytes, self.counters.differences) if kept_bytes else None
         self._training = model.training
         self._pass: _Pass | None = None
         self._session: SwapSession | None = None
-        self.counters = counters
         self.checks = checks
         # Made once, not at every call: inside forward, after forward, in backward.
         self._places = tuple(
@@ -201,7 +188,8 @@ class Controller:
             for i in range(len(self._stages))
         )
         self.place = Place("forward", 0)
-        self._old_graph = old_graph
+        self.old_graph: OldGraph | None = None
+        """Frees the memory that a failed backward leaves behind."""
         self.before_forward: Callable[[tuple[Any, ...], dict[str, Any]], Controller] | None = None
         self.on_error: Callable[[BaseException], None] | None = None
         self.holds: object = None
@@ -211,61 +199,92 @@ class Controller:
         self._task = -1
         self._met: set[int] = set()  # stages that a backward under this plan has met, NOTE [Dropped graphs]
         self._dropped: set[int] = set()  # those of them without a graph
+        self._find_stages()
+        self._find_segments(segments)
+        inner = {each.stage: each for each in decisions.differentiated}
+        self._differentiated = {i: inner[self._stages[i]] for i in self._planned if self._stages[i] in inner}
+        self._find_points()
+        self._listen(observers)
+        self._find_patches(observers, one_forward=one_forward)
+        discarded = (i for i, choice in enumerate(self._choices) if choice.option == DISCARD)
+        self._always_watched = frozenset((*self._prefetch_at, self._last, *discarded))
+        self._watches = bool(self._segments) or bool(self._enter or self._exit or self._backward)
+
+    def _find_stages(self) -> None:
+        """Find the module of each stage that isn't glue."""
         self._indices: dict[nn.Module, list[int]] = {}
         self._planned: dict[int, PlannedStage] = {}
-        modules = dict(model.named_modules())
+        modules = dict(self._model.named_modules())
         for index, name in enumerate(self._stages):
             if is_glue(name):
                 continue
             module = modules.get(name.partition("#")[0])
             if module is None:
-                raise PlanMismatchError(f"the plan's stage {name!r} names no module of this {type(model).__name__}")
+                kind = type(self._model).__name__
+                raise PlanMismatchError(f"the plan's stage {name!r} names no module of this {kind}")
             self._indices.setdefault(module, []).append(index)
             self._planned[index] = PlannedStage(
                 module,
                 self._choices[index],
-                device,
+                self._device,
                 self.counters,
                 index=index,
                 name=name,
                 planned_bytes=self._saved[index] if self._saved else None,
                 paths=self._paths,
             )
-        real = sorted(i for indices in self._indices.values() for i in indices)
-        if not real:
+        if not self._planned:
             raise PlanMismatchError("the plan has no stage that is a module of the model")
-        self._first, self._last = real[0], real[-1]
-        inner = {each.stage: each for each in decisions.differentiated}
-        self._differentiated = {i: inner[self._stages[i]] for i in real if self._stages[i] in inner}
+        self._first, self._last = min(self._planned), max(self._planned)
+
+    def _find_segments(self, segments: Sequence[Segment]) -> None:
+        """Find the segment of each stage, with the stages in it that are modules."""
         self._segments: dict[int, tuple[Segment, tuple[int, ...]]] = {}
         for segment in segments:
-            inside = tuple(i for i in real if segment.first <= i <= segment.last)
+            inside = tuple(i for i in self._planned if segment.first <= i <= segment.last)
             self._check_ends(segment, inside)
             self._segments.update((i, (segment, inside)) for i in inside)
-        # A point inside glue is moved to the nearest stage boundary that keeps the bytes within the plan. A release
-        # moves to the start of the next stage, or to the end of the last one, a prefetch to the next stage's backward.
+
+    def _find_points(self) -> None:
+        """Find the stages at which transfers are released and prefetched.
+
+        A point inside glue is moved to the nearest stage boundary that keeps the bytes within the plan. A release moves
+        to the start of the next stage, or to the end of the last one, a prefetch to the next stage's backward.
+        """
         self._release_before: dict[int, list[tuple[int, int]]] = {}  # stage -> (stage, number of the transfer)
         self._release_after: dict[int, list[tuple[int, int]]] = {}
         self._prefetch_at: dict[int, list[tuple[int, int]]] = {}
         for index, choice in enumerate(self._choices):
             for number, transfer in enumerate(choice.transfers):
                 release, place = transfer.release, (index, number)
-                later = [i for i in real if i > release]
-                if release in real or not later:
-                    self._release_after.setdefault(max(i for i in real if i <= release), []).append(place)
+                later = [i for i in self._planned if i > release]
+                if release in self._planned or not later:
+                    at = max(i for i in self._planned if i <= release)
+                    self._release_after.setdefault(at, []).append(place)
                 else:
                     self._release_before.setdefault(later[0], []).append(place)
-                self._prefetch_at.setdefault(max(i for i in real if i <= transfer.prefetch), []).insert(0, place)
+                at = max(i for i in self._planned if i <= transfer.prefetch)
+                self._prefetch_at.setdefault(at, []).insert(0, place)
+
+    def _listen(self, observers: Sequence[Observer]) -> None:
+        self._pass_begins = listeners(observers, "pass_begins")
+        self._inputs = listeners(observers, "inputs")
+        self._stages_begin = listeners(observers, "stages_begin")
+        self._enter = listeners(observers, "enter")
+        self._exit = listeners(observers, "exit")
+        self._output = listeners(observers, "output")
+        self._backward_begins = listeners(observers, "backward_begins")
+        self._backward = listeners(observers, "backward")
+        self._removed = listeners(observers, "removed")
+
+    def _find_patches(self, observers: Sequence[Observer], *, one_forward: bool) -> None:
         self._patches = [PatchedForward(module, functools.partial(self._run_stage, module)) for module in self._indices]
         self._compiled = [patch for patch in self._patches if patch.is_compiled]
-        self._sees_model = one_forward and model not in self._indices
+        self._sees_model = one_forward and self._model not in self._indices
         if self._sees_model:
-            self._patches.append(PatchedForward(model, self._run_model))
+            self._patches.append(PatchedForward(self._model, self._run_model))
         for observer in observers:
             self._patches += observer.patches(self._active)
-        discarded = (i for i, choice in enumerate(self._choices) if choice.option == DISCARD)
-        self._always_watched = frozenset((*self._prefetch_at, self._last, *discarded))
-        self._watches = bool(self._segments) or bool(self._enter or self._exit or self._backward)
 
     def _check_ends(self, segment: Segment, inside: tuple[int, ...]) -> None:
         for i, verb in ((segment.first, "begins"), (segment.last, "ends")):
@@ -297,8 +316,8 @@ class Controller:
 
     def _drop_leftovers(self) -> None:
         """Free the memory that a failed backward left behind (NOTE [Leftovers of a failed backward])."""
-        if self._old_graph is not None and current_graph_task() == -1:
-            self._old_graph.drop_leftovers()
+        if self.old_graph is not None and current_graph_task() == -1:
+            self.old_graph.drop_leftovers()
 
     def _active(self) -> bool:
         """Return whether a forward follows the plan: with gradients, in evaluation mode, too, where some train.
@@ -413,11 +432,7 @@ class Controller:
             index, again = self._next_call(current, module), False
         if index is None:
             index = self._indices[module][-1]
-            self.counters.differences.note(
-                "calls",
-                f"module {self._stages[self._indices[module][0]]!r} is called more than the "
-                f"{len(self._indices[module])} times a step that the plan was made for; solve again with this step",
-            )
+            self._note_further_call(self._indices[module])
         current.calls[module] = current.calls.get(module, 0) + 1
         inside, behind, _ = self._places[index]
         self.place = inside
@@ -426,10 +441,7 @@ class Controller:
             if index == self._first:
                 for stages_begin in self._stages_begin:
                     stages_begin()
-            if (beyond := self._limits[index].beyond(self._stages[index], args, kwargs)) is not None:
-                self.counters.differences.note("stage", beyond)
-            if self._paths is not None:
-                (self._paths.larger.discard if beyond is None else self._paths.larger.add)(index)
+            self._note_larger(index, args, kwargs)
             self._release_until(current, index)
             for place in self._release_before.get(index, ()):
                 current.session.release(*place)
@@ -460,6 +472,19 @@ class Controller:
             for ended in self._output:
                 ended(output, ())
         return output
+
+    def _note_further_call(self, indices: list[int]) -> None:
+        self.counters.differences.note(
+            "calls",
+            f"module {self._stages[indices[0]]!r} is called more than the {len(indices)} times a step that the plan "
+            "was made for; solve again with this step",
+        )
+
+    def _note_larger(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if (beyond := self._limits[index].beyond(self._stages[index], args, kwargs)) is not None:
+            self.counters.differences.note("stage", beyond)
+        if self._paths is not None:
+            (self._paths.larger.discard if beyond is None else self._paths.larger.add)(index)
 
     def _run_choice(
         self,

@@ -25,7 +25,6 @@ from ckptplan.runtime.adviser import Adviser
 from ckptplan.runtime.applied import Applied, Replan
 from ckptplan.runtime.controller import Controller
 from ckptplan.runtime.guard.check import WHEN, Checks, When
-from ckptplan.runtime.guard.checkpointing import Checkpointing
 from ckptplan.runtime.guard.differences import Differences
 from ckptplan.runtime.guard.engine import OldGraph
 from ckptplan.runtime.guard.fresh_state import FreshState
@@ -42,7 +41,7 @@ from ckptplan.runtime.observe import report
 from ckptplan.runtime.observe.counters import Counters
 from ckptplan.runtime.observe.meter import Meter
 from ckptplan.runtime.observe.stats import Stats
-from ckptplan.runtime.swap.stores import Store, close_all, make_stores
+from ckptplan.runtime.swap.stores import Store, SwapOptions, close_all, make_stores
 from ckptplan.training.step import check_supported, fingerprint, make_step, model_device, training_config
 
 _HANDLES: weakref.WeakValueDictionary[int, Handle] = weakref.WeakValueDictionary()
@@ -214,10 +213,7 @@ def apply(
     plan: Plan,
     *,
     swap_dir: str | Path | None = None,
-    host_bytes: int | None = None,
-    disk_bytes: int | None = None,
-    checksums: bool = False,
-    synchronous: bool = False,
+    swap_options: SwapOptions | None = None,
     check: When = "sampled",
     strict: bool = False,
     adviser: Adviser | None = None,
@@ -227,16 +223,16 @@ def apply(
 
     Parameters
     ----------
-    swap_dir, checksums, synchronous, check, strict
+    swap_dir, check, strict
         As there.
-    host_bytes, disk_bytes : int, optional
-        Limits on pinned host memory and on the swap file.
+    swap_options : SwapOptions, optional
     adviser : Adviser, optional
         Supplies predictions for `Handle.stats`, `Handle.trace` and notes on out-of-memory errors.
     on_larger : OnLarger, optional
         Makes another plan for a forward whose inputs are larger than planned; None: it follows the present one.
     """
-    for name, value in (("checksums", checksums), ("synchronous", synchronous), ("strict", strict)):
+    swap_options = swap_options or SwapOptions()
+    for name, value in (("synchronous", swap_options.synchronous), ("strict", strict)):
         if not isinstance(value, bool):
             raise InvalidInputError(f"{name}={value!r}; it is True or False")
     if check not in WHEN:
@@ -244,32 +240,15 @@ def apply(
     if swap_dir is not None and not isinstance(swap_dir, (str, os.PathLike)):
         raise InvalidInputError(f"swap_dir={swap_dir!r}; pass a directory's path")
     device = model_device(model)
-    if not plan.fingerprint.model:
-        raise PlanMismatchError(
-            "the plan comes from a profile written by hand, which belongs to no model; it can be simulated only"
-        )
-    step, planned = make_step(model, Training((), ddp=ddp_under(model, plan))), plan.fingerprint
-    model = step.model
-    planned.require(fingerprint(step), ignore=("inputs", "accumulates", *step.parallel.free_fields(planned.parallel)))
-    check_supported(model)
-
-    old_graph = OldGraph(device)
-    fresh_state = FreshState(device)
+    model = _fitting(model, plan)
+    old_graph, fresh_state = OldGraph(device), FreshState(device)
     checks = None if check == "off" else Checks(device, always=check == "always")
 
     def place(plan: Plan, former: Controller | None) -> tuple[Controller, Mapping[Tier, Store]]:
         """Install `plan`, whose controller goes on with the counters of the `former` one."""
-        stores = make_stores(
-            device,
-            plan,
-            directory=swap_dir,
-            host_limit_bytes=host_bytes,
-            disk_limit_bytes=disk_bytes,
-            checksums=checksums,
-            synchronous=synchronous,
-        )
         differences = Differences("raise" if strict else "warn")
         counters = Counters(meter=Meter(device), differences=differences) if former is None else former.counters
+        stores = make_stores(device, plan, swap_dir, swap_options)
         try:
             controller = Controller(
                 model,
@@ -278,16 +257,15 @@ def apply(
                 torch.device(device),
                 one_forward=plan.fingerprint.inputs != "step()",
                 counters=counters,
-                old_graph=old_graph,
                 observers=(
                     fresh_state,
                     HeldOver(plan, counters.differences),
                     GradientGuard(model, plan, counters.differences),
                     Unplanned(model, plan, device, counters.differences),
-                    Checkpointing(model),
                 ),
                 checks=checks,
             )
+            controller.old_graph = old_graph
             controller.install()
         except BaseException:
             close_all(stores)
@@ -300,3 +278,16 @@ def apply(
         replace_for_larger(applied, on_larger)
     applied.guards.enter_context(fresh_state.watching())
     return Handle(applied)
+
+
+def _fitting(model: nn.Module, plan: Plan) -> nn.Module:
+    """Return the model without wrappers, after a check that the plan was made for it."""
+    planned = plan.fingerprint
+    if not planned.model:
+        raise PlanMismatchError(
+            "the plan comes from a profile written by hand, which belongs to no model; it can be simulated only"
+        )
+    step = make_step(model, Training((), ddp=ddp_under(model, plan)))
+    planned.require(fingerprint(step), ignore=("inputs", "accumulates", *step.parallel.free_fields(planned.parallel)))
+    check_supported(step.model)
+    return step.model

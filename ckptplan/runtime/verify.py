@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import html
 import statistics
@@ -23,7 +24,7 @@ from ckptplan.core.request import Report, Training, reporting
 from ckptplan.core.units import format_bytes, format_seconds
 from ckptplan.distributed import apart, ddp_under
 from ckptplan.distributed.group import on_all_ranks
-from ckptplan.runtime.handle import apply
+from ckptplan.runtime.handle import Handle, apply
 from ckptplan.runtime.observe.stats import Stats
 from ckptplan.state.parameters import ParameterState
 from ckptplan.state.process import in_own_context
@@ -33,7 +34,7 @@ from ckptplan.tensors.storages import local_part, same_bits, unique_bytes
 from ckptplan.training import measure
 from ckptplan.training.gradients import rewinding
 from ckptplan.training.measure import StepPeaks, run_step, step_peaks, timed
-from ckptplan.training.step import fingerprint, make_step, model_device, training_config
+from ckptplan.training.step import TrainingStep, fingerprint, make_step, model_device, training_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,11 +244,9 @@ def verify(
         raise InvalidInputError("verify needs the inputs the plan was made for: pass inputs= (or step=)")
     if accumulate is None:
         accumulate = plan.fingerprint.accumulates
-    tell = reporting(on_progress)
-    device = model_device(model)
     options = Training(inputs, loss_fn, step=step, amp=amp, accumulate=accumulate, ddp=ddp_under(model, plan))
-    training = make_step(model, options).under(options.amp, device.type)
-    training.on_device(device)
+    training = make_step(model, options).under(options.amp, model_device(model).type)
+    training.on_device(model_device(model))
     is_wrapped, model = training.model is not model, training.model
     ignored = () if plan.fingerprint.parallel else training.parallel.free_fields("")  # measured as it is now
     plan.fingerprint.require(fingerprint(training), ignore=("accumulates", *ignored))
@@ -256,99 +255,120 @@ def verify(
         ParameterState(model.parameters()).restored() as parameters,
         training_config(model),
         training.parallel.reducing_last(),
-        restored(model, training.reached()) as rewind_state,
+        restored(model, training.reached()) as rewind,
         apply(model, plan, swap_dir=swap_dir, check="off") as handle,
     ):
-        rewind_state = rewinding(model, rewind_state, accumulates=training.accumulates)
-
-        def rewind() -> None:
-            rewind_state()
-            parameters.put()
-
+        rewind = rewinding(model, rewind, accumulates=training.accumulates)
+        tell = reporting(on_progress)
         tell("running a step to see what it reads")
-        rewind()
-        outside = measure.read_from_outside(training)
-        rewind()
-        put_state = _with_state(optimizer, lambda: run_step(training))
-        rewind()
-        put_state()
-        held = [*measure.held_tensors(model), *measure.optimizer_tensors(optimizer), *outside]
+        steps = _VerifiedSteps(training, optimizer, rewind, parameters)
         # No variable refers to the buckets on the device. Before the model is wrapped, these stand in for them.
-        bucket_bytes = training.parallel.unseen_bytes()
-        needed = bucket_bytes and not is_wrapped
-        _buckets = torch.empty(bucket_bytes, dtype=torch.uint8, device=device) if needed else None
-        held_bytes = unique_bytes(held, device) + bucket_bytes
-        del outside, held
+        stand_in_bytes = 0 if is_wrapped else training.parallel.unseen_bytes()
+        _buckets = torch.empty(stand_in_bytes, dtype=torch.uint8, device=steps.device) if stand_in_bytes else None
+        return _verified(plan, steps, handle, tell, plain=plain, repeats=repeats)
 
-        def once() -> torch.Tensor:
-            return run_step(training)
 
-        def seconds(run: Callable[[], Any] = once) -> float:
-            rewind()
-            return timed(run, device)
+@dataclass(frozen=True, slots=True)
+class _Compared:
+    """Seconds, loss, and gradients and buffers of a step, on the CPU."""
 
-        def compared() -> tuple[float, torch.Tensor, dict[str, torch.Tensor]]:
-            losses: list[torch.Tensor] = []
-            took_s = seconds(lambda: losses.append(once()))
-            return took_s, losses[0].cpu(), _results(model)
+    took_s: float
+    loss: torch.Tensor
+    results: dict[str, torch.Tensor]
 
-        def rewind_all() -> None:
-            rewind()
-            put_state()
+    def differing(self, other: _Compared) -> tuple[str, ...]:
+        """Return the names of what differs, or is in one of them only."""
+        names = {**self.results, **other.results}
+        return tuple(name for name in names if not same_bits(self.results.get(name), other.results.get(name)))
 
-        def whole_step() -> None:
-            run_step(training)
-            if optimizer is not None:
-                optimizer.step()
 
-        def peaks() -> StepPeaks:
-            rewind_all()
-            return step_peaks(whole_step, device, held_bytes, rewind_all)
+class _VerifiedSteps:
+    """Runs steps of a training, each from the state that the model has when this object is made."""
 
-        plain_peaks: StepPeaks | None = None
-        plain_loss: torch.Tensor | None = None
-        reference: dict[str, torch.Tensor] = {}
-        plain_s: list[float] = []
-        if plain:
-            try:
-                with handle.paused():
-                    tell("running a plain step, whose gradients are compared")
-                    took_s, plain_loss, reference = compared()
-                    plain_s = [took_s]
-                    tell("measuring the peak of a plain step")
-                    plain_peaks = peaks()
-            except torch.OutOfMemoryError:
-                plain_loss, reference, plain_s = None, {}, []
-        if plain_loss is None:
-            gc.collect()
-            empty_cache(device)
-        before = handle.stats()
-        tell("running a planned step, whose gradients are compared")
-        took_s, loss, found = compared()
-        planned_s = [took_s]
-        stats = handle.stats().since(before)
-        parameters.settle()
-        tell("measuring the peak of a planned step")
-        planned_peaks = peaks()
-        if repeats is None:
-            repeats = min(_REPEATS, int(TIMED_S / sum(plain_s + planned_s)))
-        # Beside the compared steps, one on an accelerator refills the emptied cache.
-        warm_up = 1 + int(is_accelerator(device)) if repeats else 0
-        with handle.unmetered():
-            for k in range(warm_up - 1 + repeats):
-                tell(counted("timing", k + 1, warm_up - 1 + repeats, "steps of each kind"))
-                if plain_loss is not None:
-                    with handle.paused():
-                        plain_s.append(seconds())
-                planned_s.append(seconds())
-        differing = _differing(reference, found) if plain_loss is not None else ()
-        equal = None if plain_loss is None else not differing and same_bits(loss, plain_loss)
-        plain_differing: tuple[str, ...] = ()
-        if equal is False:
-            with handle.paused():
-                rewind()
-                once()
-            plain_differing = _differing(reference, _results(model))
+    def __init__(
+        self,
+        training: TrainingStep,
+        optimizer: torch.optim.Optimizer | None,
+        rewind: Callable[[], None],
+        parameters: ParameterState,
+    ) -> None:
+        self.training, self.model, self.parameters = training, training.model, parameters
+        self.device = model_device(self.model)
+        self.optimizer, self._rewind_state = optimizer, rewind
+        self._rewind()
+        outside = measure.read_from_outside(training)
+        self._rewind()
+        self._put_state = _with_state(optimizer, self._run)
+        self._rewind_all()
+        held = [*measure.held_tensors(self.model), *measure.optimizer_tensors(optimizer), *outside]
+        self._held_bytes = unique_bytes(held, self.device) + training.parallel.unseen_bytes()
+
+    def _run(self) -> torch.Tensor:
+        return run_step(self.training)
+
+    def _rewind(self) -> None:
+        self._rewind_state()
+        self.parameters.put()
+
+    def _rewind_all(self) -> None:
+        self._rewind()
+        self._put_state()
+
+    def _run_whole(self) -> None:
+        self._run()
+        if self.optimizer is not None:
+            self.optimizer.step()
+
+    def seconds(self, run: Callable[[], Any] | None = None) -> float:
+        """Return the time of one step."""
+        self._rewind()
+        return timed(run or self._run, self.device)
+
+    def compared(self) -> _Compared:
+        """Run a step and return what is compared of it."""
+        losses: list[torch.Tensor] = []
+        took_s = self.seconds(lambda: losses.append(self._run()))
+        left = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+        left.update({f"buffer {name}": buffer for name, buffer in self.model.named_buffers()})
+        results = {name: local_part(tensor).detach().to("cpu", copy=True) for name, tensor in left.items()}
+        return _Compared(took_s, losses[0].cpu(), results)
+
+    def peaks(self) -> StepPeaks:
+        """Return the peaks of a step, with the optimizer's update."""
+        self._rewind_all()
+        return step_peaks(self._run_whole, self.device, self._held_bytes, self._rewind_all)
+
+
+def _verified(
+    plan: Plan, steps: _VerifiedSteps, handle: Handle, tell: Callable[[str], None], *, plain: bool, repeats: int | None
+) -> Verification:
+    """Run plain and planned steps, and return what was measured beside the predictions."""
+    reference: _Compared | None = None
+    plain_peaks: StepPeaks | None = None
+    if plain:
+        with contextlib.suppress(torch.OutOfMemoryError), handle.paused():
+            tell("running a plain step, whose gradients are compared")
+            reference = steps.compared()
+            tell("measuring the peak of a plain step")
+            plain_peaks = steps.peaks()
+    if plain_peaks is None:
+        reference = None
+        gc.collect()
+        empty_cache(steps.device)
+    before = handle.stats()
+    tell("running a planned step, whose gradients are compared")
+    found = steps.compared()
+    stats = handle.stats().since(before)
+    steps.parameters.settle()
+    tell("measuring the peak of a planned step")
+    planned_peaks = steps.peaks()
+    plain_s, planned_s = _times(steps, handle, tell, (reference, found), repeats)
+    differing = () if reference is None else reference.differing(found)
+    equal = None if reference is None else not differing and same_bits(found.loss, reference.loss)
+    plain_differing: tuple[str, ...] = ()
+    if reference is not None and not equal:
+        with handle.paused():
+            plain_differing = reference.differing(steps.compared())
     return Verification(
         budget_bytes=plan.budget_bytes,
         predicted_peak_bytes=plan.peak_bytes,
@@ -357,17 +377,41 @@ def verify(
         measured=planned_peaks,
         plain=plain_peaks,
         predicted_step_s=plan.step_s,
-        measured_step_s=statistics.median(planned_s[warm_up:]),
-        plain_step_s=statistics.median(plain_s[warm_up:]) if plain_s else None,
+        measured_step_s=statistics.median(planned_s),
+        plain_step_s=statistics.median(plain_s) if plain_s else None,
         predicted_plain_step_s=plan.baseline_step_s,
         gradients_equal=equal,
         differing=differing,
         plain_differing=plain_differing,
         stats=stats,
-        timed_steps=len(planned_s) - warm_up,
-        not_counted=plan.fingerprint.optimizer if optimizer is None else "",
+        timed_steps=len(planned_s),
+        not_counted=plan.fingerprint.optimizer if steps.optimizer is None else "",
         communicates=any(note.startswith(COLLECTIVES) for note in plan.notes),
     )
+
+
+def _times(
+    steps: _VerifiedSteps,
+    handle: Handle,
+    tell: Callable[[str], None],
+    compared: tuple[_Compared | None, _Compared],
+    repeats: int | None,
+) -> tuple[list[float], list[float]]:
+    """Return the seconds of plain and of planned steps, which alternate; if none are timed, those of `compared`."""
+    plain, planned = compared
+    plain_s, planned_s = [] if plain is None else [plain.took_s], [planned.took_s]
+    if repeats is None:
+        repeats = min(_REPEATS, int(TIMED_S / sum(plain_s + planned_s)))
+    # Beside the compared steps, one on an accelerator refills the emptied cache.
+    warm_up = 1 + int(is_accelerator(steps.device)) if repeats else 0
+    with handle.unmetered():
+        for k in range(warm_up - 1 + repeats):
+            tell(counted("timing", k + 1, warm_up - 1 + repeats, "steps of each kind"))
+            if plain is not None:
+                with handle.paused():
+                    plain_s.append(steps.seconds())
+            planned_s.append(steps.seconds())
+    return plain_s[warm_up:], planned_s[warm_up:]
 
 
 def _with_state(optimizer: torch.optim.Optimizer | None, run: Callable[[], Any]) -> Callable[[], None]:
@@ -383,15 +427,3 @@ def _with_state(optimizer: torch.optim.Optimizer | None, run: Callable[[], Any])
             "measured steps end with backward"
         ) from error
     return optimizer_tables(optimizer)
-
-
-def _results(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the results of a step on the CPU: gradients by parameter name, and buffers."""
-    left = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    left.update({f"buffer {name}": buffer for name, buffer in model.named_buffers()})
-    return {name: local_part(tensor).detach().to("cpu", copy=True) for name, tensor in left.items()}
-
-
-def _differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> tuple[str, ...]:
-    """Return the names whose tensors differ, or that are in one mapping only."""
-    return tuple(name for name in {**a, **b} if not same_bits(a.get(name), b.get(name)))

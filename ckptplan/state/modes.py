@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import overrides
 from torch.utils import _device, _python_dispatch
-from torch.utils._device import DeviceContext
 
 from ckptplan.tensors.private import dispatch_modes, function_modes
 
@@ -32,11 +31,11 @@ _Lists = Sequence[list[Any]]
 _NONE: _Lists = ([], [])
 
 
-def _now(*, whole: bool = False) -> _Lists:
-    """Return the active modes; unless `whole`, without the default device's, at the bottom of the function modes."""
+def _now() -> _Lists:
+    """Return the active modes; that of the default device is at the bottom of the function modes."""
     if not function_modes() and not dispatch_modes():
         return _NONE
-    return [[mode for mode in stack() if whole or type(mode) is not DeviceContext] for stack, _, _ in _STACKS]
+    return [list(stack()) for stack, _, _ in _STACKS]
 
 
 def _same(some: _Lists, others: _Lists) -> bool:
@@ -52,7 +51,7 @@ def _replace(former: _Lists, modes: _Lists) -> None:
 
 
 class Modes:
-    """The modes that were active at construction, the default device's left out."""
+    """The modes that were active at construction, with that of the default device."""
 
     __slots__ = ("_active",)
 
@@ -78,19 +77,20 @@ class Modes:
             _replace(self._active, now)
 
 
-class Stacks:
-    """The modes that were active at construction, and the default device."""
+class Stacks(Modes):
+    """These modes, and what PyTorch has noted as the default device."""
+
+    __slots__ = ("_default", "_device")
 
     def __init__(self) -> None:
-        self._active = _now(whole=True)
+        super().__init__()
         self._device = _device.CURRENT_DEVICE
         self._default = dict(vars(torch._GLOBAL_DEVICE_CONTEXT))  # of this thread
 
     def put(self) -> None:
         """Make these modes, and no others, active again, and restore the default device."""
-        now = _now(whole=True)
-        if not _same(now, self._active):
-            _replace(now, self._active)
+        if self.differ():
+            _replace(_now(), self._active)
         _device.CURRENT_DEVICE = self._device
         vars(torch._GLOBAL_DEVICE_CONTEXT).clear()
         vars(torch._GLOBAL_DEVICE_CONTEXT).update(self._default)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -13,18 +12,15 @@ from ckptplan.state.modes import Modes
 from ckptplan.state.put_back import Steps, enter
 from ckptplan.state.variables import Variables
 from ckptplan.tensors.accelerator import current_stream, has_generator, own_module, run_on
-from ckptplan.tensors.private import function_modes
-
-T = TypeVar("T")
 
 
 class Surroundings:
     """State that a forward depends on besides its module and arguments, recorded at construction.
 
-    It consists of random states, flags, function and dispatch modes, autocast, the default device, Python's context
-    variables and the stream. All of it may differ in backward. For example, if a stage ran an operation on a stream of
-    its own, autograd may trigger the recompute on that stream; and it may do so in another thread, where context
-    variables have their default values.
+    It consists of random states, flags, function and dispatch modes (the default device is one), autocast, Python's
+    context variables and the stream. All of it may differ in backward. For example, if a stage ran an operation on a
+    stream of its own, autograd may trigger the recompute on that stream; and it may do so in another thread, where
+    context variables have their default values.
 
     Parameters
     ----------
@@ -33,6 +29,11 @@ class Surroundings:
         arguments.
     tensors : iterable of torch.Tensor
         The states of the generators of their devices are recorded as well.
+
+    Attributes
+    ----------
+    variables : Variables
+        The context variables.
     """
 
     def __init__(self, device: torch.device, tensors: Iterable[torch.Tensor]) -> None:
@@ -42,8 +43,7 @@ class Surroundings:
         self._device_random = _device_states([d for d in devices if has_generator(d)])
         self._flags = flags()
         self._modes = Modes()
-        self._variables = Variables()
-        self._default_device = _default_device()
+        self.variables = Variables()
         self._autocast = [_autocast(kind) for kind in {"cpu", *[d.type for d in devices]} if _has_autocast(kind)]
 
     def put(self, undo: Steps, tensors: Sequence[torch.Tensor] = ()) -> None:
@@ -58,22 +58,12 @@ class Surroundings:
         for state in self._autocast:
             if _autocast(state[0]) != state:
                 enter(torch.autocast(*state), undo)
-        if _default_device() != self._default_device:
-            enter(self._default_device, undo)
         now = flags()
         if now != self._flags:
             undo.append(functools.partial(set_flags, now))
             set_flags(self._flags)
         if self._modes.differ():
             enter(self._modes.active(), undo)
-
-    def run(self, function: Callable[..., T], *args: object, **kwargs: object) -> T:
-        """Call `function` with the recorded context variables; values that it sets are dropped afterwards."""
-        return self._variables.run(function, *args, **kwargs)
-
-    def forward_done(self) -> None:
-        """Drop what was collected in context variables; called when the recorded forward has ended."""
-        self._variables.forward_done()
 
 
 def _device_states(devices: Iterable[torch.device]) -> dict[torch.device, torch.Tensor]:
@@ -84,14 +74,6 @@ def _set_random_states(cpu: torch.Tensor, devices: dict[torch.device, torch.Tens
     torch.set_rng_state(cpu)
     for device, state in devices.items():
         own_module(device).set_rng_state(state, device)
-
-
-_CPU = torch.device("cpu")
-
-
-def _default_device() -> torch.device:
-    """Return the default device of new tensors; without a function mode it is the CPU."""
-    return torch.get_default_device() if function_modes() else _CPU
 
 
 @functools.cache

@@ -96,7 +96,7 @@ def test_a_plan_replaces_another(before: Callable[..., None], after: Callable[..
 def test_a_plan_that_cant_be_applied_leaves_the_former(before: Callable[..., None]) -> None:
     model, plan = blocks(), plan_of_blocks()
     before(model)
-    for options in ({"check": "never"}, {"checksums": 2}):
+    for options in ({"check": "never"}, {"strict": 2}):
         with pytest.raises(InvalidInputError):
             ckptplan.apply(model, plan, replace=True, **options)
     assert not is_plain(model)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
+import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -254,6 +257,51 @@ def test_a_stage_that_can_not_run_again_in_this_step_is_kept(monkeypatch: pytest
         monkeypatch.setattr(_Gives, "give", list)
         assert same(step(model, x), wanted)
         assert handle.stats().recomputed_stages == 2 * again
+
+
+class _KeepsOutputs(_Stage):
+    def factor(self, x: torch.Tensor) -> Any:
+        found = torch.sin(self.other(x))
+        self.previous = found  # with its graph
+        self.seen = [*self.seen[-1:], found]  # type: ignore[list-item]
+        return found
+
+
+class _Output:
+    def __init__(self, a: torch.Tensor) -> None:
+        self.a = a
+
+
+class _KeepsOutputsInObjects(_Stage):
+    def factor(self, x: torch.Tensor) -> Any:
+        found = torch.sin(self.other(x))
+        self.space = types.SimpleNamespace(a=found)
+        self.output = _Output(found)
+        return found
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize(
+    ("kind", "kept"),
+    [
+        (_KeepsOutputs, lambda stage: stage.previous),
+        (_KeepsOutputsInObjects, lambda stage: stage.space.a),
+        (_KeepsOutputsInObjects, lambda stage: stage.output.a),
+    ],
+    ids=["attribute", "namespace", "object"],
+)
+def test_outputs_kept_as_attributes_hold_no_graphs(
+    kind: type[nn.Module], kept: Callable[[Any], torch.Tensor], how: str
+) -> None:
+    model, x = made(kind)
+    plan = planned(*made(_Counts), how)
+    with ckptplan.apply(model, plan):
+        model(x)
+        watch = weakref.ref(kept(model.layers[0]))  # type: ignore[index]
+        for _ in range(4):
+            model(x)  # nobody runs backward
+        gc.collect()
+        assert watch() is None
 
 
 def test_a_sparse_attribute_that_the_step_does_not_use_is_no_obstacle() -> None:

@@ -415,7 +415,7 @@ def toggle(stage: Leaving) -> None:
 
 
 LEFT: dict[str, tuple[Callable[[Leaving], Any], str]] = {
-    "list": (lambda stage: stage.state.append(1.0), "what it keeps in a list"),
+    "list": (lambda stage: stage.state.append(1.0), "what it keeps in a list in Leaving.state"),
     "attribute": (lambda stage: setattr(stage, "last", object()), "what it keeps in Leaving.last"),
     "buffer": (lambda stage: setattr(stage, "scale", stage.scale.clone()), "what it keeps in Leaving._buffers"),
     "hook": (lambda stage: stage.linear.register_forward_hook(print), "what it keeps in Linear._forward_hooks"),
@@ -450,7 +450,7 @@ def test_bytes_that_come_back_damaged(monkeypatch: pytest.MonkeyPatch) -> None:
         view[5] ^= 1
 
     monkeypatch.setattr(disk, "_read", spoilt)
-    with apply(model, swapped_and_recomputed("mlp", "swap")), finds("that it had swapped out", "synchronous=True"):
+    with apply(model, swapped_and_recomputed("mlp", "swap")), finds("that it had swapped out", "a copy was overtaken"):
         step(model, inputs)
 
 

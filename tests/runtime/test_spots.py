@@ -26,7 +26,7 @@ from ckptplan.runtime.guard.check import FIRST, Checks, StageSpots
 from ckptplan.runtime.handle import apply
 from ckptplan.runtime.recompute import call as recompute
 from ckptplan.runtime.swap.stores import disk
-from ckptplan.state.surroundings import Surroundings
+from ckptplan.state.variables import Variables
 from ckptplan.training.step import default_loss
 
 WIDTH, LATE, STEPS = 32, 4, 6
@@ -175,18 +175,18 @@ def test_spots_find_what_digests_find(name: str, what: str, monkeypatch: pytest.
     """Wherever in a stage its recompute begins to differ, in whatever way the results depend on it."""
     model, inputs = build(name)
     plan = plan_for(model, inputs, what, op=2)
-    run, number = Surroundings.run, -1
+    run, number = Variables.run, -1
     ran: list[Perturbing] = []
 
-    def perturbed(surroundings: Surroundings, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def perturbed(variables: Variables, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         def perturbing(*args: Any, **kwargs: Any) -> Any:
             ran.append(Perturbing(number))
             with ran[-1]:
                 return forward(*args, **kwargs)
 
-        return run(surroundings, perturbing, *args, **kwargs)
+        return run(variables, perturbing, *args, **kwargs)
 
-    monkeypatch.setattr(Surroundings, "run", perturbed)
+    monkeypatch.setattr(Variables, "run", perturbed)
 
     def finds(handle: Any) -> bool:
         ran.clear()
@@ -305,7 +305,7 @@ def test_a_buffer_that_is_written_late_is_compared_where_the_host_would_have_to_
 ) -> None:
     """There a stage's buffers are compared around its recompute, also if nothing that it saves depends on them."""
     monkeypatch.setattr(recompute._State, "_was_seen_written", lambda *_: False)
-    monkeypatch.setattr(StageSpots, "unchanged", StageSpots._unchanged)
+    monkeypatch.setattr(StageSpots, "unchanged", lambda self: self._buffers_unchanged(self._module.modules()))
     with pytest.raises(CheckError, match="its buffer 'scale' isn't what it was"):
         trained(AtTheEnd, "segment")
 

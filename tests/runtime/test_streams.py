@@ -145,7 +145,8 @@ def test_records_of_several_streams(seed: int, kind: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_synchronous_mode_leaves_no_copy_under_way(kind: str, tmp_path: Path) -> None:
-    with on_device(1, kind, tmp_path, synchronous=True) as (gpu, store):
+    with on_device(1, kind, tmp_path) as (gpu, store):
+        store.synchronous = True
         source, target = made(gpu, 7), None
         ticket = store.start_out(source)
         assert not any(s.queue for s in gpu.streams)

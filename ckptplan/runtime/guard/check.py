@@ -26,7 +26,7 @@ import math
 import operator
 import random
 import threading
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -279,6 +279,10 @@ def can_be_digested(tensor: torch.Tensor) -> bool:
     )
 
 
+What = str | Callable[[], str]
+"""A text, or a function that returns it: few are needed."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Pair:
     """Two digests or spots that should be equal, and the texts for the error if they aren't.
@@ -288,19 +292,24 @@ class _Pair:
     first, again : Digest or Spot
         Those from forward and from now.
     stage, what, cause : str
-        The stage, the compared value, and the likely cause of a difference.
+        The stage, the compared value (or a function that names it), and the likely cause of a difference.
     """
 
     first: Any
     again: Any
     stage: str
-    what: str
+    what: What
     cause: str
 
     @property
     def is_known(self) -> bool:
         """Whether the values have been read."""
         return self.first.values is not None and self.again.values is not None
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether the values have been read and are equal."""
+        return self.is_known and self.first.is_like(self.again)
 
 
 class _Comparison:
@@ -310,32 +319,27 @@ class _Comparison:
     ----------
     stages : sequence of str
         Names of the plan's stages.
+    device : torch.device
+        Where the plan runs.
     """
 
     stages: Sequence[str] = ()
+    device: torch.device
 
     def take(self, tensor: torch.Tensor) -> Any:
         """Return what is compared of `tensor`, as it is now; None if nothing is."""
         raise NotImplementedError
 
-    def compare(self, first: Any, tensor: torch.Tensor, stage: str, what: str, cause: str) -> None:
+    def compare(self, first: Any, tensor: torch.Tensor, stage: str, what: What, cause: str) -> None:
         """Record that `tensor` should be as it was.
 
         Parameters
         ----------
         first : Digest or Spot, optional
             What was taken in forward; None: nothing is compared.
-        stage, what, cause : str
-            The stage, the name of the tensor, and the likely cause of a difference, for the error.
+        stage, what, cause
+            As of a `_Pair`.
         """
-        raise NotImplementedError
-
-    def stage(self, stage: PlannedStage) -> StageCheck | StageSpots:
-        """Return the comparison of one call of a stage with its recompute."""
-        raise NotImplementedError
-
-    def backward_begins(self) -> None:
-        """Compare what can be compared when the pass's backward begins."""
         raise NotImplementedError
 
     def saves(self, index: int, tensor: torch.Tensor) -> Callable[[torch.Tensor], None]:
@@ -372,8 +376,6 @@ class Checks(_Comparison):
     ----------
     device : torch.device
         As given.
-    is_on_host : bool
-        Whether that is the host.
     lock : threading.RLock
         Held while digests and spots are taken and read.
     passes, tensors : int
@@ -388,8 +390,7 @@ class Checks(_Comparison):
         self._random = random.Random(0)
         self._next = FIRST + EVERY
         self._benches = {device.type: _Bench(device)}
-        self.is_on_host = not accelerator.is_accelerator(device)
-        self._spots = Spots(self, on_host=self.is_on_host or always)
+        self._spots = Spots(self, on_host=always or not accelerator.is_accelerator(device))
         self._pairs: list[_Pair] = []
         self._places: list[_Place] = []
         self._late: list[_Pair] = []  # of backwards that have ended, whose spots haven't been read
@@ -424,7 +425,7 @@ class Checks(_Comparison):
                 bench = self._benches[tensor.device.type] = _Bench(tensor.device)
             return bench.take(tensor) if bench.device == tensor.device else None
 
-    def compare(self, first: Digest | None, tensor: torch.Tensor, stage: str, what: str, cause: str) -> None:
+    def compare(self, first: Digest | None, tensor: torch.Tensor, stage: str, what: What, cause: str) -> None:
         """Record that `tensor` should have the digest `first`."""
         if first is None or first.strides != tensor.stride():
             return
@@ -511,7 +512,7 @@ class Checks(_Comparison):
             self._judge(pairs, "an earlier")
 
     def _judge(self, pairs: list[_Pair], step: str) -> None:
-        differing = [pair for pair in pairs if pair.is_known and not pair.first.is_like(pair.again)]
+        differing = [pair for pair in pairs if pair.is_known and not pair.is_equal]
         if differing:
             self._late.clear()
             raise _error(differing, step)
@@ -536,7 +537,7 @@ class Spots(_Comparison):
     """Compares spots, in the passes of one applied plan in which `checks` compares no digests (NOTE [Spots])."""
 
     def __init__(self, checks: Checks, *, on_host: bool) -> None:
-        self.checks = checks
+        self.checks, self.device = checks, checks.device
         self.sheet = None if on_host else Sheet(checks.device)
 
     def take(self, tensor: torch.Tensor) -> Spot | None:
@@ -555,17 +556,13 @@ class Spots(_Comparison):
                 return self.sheet.take(*found) if tensor.device == self.checks.device else None
         return read(*found) if tensor.is_cpu else None
 
-    def compare(self, first: Spot | None, tensor: torch.Tensor, stage: str, what: str, cause: str) -> None:
-        """Record that `tensor` should have the spot `first`."""
-        if first is not None:
-            self.add(first, self.take(tensor.detach()), stage, what, cause)
-
-    def add(self, first: Spot, again: Spot | None, stage: str, what: str, cause: str) -> None:
-        """Record that two spots should be equal, unless it is known by now that they are."""
-        if again is None or again.strides != first.strides:
+    def compare(self, first: Spot | None, tensor: torch.Tensor, stage: str, what: What, cause: str) -> None:
+        """Record that `tensor` should have the spot `first`, unless it is known by now that it has."""
+        again = None if first is None else self.take(tensor.detach() if tensor.requires_grad else tensor)
+        if first is None or again is None or again.strides != first.strides:
             return
         pair = _Pair(first, again, stage, what, cause)
-        if not pair.is_known or not first.is_like(again):
+        if not pair.is_equal:
             self.checks.add(pair)
 
     def backward_begins(self) -> None:
@@ -577,8 +574,13 @@ class Spots(_Comparison):
         return StageSpots(self, stage)
 
 
-class _StageComparison:
-    """What both comparisons of a stage's call share: they learn which of the saved tensors spots are taken of.
+class StageSpots:
+    """Comparison of what one call of a stage saves with what its recompute saves, by spots.
+
+    Parameters
+    ----------
+    by : Spots or Checks
+        What compares tensors.
 
     Attributes
     ----------
@@ -588,17 +590,48 @@ class _StageComparison:
         Numbers of the saved tensors that are compared.
     """
 
-    __slots__ = ("_module", "_recorder", "_sinks", "name", "numbers")
+    def __init__(self, by: _Comparison, stage: PlannedStage) -> None:
+        self.by, self.name, self._module, self._sinks = by, stage.name, stage.module, stage.sinks
+        self._recorder = stage.sinks.recorder()  # learns of which saved tensors spots are taken
+        self.numbers: Container[int] = stage.sinks.numbers if self._recorder is None else ALL
+        self._saved: dict[int, Any] = {}
+        self._cause = _SPOT
 
-    def __init__(self, stage: PlannedStage) -> None:
-        self.name, self._module, self._sinks = stage.name, stage.module, stage.sinks
-        self._recorder = stage.sinks.recorder()
-        self.numbers: Container[int] = ALL
+    def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `forward`: inputs and state are compared by digests alone."""
+        return forward
+
+    def unchanged(self) -> contextlib.AbstractContextManager[None]:
+        """Check that the code inside leaves buffers on accelerators unchanged; on the host `Call` has looked at all."""
+        if not accelerator.is_accelerator(self.by.device):
+            return contextlib.nullcontext()
+        # Running statistics are copies in a recompute.
+        return self._buffers_unchanged(m for m in self._module.modules() if not isinstance(m, NormBase))
+
+    @contextlib.contextmanager
+    def _buffers_unchanged(self, modules: Iterable[nn.Module]) -> Iterator[None]:
+        buffers = {id(b): (name, b) for m in modules for name, b in m._buffers.items() if b is not None}
+        before = [(name, buffer, self.by.take(buffer)) for name, buffer in buffers.values()]
+        try:
+            yield
+        finally:
+            for name, buffer, first in before:
+                self.by.compare(first, buffer, self.name, f"its buffer {name!r}", _LEFT)
 
     def save(self, number: int, tensor: torch.Tensor) -> None:
         """Take what is compared of the tensor that the first run saves as number `number`."""
         if self._recorder is not None:
             self._recorder.save(tensor)
+        self._saved[number] = self.by.take(tensor) if is_written_whole(tensor.dtype, tensor.dim()) else None
+
+    def skip(self, number: int) -> None:
+        """Don't compare tensor `number`, which had no values yet when it was saved."""
+        self._saved.pop(number, None)
+
+    def compare_saved(self, number: int, tensor: torch.Tensor) -> None:
+        """Compare the tensor that a later run saves as number `number`."""
+        what = functools.partial(_saved_as, number, tensor.dtype, tensor.shape)
+        self.by.compare(self._saved.get(number), tensor, self.name, what, self._cause)
 
     def returned(self) -> None:
         """Note that a recompute returns the result of the operation that runs."""
@@ -611,66 +644,14 @@ class _StageComparison:
         self._recorder = None
 
 
-class StageSpots(_StageComparison):
-    """Comparison of what one call of a stage saves with what its recompute saves, by spots."""
-
-    __slots__ = ("_saved", "_spots")
-
-    def __init__(self, spots: Spots, stage: PlannedStage) -> None:
-        super().__init__(stage)
-        self._spots = spots
-        if self._recorder is None:
-            self.numbers = stage.sinks.numbers
-        self._saved: dict[int, Spot | None] = {}
-
-    def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `forward`: inputs and state are compared by digests alone."""
-        return forward
-
-    def unchanged(self) -> contextlib.AbstractContextManager[None]:
-        """Check that the code inside leaves buffers on accelerators unchanged; on the host `Call` has looked at all."""
-        on_host = self._spots.checks.is_on_host
-        return contextlib.nullcontext() if on_host else self._unchanged()
-
-    @contextlib.contextmanager
-    def _unchanged(self) -> Iterator[None]:
-        before = [
-            (name, buffer, self._spots.take(buffer))
-            for m in self._module.modules()
-            if not isinstance(m, NormBase)  # whose running statistics are copies in a recompute
-            for name, buffer in m._buffers.items()
-            if buffer is not None
-        ]
-        try:
-            yield
-        finally:
-            for name, buffer, first in before:
-                self._spots.compare(first, buffer, self.name, f"its buffer {name!r}", _LEFT)
-
-    def save(self, number: int, tensor: torch.Tensor) -> None:
-        """Take the spot of the tensor that the first run saves as number `number`."""
-        super().save(number, tensor)
-        self._saved[number] = self._spots.take(tensor)
-
-    def skip(self, number: int) -> None:
-        """Don't compare tensor `number`, which had no values yet when it was saved."""
-        self._saved.pop(number, None)
-
-    def compare_saved(self, number: int, tensor: torch.Tensor) -> None:
-        """Compare the tensor that a later run saves as number `number`."""
-        first = self._saved.get(number)
-        again = None if first is None else self._spots.take(tensor)
-        if first is not None and again is not None and (again.values is None or again.values != first.values):
-            self._spots.add(first, again, self.name, _saved_as(number, tensor), _SPOT)
-
-
-class StageCheck(_StageComparison):
+class StageCheck(StageSpots):
     """Comparison of one call of a stage with its recompute: parameters, buffers, inputs and saved tensors."""
 
+    by: Checks
+
     def __init__(self, checks: Checks, stage: PlannedStage) -> None:
-        super().__init__(stage)
-        self.checks = checks
-        self._saved: list[Digest | None] = []
+        super().__init__(checks, stage)
+        self.numbers, self._cause = ALL, _SAVED
         self._given: list[Any] = []
         self._inputs: list[Digest | None] | None = None
         self._state: dict[tuple[str, str], Digest | None] = {}
@@ -683,8 +664,8 @@ class StageCheck(_StageComparison):
             tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
             if self._inputs is None:
                 self._given = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
-                self._inputs = [self.checks.take(t) for t in tensors]
-                self._state = {key: self.checks.take(t) for key, t in self._tensors()}
+                self._inputs = [self.by.take(t) for t in tensors]
+                self._state = {key: self.by.take(t) for key, t in self._tensors()}
             else:
                 self._compare(tensors)
             del leaves, tensors
@@ -699,30 +680,27 @@ class StageCheck(_StageComparison):
             yield ("buffer", name), buffer
 
     def _compare(self, tensors: list[torch.Tensor]) -> None:
-        compare = self.checks.compare
+        compare = self.by.compare
         for (kind, name), t in self._tensors():
             cause = _PARAMETER if kind == "parameter" else _BUFFER
             compare(self._state.get((kind, name)), t, self.name, f"its {kind} {name!r}", cause)
         assert self._inputs is not None
         for number, (first, t) in enumerate(zip(self._inputs, tensors, strict=False)):
-            compare(first, t, self.name, f"its input number {number}, {_described(t)}", _INPUT)
+            compare(first, t, self.name, f"its input number {number}, {_described(t.dtype, t.shape)}", _INPUT)
 
     @contextlib.contextmanager
     def unchanged(self) -> Iterator[None]:
         """Check that the code inside leaves the stage, and all state that it reads, unchanged."""
-        device = self.checks.device
+        device = self.by.device
         modules = below(self._module)
         reached = Snapshot(modules, self._given, deep=True, graphs=True, puts=False)
         contents = Contents(reached)
         tables = [(m, name, m.__dict__[name].copy()) for m in reached.modules for name in _TABLES]
         generators, random_states, flags_before = Generators(reached.generators), generator_states(device), flags()
-        buffers = {id(b): (name, b) for m in reached.modules for name, b in m._buffers.items() if b is not None}
-        before = [(name, buffer, self.checks.take(buffer)) for name, buffer in buffers.values()]
         try:
-            yield
+            with self._buffers_unchanged(reached.modules):
+                yield
         finally:
-            for name, buffer, first in before:
-                self.checks.compare(first, buffer, self.name, f"its buffer {name!r}", _LEFT)
             names = contents.differences(Contents.of(modules, self._given))
             names += [f"{type(m).__name__}.{name}" for m, name, t in tables if not _is_same(t, m.__dict__[name])]
             generators.settle()
@@ -732,25 +710,15 @@ class StageCheck(_StageComparison):
                 f"PyTorch's flag {name!r}" for name, a, b in zip(FLAGS, flags_before, flags(), strict=True) if a != b
             ]
             for what in found:
-                self.checks.found(self.name, what, _LEFT)
+                self.by.found(self.name, what, _LEFT)
 
     def save(self, number: int, tensor: torch.Tensor) -> None:
-        """Take the digest of the tensor that the first run saves as number `number`, the next."""
+        """Take the digest of the tensor that the first run saves as number `number`."""
         super().save(number, tensor)
-        digest = self.checks.take(tensor) if is_written_whole(tensor.dtype, tensor.dim()) else None
-        self._saved.append(digest)
+        digest = self._saved[number]
         # Only tensors with a graph are watched: running statistics have none, and a norm updates them rightly.
         if digest is not None and tensor.grad_fn is not None and not self._is_a_parameters(tensor):
-            self.checks.watch(_Place(tensor, digest, self.name, number))
-
-    def skip(self, number: int) -> None:
-        """Don't compare tensor `number`, which had no values yet when it was saved."""
-        self._saved[number] = None
-
-    def compare_saved(self, number: int, tensor: torch.Tensor) -> None:
-        """Compare the tensor that a later run saves as number `number`."""
-        what = _saved_as(number, tensor)
-        self.checks.compare(self._saved[number], tensor, self.name, what, _SAVED)
+            self.by.watch(_Place(tensor, digest, self.name, number))
 
     def _is_a_parameters(self, tensor: torch.Tensor) -> bool:
         key = tensor.untyped_storage()._cdata
@@ -759,8 +727,8 @@ class StageCheck(_StageComparison):
     def compare_outputs(self, number: int, first: list[Digest | None], tensors: list[torch.Tensor]) -> None:
         """Compare the outputs of operation `number` in the first run with those that are returned for it now."""
         for digest, tensor in zip(first, tensors, strict=True):
-            what = f"the saved output of its operation number {number}, {_described(tensor)}"
-            self.checks.compare(digest, tensor, self.name, what, _INPUT)
+            what = f"the saved output of its operation number {number}, {_described(tensor.dtype, tensor.shape)}"
+            self.by.compare(digest, tensor, self.name, what, _INPUT)
 
 
 class _Place:
@@ -768,7 +736,8 @@ class _Place:
 
     def __init__(self, tensor: torch.Tensor, digest: Digest, stage: str, number: int) -> None:
         storage = tensor.untyped_storage()
-        self.digest, self.stage, self.what = digest, stage, _saved_as(number, tensor)
+        self.digest, self.stage = digest, stage
+        self.what = _saved_as(number, tensor.dtype, tensor.shape)
         self._storage, self._nbytes = StorageWeakRef(storage), storage.nbytes()
         self._dtype, self._device = tensor.dtype, tensor.device
         self._lies = int(tensor.storage_offset()), tensor.size(), tensor.stride()
@@ -795,8 +764,8 @@ class _Place:
             return empty.set_(storage, *self._lies)  # type: ignore[call-overload, no-any-return]
 
 
-def _saved_as(number: int, tensor: torch.Tensor) -> str:
-    return f"tensor number {number} that autograd saves in it, {_described(tensor)}"
+def _saved_as(number: int, dtype: torch.dtype, shape: torch.Size) -> str:
+    return f"tensor number {number} that autograd saves in it, {_described(dtype, shape)}"
 
 
 def _is_same(table: dict[Any, Any], now: dict[Any, Any]) -> bool:
@@ -810,8 +779,8 @@ def _is_same(table: dict[Any, Any], now: dict[Any, Any]) -> bool:
 _TABLES = ("_buffers", "_modules", "_parameters", "_forward_hooks", "_forward_pre_hooks")
 
 
-def _described(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+def _described(dtype: torch.dtype, shape: torch.Size) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
 
 
 _PARAMETER = (
@@ -849,18 +818,19 @@ _PACKED_LATE = (
     "not those of forward; write with ordinary operations, or remove the hooks"
 )
 _COPY = (
-    "a copy was overtaken by a later write, or memory or the disk is damaged; apply(..., synchronous=True) waits for "
-    "each copy, checksums=True checks that the tier returns the bytes that it was given"
+    "a copy was overtaken by a later write, or memory or the disk is damaged; a training that goes well under a plan "
+    "without swapping, solve(..., actions=('keep', 'recompute')), tells that it is the copies"
 )
 
 
 def _error(differing: list[_Pair], step: str) -> CheckError:
     worst = differing[0]
+    what = worst.what if isinstance(worst.what, str) else worst.what()
     stages = len({pair.stage for pair in differing})
     return CheckError(
-        f"stage {worst.stage!r}: {worst.what} isn't what it was in forward. {len(differing)} of the compared tensors "
+        f"stage {worst.stage!r}: {what} isn't what it was in forward. {len(differing)} of the compared tensors "
         f"differ, in {stages} of the plan's stages; the gradients of {step} step are not the model's: drop them. "
         f"Likely cause: {worst.cause}",
         stage=worst.stage,
-        tensor=worst.what,
+        tensor=what,
     )

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ckptplan.runtime.guard.optimizer_steps import around_steps
 from ckptplan.runtime.observer import Observer
 from ckptplan.tensors.accelerator import device_bytes, empty_cache, is_accelerator, is_capturing
 
@@ -75,5 +75,9 @@ class FreshState(Observer):
             elif all(other is not optimizer for other, _ in running):
                 settled[optimizer] = len(optimizer.state)
 
-        with around_steps(begins, ends):
+        hooks = register_optimizer_step_pre_hook(begins), register_optimizer_step_post_hook(ends)
+        try:
             yield
+        finally:
+            for hook in hooks:
+                hook.remove()

@@ -3,25 +3,13 @@
 PyTorch's own error passes through. The note is added where the error leaves a forward of the model, ends the plan, or
 ends the process (last_words.py): a kernel's error in backward reaches no code of this package before.
 
-NOTE [What was asked for]
-CUDA's messages give the size of the segment that the allocator wanted from the device, not the size of the request:
-
-- 2 MiB for a request of at most 1 MiB,
-- 20 MiB (a setting) for a request of more than 1 MiB and less than 10 MiB,
-- for larger requests, the request rounded up to a multiple of 2 MiB.
-
-The message rounds this size to two decimals of its unit, which is 10 MiB where the unit is a GiB. So the request is
-known only as a range. Its lower end decides whether a request was larger than planned; its upper end decides how much
-memory to free so that it fits. The rounding of requests by `roundup_power2_divisions` is not taken into account.
-
-Example: "Tried to allocate 20.00 MiB" stands for a request of more than 1 MiB and less than 10 MiB, or for one of more
-than 18 MiB and at most 20 MiB; the range is from 1 MiB + 1 byte to 20 MiB. "Tried to allocate 24.00 MiB" stands for a
-request of more than 22 MiB and at most 24 MiB.
+CUDA's messages give the size of the segment that the allocator wanted from the device, not that of the request: 2 or
+20 MiB for small ones, for others the request rounded up to a multiple of 2 MiB. So only a size above 20 MiB tells
+whether the request was larger than planned.
 """
 
 from __future__ import annotations
 
-import math
 import re
 import traceback
 from collections.abc import Callable, Iterator
@@ -52,11 +40,9 @@ _HOST_TEXTS = ("DefaultCPUAllocator: not enough memory", "DefaultCPUAllocator: c
 _DEVICE_TEXTS = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _SIZE = r"([0-9.]+) (bytes|KiB|MiB|GiB)"
-_SEGMENT = re.compile(rf"(?:CUDA|HIP) out of memory\..*?(?:Tried to allocate|Requested size:) {_SIZE}", re.DOTALL)
-_REQUESTED = re.compile(rf"(?:[Tt]ried to allocate|Requested +:) {_SIZE}")  # the CPU's allocator and cudaMallocAsync
+_REQUESTED = re.compile(rf"(?:[Tt]ried to allocate|Requested size:|Requested +:) {_SIZE}")
 _ALLOCATED = re.compile(rf"(?:{_SIZE} is allocated by PyTorch|Currently allocated +: {_SIZE})")
 _UNUSED = re.compile(rf"{_SIZE} is reserved by PyTorch but unallocated")
-_OWN_SEGMENT_LEAST = allocator.MIN_LARGE_BYTES - allocator.MIN_BLOCK_BYTES + 1  # smaller requests share a segment
 
 
 def exhaustion(error: BaseException) -> BaseException | None:
@@ -75,21 +61,9 @@ def is_host_memory(error: BaseException) -> bool:
     return not isinstance(error, torch.OutOfMemoryError) and not any(text in str(error) for text in _DEVICE_TEXTS)
 
 
-def requested_bytes(error: BaseException) -> tuple[int, int] | None:
-    """Return the least and most bytes of the failed request, None if not in the message (NOTE [What was asked for])."""
-    segment = _bytes_in(_SEGMENT, error)
-    if segment is None:
-        return _bytes_in(_REQUESTED, error)
-    step = allocator.ROUND_LARGE_BYTES
-    low, high = -(-segment[0] // step) * step, segment[1] // step * step
-    if low > high:
-        return segment  # no segment has that size, so it is the size of the request itself
-    if high == allocator.SMALL_SEGMENT_BYTES:
-        return 1, allocator.SMALL_BYTES
-    shared = re.search(r"large_segment_size_mb:(\d+)", allocator.allocator_conf())
-    in_common = allocator.MIB * int(shared[1]) if shared else allocator.LARGE_SEGMENT_BYTES
-    least = allocator.SMALL_BYTES + 1 if low <= in_common <= high else max(low - step + 1, _OWN_SEGMENT_LEAST)
-    return least, high
+def requested_bytes(error: BaseException) -> int | None:
+    """Return the size in the message of an out-of-memory error; None if it has none."""
+    return _bytes_in(_REQUESTED, error)
 
 
 def live_bytes(error: BaseException, device: torch.device) -> DeviceBytes | None:
@@ -100,21 +74,19 @@ def live_bytes(error: BaseException, device: torch.device) -> DeviceBytes | None
     if not is_accelerator(device):
         return None
     now = device_bytes(device)
-    told, unused = ((_bytes_in(pattern, error) or (0, 0))[0] for pattern in (_ALLOCATED, _UNUSED))
+    told, unused = (_bytes_in(pattern, error) or 0 for pattern in (_ALLOCATED, _UNUSED))
     allocated = max(now.allocated_bytes, told)
     gone = allocated - now.allocated_bytes
     return DeviceBytes(now.requested_bytes + gone, allocated, max(now.reserved_bytes, told + unused))
 
 
-def _bytes_in(pattern: re.Pattern[str], error: BaseException) -> tuple[int, int] | None:
-    """Return the least and most bytes that a figure in a message stands for, which is rounded to two decimals."""
+def _bytes_in(pattern: re.Pattern[str], error: BaseException) -> int | None:
+    """Return the bytes that a figure in a message stands for."""
     found = pattern.search(str(error))
     if found is None:
         return None
     figure, unit = [group for group in found.groups() if group is not None]
-    nbytes = float(figure) * _UNITS[unit]
-    half = 0.0 if unit == "bytes" else 0.005 * _UNITS[unit]
-    return math.ceil(nbytes - half), math.floor(nbytes + half)
+    return int(float(figure) * _UNITS[unit])
 
 
 def located(error: BaseException, place: Place) -> tuple[Phase, int | None, Doing]:
@@ -201,9 +173,8 @@ def _note(applied: Applied, error: BaseException, cause: BaseException) -> str:
         where = f"in {phase} of stage {plan.stages[-1 if index is None else index]!r}"
     if doing != phase:
         where = "after backward" if doing == "after backward" else f"{where} ({doing})"
-    least, most = (0, 0) if asked is None else asked
-    size = format_bytes(most) if least == most else f"between {format_bytes(least)} and {format_bytes(most)}"
-    lines = [f"{'host' if on_host else 'device'} memory {where}" + (f": {size} were requested" if asked else "")]
+    size = f": {format_bytes(asked)} were requested" if asked else ""
+    lines = [f"{'host' if on_host else 'device'} memory {where}{size}"]
     found = None if applied.adviser is None else applied.adviser.planned(plan, phase, index)
     planned = plan.peak_bytes if found is None else found[1]
     parts = [f"{format_bytes(planned)} at the peak of {'the step' if found is None else 'this moment'}"]
@@ -213,7 +184,8 @@ def _note(applied: Applied, error: BaseException, cause: BaseException) -> str:
     if live is not None:
         against = ""
         if not on_host:
-            over = live.requested_bytes + least - planned
+            known = asked if asked and asked > allocator.LARGE_SEGMENT_BYTES else 0
+            over = live.requested_bytes + known - planned
             against = f", with the request {'+' if over >= 0 else '-'}{format_bytes(abs(over))} to the plan"
         rounding, unused = live.allocated_bytes - live.requested_bytes, live.reserved_bytes - live.allocated_bytes
         lines.append(f"tensors   {format_bytes(live.requested_bytes)}{against}")
@@ -232,7 +204,7 @@ def _remedy(
     on_host: bool,
     over: int | None,
     live: DeviceBytes | None,
-    asked: tuple[int, int] | None,
+    asked: int | None,
     capacity: int | None,
     budget_bytes: int,
 ) -> str:
@@ -247,7 +219,7 @@ def _remedy(
     if asked is None:
         return "a library or the driver needed memory outside PyTorch's allocator: solve with a smaller budget_gb="
     # Tensors are within the plan: if the device is large enough for it, or for this request, fragments are the cause.
-    if live.requested_bytes + asked[1] <= capacity or budget_bytes <= capacity:
+    if live.requested_bytes + asked <= capacity or budget_bytes <= capacity:
         if "expandable_segments:True" in allocator.allocator_conf():
             return "free memory is in fragments, though expandable segments have few: solve with a smaller budget_gb="
         return "free memory is in fragments: set PYTORCH_ALLOC_CONF=expandable_segments:True"

@@ -51,7 +51,7 @@ from ckptplan.runtime.patching import PatchedForward, is_patchable
 from ckptplan.tensors.modules import below
 from ckptplan.tensors.private import current_graph_task
 from ckptplan.training.compiled import compiles
-from ckptplan.training.step import present_autocast
+from ckptplan.training.step import check_not_checkpointing, present_autocast
 
 _FIRST, _EVERY = 3, 8
 _LEAST_SHARE = 0.01
@@ -64,7 +64,7 @@ def is_foreign(module: nn.Module, own: Container[nn.Module]) -> bool:
 
 
 class Unplanned(Observer):
-    """Notes that a step needs memory that `plan` doesn't include (NOTE [Unplanned]).
+    """Notes that a step needs memory that `plan` doesn't include (NOTE [Unplanned]), refuses checkpointing of its own.
 
     Parameters
     ----------
@@ -74,6 +74,8 @@ class Unplanned(Observer):
 
     def __init__(self, model: nn.Module, plan: Plan, device: torch.device, differences: Differences) -> None:
         self._model, self._device = model, device
+        # Libraries have an attribute `gradient_checkpointing` on the modules that can checkpoint, and switch it.
+        self._checkpoint = [(name, m) for name, m in model.named_modules() if hasattr(m, "gradient_checkpointing")]
         self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
         self._differences, self._looks_at_autocast = differences, False
         # An autocast context that is entered now was also entered during profiling, so its casts are in the plan.
@@ -93,7 +95,14 @@ class Unplanned(Observer):
         self._least = _LEAST_SHARE * sum(p.numel() for p in model.parameters())
 
     def pass_begins(self, waiting: weakref.ref[Any] | None) -> None:
-        """Note, when a forward begins, that a frozen parameter was thawed, and that there are new modules."""
+        """Note, when a forward begins, that a frozen parameter was thawed, and that there are new modules.
+
+        Raises
+        ------
+        UnsupportedModelError
+            If a module checkpoints by itself now: stages would run again for both.
+        """
+        check_not_checkpointing(self._model, self._checkpoint)
         for name, p in self._frozen:
             if p.requires_grad:
                 self._differences.note(

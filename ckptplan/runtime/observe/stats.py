@@ -12,7 +12,7 @@ import torch
 from ckptplan.core.link import Tier
 from ckptplan.core.measured import Copied, DeviceBytes, StageTimes
 from ckptplan.core.plan import Plan
-from ckptplan.core.units import format_bytes, format_seconds
+from ckptplan.core.units import format_bytes, format_seconds, format_table
 from ckptplan.runtime.observe.meter import StepTimes, median_copied, median_step
 from ckptplan.runtime.swap.stores import Store
 from ckptplan.tensors.accelerator import device_bytes, empty_cache, is_accelerator, reset_peaks
@@ -152,6 +152,17 @@ class Stats:
         return sum(found) if found else None
 
     def __str__(self) -> str:
+        if not self.stages:
+            return "\n".join(self._counts())
+        lines = [*self._counts(), *self._bytes()]
+        if self.step_s is None:
+            lines.append(
+                f"step: planned {format_seconds(self.planned_step_s)}; no step is timed yet (the first is left out)"
+            )
+            return "\n".join(lines)
+        return "\n".join([*lines, *self._times()])
+
+    def _counts(self) -> list[str]:
         n = max(self.forwards, 1)
         lines = [
             f"{self.forwards} training forwards",
@@ -169,36 +180,35 @@ class Stats:
             lines.append(
                 f"checked forwards: {self.checked_forwards}; {self.compared_tensors} tensors were as in forward"
             )
-        if not self.stages:
-            return "\n".join(lines)
-        for pool in self.pools:
-            lines.append(
-                f"{pool.tier} swap space: {format_bytes(pool.peak_bytes)} used at most of "
-                f"{format_bytes(pool.reserved_bytes)} "
-                f"(planned {format_bytes(pool.planned_bytes)})"
-            )
+        return lines
+
+    def _bytes(self) -> list[str]:
+        lines = [
+            f"{pool.tier} swap space: {format_bytes(pool.peak_bytes)} used at most of "
+            f"{format_bytes(pool.reserved_bytes)} (planned {format_bytes(pool.planned_bytes)})"
+            for pool in self.pools
+        ]
         if self.peak_bytes is None:
-            lines.append(
+            return [
+                *lines,
                 f"peak: planned {format_bytes(self.planned_peak_bytes)}; a running step can't measure it here, "
-                "use ckptplan.verify or handle.trace"
-            )
-        else:
-            planned, reserved = self.planned_reserved_bytes, self.reserved_bytes
-            lines.append(
-                f"peak: {format_bytes(self.peak_bytes)} (planned {format_bytes(self.planned_peak_bytes)}); reserved "
-                + ("unknown" if reserved is None else format_bytes(reserved))
-                + ("" if planned is None else f" of {format_bytes(planned)}")
-            )
-        if self.step_s is None:
-            lines.append(
-                f"step: planned {format_seconds(self.planned_step_s)}; no step is timed yet (the first is left out)"
-            )
-            return "\n".join(lines)
+                "use ckptplan.verify or handle.trace",
+            ]
+        planned, reserved = self.planned_reserved_bytes, self.reserved_bytes
+        return [
+            *lines,
+            f"peak: {format_bytes(self.peak_bytes)} (planned {format_bytes(self.planned_peak_bytes)}); reserved "
+            + ("unknown" if reserved is None else format_bytes(reserved))
+            + ("" if planned is None else f" of {format_bytes(planned)}"),
+        ]
+
+    def _times(self) -> list[str]:
+        assert self.step_s is not None
         error = f" ({self.step_s / self.planned_step_s - 1:+.1%})" if self.planned_step_s else ""
-        lines.append(
+        lines = [
             f"step: {format_seconds(self.step_s)}, planned {format_seconds(self.planned_step_s)}{error}; median of "
             f"{self.timed_steps}"
-        )
+        ]
         for tier, copied in (("host", self.host_copies), ("disk", self.disk_copies)):
             if copied.out_bytes or copied.in_bytes:
                 lines.append(
@@ -206,19 +216,12 @@ class Stats:
                 )
         accounts = ("forward", "recompute", "backward", "stall")
         rows: list[tuple[str, ...]] = [("stage", "option", *accounts)]
-        for stage in self.stages:
-            rows.append((stage.name, stage.option, *(_beside(stage, account) for account in accounts)))
-        rows.append(("all", "", *(_pair(self.measured_s(a), self.predicted_s(a)) for a in accounts)))
-        widths = [max(len(row[c]) for row in rows) for c in range(6)]
-        table = [
-            "  ".join(
-                cell.ljust(width) if c < 2 else cell.rjust(width)
-                for c, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in rows
+        rows += [
+            (stage.name, stage.option, *(_beside(stage, account) for account in accounts)) for stage in self.stages
         ]
+        rows.append(("all", "", *(_pair(self.measured_s(a), self.predicted_s(a)) for a in accounts)))
         beside = "" if self.predicted_s("forward") is None else " (planned)"
-        return "\n".join([*lines, "", f"per step, measured{beside}:", *table])
+        return [*lines, "", f"per step, measured{beside}:", *format_table(rows)]
 
 
 def _rate(nbytes: int, taken_s: float) -> str:

@@ -199,7 +199,7 @@ class Call:
             _cache_anew(self._caches, undo)
             args, kwargs = self._arguments(tensors)
             del tensors
-            return self._surroundings.run(self._original, *args, **kwargs)
+            return self._surroundings.variables.run(self._original, *args, **kwargs)
         finally:
             put_back(undo)
 
@@ -229,7 +229,7 @@ class Call:
         result = self._original(*args, **kwargs)
         state.forward_done()
         assert self._surroundings is not None
-        self._surroundings.forward_done()
+        self._surroundings.variables.forward_done()
         self._state = state
         self._counters.copied_bytes[self._index] = state.copied_bytes
         return result

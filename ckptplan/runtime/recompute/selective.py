@@ -279,7 +279,7 @@ class SavedOutputs:
         leaves, spec = pytree.tree_flatten(result)
         digests: list[Digest | None] = []
         if isinstance(self._check_outputs, StageCheck) and not _makes_memory(func):
-            digests = [self._check_outputs.checks.take(t) for t in made]
+            digests = [self._check_outputs.by.take(t) for t in made]
         self._saved[number] = _SavedOutput(
             [self._held(x) if isinstance(x, torch.Tensor) else x for x in leaves], spec, digests
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,7 +20,16 @@ from ckptplan.runtime.swap.stores.disk import DISK_BLOCK_BYTES, DiskStore
 from ckptplan.runtime.swap.stores.pinned import PinnedStore, keep_pinned_memory
 from ckptplan.tensors.accelerator import is_accelerator
 
-__all__ = ["NULL_STORES", "Store", "Ticket", "keep_pinned_memory", "make_store", "make_stores"]
+__all__ = ["NULL_STORES", "Store", "SwapOptions", "Ticket", "keep_pinned_memory", "make_store", "make_stores"]
+
+
+@dataclass(frozen=True, slots=True)
+class SwapOptions:
+    """The most bytes of pinned host memory and of the swap file (None: no limit), and `Store.synchronous`."""
+
+    host_bytes: int | None = None
+    disk_bytes: int | None = None
+    synchronous: bool = False
 
 
 def make_store(
@@ -29,25 +39,15 @@ def make_store(
     directory: str | Path | None,
     limit_bytes: int | None,
     tier: Tier = "host",
-    **checks: bool,
 ) -> Store:
-    """Return a store of `tier` for tensors on `device`: pinned memory for CUDA's host tier, otherwise a file.
-
-    `checks` are `checksums` and `synchronous` as of `ArenaStore`.
-    """
+    """Return a store of `tier` for tensors on `device`: pinned memory for CUDA's host tier, otherwise a file."""
     if is_accelerator(device) and tier == "host":
-        return PinnedStore(device, capacity_bytes=capacity_bytes, limit_bytes=limit_bytes, **checks)
-    return DiskStore(directory, capacity_bytes=capacity_bytes, limit_bytes=limit_bytes, device=device, **checks)
+        return PinnedStore(device, capacity_bytes=capacity_bytes, limit_bytes=limit_bytes)
+    return DiskStore(directory, capacity_bytes=capacity_bytes, limit_bytes=limit_bytes, device=device)
 
 
 def make_stores(
-    device: torch.device,
-    plan: Plan,
-    *,
-    directory: str | Path | None,
-    host_limit_bytes: int | None,
-    disk_limit_bytes: int | None,
-    **checks: bool,
+    device: torch.device, plan: Plan, directory: str | Path | None = None, options: SwapOptions | None = None
 ) -> dict[Tier, Store]:
     """Return a store for every tier that `plan` moves storages to, with room for the bytes of one step.
 
@@ -58,6 +58,8 @@ def make_stores(
     """
     tiers = dict.fromkeys(choice.tier for choice in plan.choices if choice.moves)
     host_bytes = plan.host_bytes
+    options = options or SwapOptions()
+    host_limit_bytes, disk_limit_bytes = options.host_bytes, options.disk_bytes
     if not is_accelerator(device):
         if "disk" in tiers:
             raise InvalidInputError(
@@ -73,8 +75,9 @@ def make_stores(
         for tier in tiers:
             capacity, limit = (plan.disk_bytes, disk_limit_bytes) if tier == "disk" else (host_bytes, host_limit_bytes)
             stores[tier] = make_store(
-                device, capacity_bytes=capacity, directory=directory, limit_bytes=limit, tier=tier, **checks
+                device, capacity_bytes=capacity, directory=directory, limit_bytes=limit, tier=tier
             )
+            stores[tier].synchronous = options.synchronous
     except BaseException:
         close_all(stores)
         raise

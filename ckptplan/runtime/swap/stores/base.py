@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,13 +16,9 @@ import torch
 
 from ckptplan.core.errors import SwapError
 from ckptplan.core.link import Tier
-from ckptplan.core.units import format_bytes
 from ckptplan.runtime.observe.meter import OnCopy, Way
 from ckptplan.runtime.swap.stores.arena import Arena, Extent
 from ckptplan.tensors.accelerator import synchronize
-
-_CHECKED_BYTES = 16 << 20
-"""Most bytes copied to the host at a time for their checksum."""
 
 
 class Ticket:
@@ -37,10 +32,6 @@ class Ticket:
         Completion of the copy out, and of the last copy in: an event or a `Job`, depending on the store.
     sources : sequence of torch.Tensor
         What a worker thread copies out, so that it isn't this thread that frees them.
-    checksums : sequence of int
-        Of each block, with `checksums=True`.
-    returns : list of (completion, dict)
-        Copies in whose checksums aren't compared yet: their targets by part.
     """
 
     def __init__(self, sizes: Sequence[int], offsets: Sequence[int], extent: Extent | None = None) -> None:
@@ -51,8 +42,6 @@ class Ticket:
         self.out_done: Any = None
         self.in_done: Any = None
         self.sources: Sequence[torch.Tensor] = ()
-        self.checksums: Sequence[int] = ()
-        self.returns: list[tuple[Any, dict[int, torch.Tensor]]] = []
 
 
 class Store:
@@ -66,9 +55,12 @@ class Store:
         Called for each copy issued from now on.
     peak_bytes : int
         Most bytes that were in use at once.
+    synchronous : bool
+        Wait on the host for every copy as soon as it is issued, for finding faults.
     """
 
     name = "nowhere"
+    synchronous = False
     on_copy: OnCopy | None = None
     peak_bytes = 0
     _arena: Arena | None = None
@@ -108,7 +100,7 @@ class Store:
 
     def free(self, ticket: Ticket) -> None:
         """Free the host bytes of the group once no copy uses them."""
-        ticket.extent, ticket.sources, ticket.returns = None, (), []
+        ticket.extent, ticket.sources = None, ()
 
     def lend(self) -> None:
         """Let stores that are made inside `handing_over` use this store's host memory too, if it is worth that."""
@@ -133,27 +125,12 @@ class ArenaStore(Store):
     ----------
     limit_bytes : int or None
         Most bytes of the arena.
-    checksums : bool
-        Whether to compare checksums of the device's bytes before they leave and after they return: finds damage on any
-        tier. The checksum is CRC-32 (zlib). It finds every burst of up to 32 wrong bits; of other damage, one case in
-        2**32 passes unnoticed.
-    synchronous : bool
-        Whether to wait on the host for every copy as soon as it is issued, for finding faults.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        arena: Arena,
-        limit_bytes: int | None,
-        *,
-        checksums: bool = False,
-        synchronous: bool = False,
-    ) -> None:
+    def __init__(self, device: torch.device, arena: Arena, limit_bytes: int | None) -> None:
         self._device = device
         self._arena = arena
         self._limit = limit_bytes
-        self._checksums, self._synchronous = checksums, synchronous
         self._pid = os.getpid()
 
     def _grow(self, arena: Arena, start: int, size: int) -> int:
@@ -196,10 +173,8 @@ class ArenaStore(Store):
         offsets = list(itertools.accumulate(map(arena.rounded, sizes[:-1]), initial=extent.offset))
         ticket = Ticket(sizes, offsets, extent)
         self.peak_bytes = max(self.peak_bytes, arena.used_bytes)
-        if self._checksums:
-            ticket.checksums = [_checksum(source) for source in sources]
         ticket.out_done = self._copy("out", ticket, sources, range(len(sources)))
-        if self._synchronous:
+        if self.synchronous:
             self.finish_out(ticket)
             synchronize(self._device)
         return ticket
@@ -212,33 +187,12 @@ class ArenaStore(Store):
     def start_in(self, ticket: Ticket, *targets: torch.Tensor, parts: Sequence[int] | None = None) -> Any:
         self._require_owner()
         parts = range(len(targets)) if parts is None else parts
-        ticket.in_done = done = self._copy("in", ticket, targets, parts)
-        if self._synchronous:
-            self._wait("in", ticket, done)
+        ticket.in_done = self._copy("in", ticket, targets, parts)
+        if self.synchronous:
+            self.finish_in(ticket)
             synchronize(self._device)
-        if self._checksums:
-            ticket.returns.append((done, dict(zip(parts, targets, strict=True))))
-        return done
+        return ticket.in_done
 
     def finish_in(self, ticket: Ticket, done: Any = None) -> None:
         self._require_owner()
-        done = ticket.in_done if done is None else done
-        self._wait("in", ticket, done)
-        for issued, targets in ticket.returns:
-            # Keep damaged targets, so that a second wait for them fails in the same way.
-            for part, target in targets.items() if issued is done else ():
-                if (found := _checksum(target)) != ticket.checksums[part]:
-                    raise SwapError(
-                        f"{format_bytes(ticket.sizes[part])} at byte {ticket.offsets[part]} of {self.name} came back "
-                        f"damaged: checksum {found:08x} instead of {ticket.checksums[part]:08x}; discard this step's "
-                        "gradients, and look at the disk and the memory of this machine"
-                    )
-        ticket.returns = [returns for returns in ticket.returns if returns[0] is not done]
-
-
-def _checksum(tensor: torch.Tensor) -> int:
-    """Return the CRC-32 of a tensor's bytes, after all work issued to the current stream so far."""
-    found = 0
-    for piece in bytes_of(tensor).split(_CHECKED_BYTES):
-        found = zlib.crc32(memoryview(piece.cpu().numpy()), found)  # type: ignore[arg-type]
-    return found
+        self._wait("in", ticket, ticket.in_done if done is None else done)

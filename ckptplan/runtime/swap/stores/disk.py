@@ -112,8 +112,6 @@ class DiskStore(ArenaStore):
         Device of the tensors; by default the CPU.
     chunk_bytes : int, optional
         Size of a staging chunk, on the CPU too; by default no staging on the CPU, otherwise `CHUNK_BYTES`.
-    **checks
-        `checksums` and `synchronous`, as of `ArenaStore`.
 
     Raises
     ------
@@ -129,12 +127,11 @@ class DiskStore(ArenaStore):
         limit_bytes: int | None = None,
         device: torch.device | None = None,
         chunk_bytes: int | None = None,
-        **checks: bool,
     ) -> None:
         device = device or torch.device("cpu")
         # On CUDA sizes are multiples of `CUDA_ALIGN` already, so a plan's bytes are exactly the bytes taken.
         arena = Arena(CUDA_ALIGN if is_accelerator(device) else DISK_BLOCK_BYTES)
-        super().__init__(device, arena, limit_bytes, **checks)
+        super().__init__(device, arena, limit_bytes)
         self._where = Path(tempfile.gettempdir() if directory is None else directory)
         self.name = f"the swap file in {self._where}"
         try:

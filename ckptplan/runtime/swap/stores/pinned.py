@@ -137,13 +137,11 @@ class PinnedStore(ArenaStore):
 
     name = "the host memory for swapping"
 
-    def __init__(
-        self, device: torch.device, *, capacity_bytes: int, limit_bytes: int | None = None, **checks: bool
-    ) -> None:
+    def __init__(self, device: torch.device, *, capacity_bytes: int, limit_bytes: int | None = None) -> None:
         needed = max(capacity_bytes, CUDA_ALIGN)
         most = 2 * needed if limit_bytes is None else min(2 * needed, limit_bytes)
         arena = _take_kept(most) or Arena(CUDA_ALIGN)
-        super().__init__(device, arena, limit_bytes, **checks)
+        super().__init__(device, arena, limit_bytes)
         self._own = own_module(device)
         self._out, self._in = self._own.Stream(device), self._own.Stream(device)
         arena.streams |= {self._out, self._in}
