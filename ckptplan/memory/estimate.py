@@ -502,15 +502,7 @@ class _Run:
         ledger = Ledger()
         self._load(ledger, batches)
         if self.updates is None and self.optimizer is not None:
-            given = [frozenset[str]().union(*(batch.fresh.gradients for batch in step)) for step in steps]
-            self.updates = record_updates(
-                self.optimizer,
-                self._model,
-                self.target,
-                given if len({*given}) > 1 else given[:1] * 2,  # equal updates: the second one again and again
-                inputs=[tensor for batch in batches for tensor in (*batch.inputs, *batch.others)],
-                keeps_gradients=not self._drops_gradients,
-            )
+            self.updates = self._record_updates(self.optimizer, batches, steps)
         if len(batches) == 1 and self._empties_before(2):
             steps.append(steps[-1])  # which finds the segments that the one with an emptied cache has left
         updating = None if self.updates is None else _Updates(ledger, self.updates)
@@ -560,6 +552,22 @@ class _Run:
             if self.empty_cache and number < len(steps):
                 loop.empty_cache()
         return ledger
+
+    def _record_updates(
+        self,
+        optimizer: torch.optim.Optimizer,
+        batches: Sequence[_RecordedBatch],
+        steps: Sequence[Sequence[_RecordedBatch]],
+    ) -> Recording:
+        given = [frozenset[str]().union(*(batch.fresh.gradients for batch in step)) for step in steps]
+        return record_updates(
+            optimizer,
+            self._model,
+            self.target,
+            given if len({*given}) > 1 else given[:1] * 2,  # equal updates: the second one again and again
+            inputs=[tensor for batch in batches for tensor in (*batch.inputs, *batch.others)],
+            keeps_gradients=not self._drops_gradients,
+        )
 
     def _empties_before(self, step: int) -> bool:
         """Whether the runtime empties the cache, as the update before has made state (runtime/guard/fresh_state.py)."""

@@ -293,38 +293,41 @@ class _Summary:
             self.notes += ["the figures are those of the moment of the snapshot"] * bool(entries)
             allocated = at_end.requested_bytes + at_end.rounding_bytes
             return replace(found, allocated_peak_bytes=allocated, notes=tuple(self.notes))
-        shortages = tuple(_shortages(history))
         found = replace(
             found,
             reserved_peak_bytes=history.peak_reserved_bytes,
             requested_peak_bytes=_requested_peak(history),
             reserved_at_start_bytes=history.reserved_at_start_bytes,
-            shortages=shortages,
+            shortages=tuple(_shortages(history)),
         )
         if self.modelled:
             self.on_progress(f"device {self.device}: replaying {len(entries)} entries")
-            replay = replay_history(history)
-            alternatives = tuple(self._alternatives(history, shortages))
-            found = replace(
-                found,
-                at_peak=self._at_peak(history, replay.timeline),
-                allocated_peak_bytes=replay.timeline.peak_allocated_bytes,
-                allocations=replay.allocations,
-                exact=replay.first_difference is None,
-                first_difference=replay.first_difference,
-                alternatives=alternatives,
-                advice=_advice(alternatives),
-            )
-            if not found.exact:
-                self.notes.append(
-                    f"the model differs from the record from entry {replay.first_difference} on, so fragments and other"
-                    " settings are approximate"
-                )
+            found = self._replayed(found, history)
         if history.reserved_at_start_bytes:
             self.notes.append(
                 "memory was in use before the record began; other settings start with those blocks, allocated afresh"
             )
         return replace(found, notes=tuple(self.notes))
+
+    def _replayed(self, found: DeviceSummary, history: History) -> DeviceSummary:
+        """Return the summary with what replaying the history by its own settings and by others shows."""
+        replay = replay_history(history)
+        if replay.first_difference is not None:
+            self.notes.append(
+                f"the model differs from the record from entry {replay.first_difference} on, so fragments and other"
+                " settings are approximate"
+            )
+        alternatives = tuple(self._alternatives(history, found.shortages))
+        return replace(
+            found,
+            at_peak=self._at_peak(history, replay.timeline),
+            allocated_peak_bytes=replay.timeline.peak_allocated_bytes,
+            allocations=replay.allocations,
+            exact=replay.first_difference is None,
+            first_difference=replay.first_difference,
+            alternatives=alternatives,
+            advice=_advice(alternatives),
+        )
 
     def _history(self) -> History | None:
         try:
