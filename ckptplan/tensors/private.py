@@ -79,7 +79,6 @@ OF_ONE_FILE = (
     "autograd._unsafe_preserve_version_counter",
     "autograd.graph._engine_run_backward",
     "utils._device",
-    "utils._device.DeviceContext",
     "utils._mode_utils.no_dispatch",
     "utils._python_dispatch",
     "utils._python_dispatch.is_traceable_wrapper_subclass_type",

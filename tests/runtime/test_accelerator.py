@@ -18,7 +18,7 @@ from ckptplan.core.measured import DeviceBytes
 from ckptplan.tensors import accelerator
 
 PACKAGE = Path(ckptplan.__file__).parent
-SEAM = PACKAGE / "runtime" / "accelerator.py"
+SEAM = PACKAGE / "tensors" / "accelerator.py"
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
