@@ -18,7 +18,7 @@ from ckptplan.core.device import library_workspaces
 from ckptplan.core.errors import InvalidInputError, UnsupportedModelError
 from ckptplan.core.estimate import CATEGORIES, KEPT, Estimate, Phase
 from ckptplan.core.measured import DeviceBytes
-from ckptplan.core.plan import Plan
+from ckptplan.core.plan import Decisions, Plan
 from ckptplan.core.progress import counted
 from ckptplan.core.request import (
     UNSAID,
@@ -449,11 +449,8 @@ class _Run:
         folding = Folding(step, None, target)
 
         def planned(plan: Plan, **options: bool) -> tuple[Replay, tuple[str, ...]]:
-            segments = plan.segments
-            seen = replay(
-                step, plan.stages, plan.choices, target, segments=segments, numbered=False, logs=True, **options
-            )
-            return seen, plan.stages
+            decisions = Decisions(plan.stages, plan.choices, plan.segments)
+            return replay(step, decisions, target, logs=True, **options), plan.stages
 
         def record(*, accumulating: bool = False, inference: bool = False) -> Recording:
             plan = None if inference else self.plan
@@ -501,16 +498,7 @@ class _Run:
         steps = self._in_steps(batches)
         ledger = Ledger()
         self._load(ledger, batches)
-        if self.updates is None and self.optimizer is not None:
-            given = [frozenset[str]().union(*(batch.fresh.gradients for batch in step)) for step in steps]
-            self.updates = record_updates(
-                self.optimizer,
-                self._model,
-                self.target,
-                given if len({*given}) > 1 else given[:1] * 2,  # equal updates: the second one again and again
-                inputs=[tensor for batch in batches for tensor in (*batch.inputs, *batch.others)],
-                keeps_gradients=not self._drops_gradients,
-            )
+        self._record_updates(batches, steps)
         if len(batches) == 1 and self._empties_before(2):
             steps.append(steps[-1])  # which finds the segments that the one with an emptied cache has left
         updating = None if self.updates is None else _Updates(ledger, self.updates)
@@ -560,6 +548,20 @@ class _Run:
             if self.empty_cache and number < len(steps):
                 loop.empty_cache()
         return ledger
+
+    def _record_updates(self, batches: Sequence[_RecordedBatch], steps: Sequence[Sequence[_RecordedBatch]]) -> None:
+        """Record the updates behind `steps`, unless they are known."""
+        if self.updates is not None or self.optimizer is None:
+            return
+        given = [frozenset[str]().union(*(batch.fresh.gradients for batch in step)) for step in steps]
+        self.updates = record_updates(
+            self.optimizer,
+            self._model,
+            self.target,
+            given if len({*given}) > 1 else given[:1] * 2,  # equal updates: the second one again and again
+            inputs=[tensor for batch in batches for tensor in (*batch.inputs, *batch.others)],
+            keeps_gradients=not self._drops_gradients,
+        )
 
     def _empties_before(self, step: int) -> bool:
         """Whether the runtime empties the cache, as the update before has made state (runtime/guard/fresh_state.py)."""

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ckptplan
 from ckptplan.core.link import Link
-from ckptplan.core.plan import KEEP, Decision
+from ckptplan.core.plan import KEEP, Decision, Decisions
 from ckptplan.core.request import Training
 from ckptplan.distributed.absent import sharded
 from ckptplan.profiling import profiler
@@ -29,7 +29,7 @@ from ckptplan.profiling.bytes.folding import Periods, Run
 from ckptplan.profiling.bytes.tracker import SegmentTrace
 from ckptplan.profiling.profiler import traced_bytes
 from ckptplan.profiling.target import Target, find_target
-from ckptplan.profiling.times.timing import Times
+from ckptplan.profiling.times.timing import StageWork, Times
 from ckptplan.training.step import make_step
 
 Built = tuple[nn.Module, Any, dict[str, Any]]
@@ -339,11 +339,9 @@ class Profiles(NamedTuple):
 def without_clocks() -> Iterator[pytest.MonkeyPatch]:
     """All that is measured has made-up values, so that profiles differ in nothing else."""
 
-    def time_stages(
-        step: Any, kinds: dict[str, str], counts: Any, again: dict[str, Any], *args: Any
-    ) -> tuple[Times, Times, Any]:
-        seconds = dict.fromkeys(kinds.values(), 1.0)
-        recompute_s = {(kind, ops): 1.0 for kind, ways in again.items() for ops in ways}
+    def time_stages(step: Any, work: StageWork, *args: Any) -> tuple[Times, Times, Any]:
+        seconds = dict.fromkeys(work.kinds.values(), 1.0)
+        recompute_s = {(kind, ops): 1.0 for kind, ways in work.again.items() for ops in ways}
         return Times(seconds, seconds, recompute_s), Times(), {}
 
     def workspaces(target: Target, keys: Iterable[Any]) -> tuple[dict[Any, int], list[str], dict[Any, Any]]:
@@ -353,7 +351,7 @@ def without_clocks() -> Iterator[pytest.MonkeyPatch]:
         patch.setattr(profiler, "time_stages", time_stages)
         patch.setattr(Target, "workspaces", workspaces)
         patch.setattr(profiler, "measure_costs", lambda *args: Link(1e9, 1e9))
-        patch.setattr(profiler, "measure_links", lambda *args, **how: (Link(1e9, 1e9), Link(1e9, 1e9)))
+        patch.setattr(profiler, "measure_links", lambda *args: Link(1e9, 1e9))
         yield patch
 
 
@@ -408,7 +406,7 @@ def test_replays_are_those_of_all_layers(name: str, choice: Decision) -> None:
     stages = trace.find_stages(step, target).stages
     choices = (choice,) * len(stages)
     few = unfolding.Folding(step, stages, target).replay(choices, saves=True)
-    full = trace.replay(step, stages, choices, target)
+    full = trace.replay(step, Decisions(stages, choices), target)
     assert {g: simple(found) for g, found in few.backward.items()} == {g: simple(t) for g, t in full.backward.items()}
     assert len(few.gradients) == len(full.gradients)
     ours, theirs = (dataclasses.replace(found, backward={}, gradients=set()) for found in (few, full))
@@ -426,9 +424,9 @@ def test_only_four_layers_are_run_with_backward(monkeypatch: pytest.MonkeyPatch)
     runs: list[tuple[int, bool]] = []
     original = trace.replay
 
-    def counted(step: Any, stages: tuple[str, ...], *args: Any, saves: bool = True, **kwargs: Any) -> Any:
-        runs.append((len(stages), saves))
-        return original(step, stages, *args, saves=saves, **kwargs)
+    def counted(step: Any, decisions: Decisions, *args: Any, saves: bool = True, **kwargs: Any) -> Any:
+        runs.append((len(decisions.stages), saves))
+        return original(step, decisions, *args, saves=saves, **kwargs)
 
     for module in (trace, unfolding):
         monkeypatch.setattr(module, "replay", counted)
@@ -445,9 +443,9 @@ def test_only_four_layers_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     timed: list[tuple[list[str], int]] = []
     original = profiler.time_stages
 
-    def counted(step: Any, kinds: dict[str, str], *args: Any) -> Any:
-        timed.append((list(kinds), len(step.model.layers)))
-        return original(step, kinds, *args)
+    def counted(step: Any, work: StageWork, *args: Any) -> Any:
+        timed.append((list(work.kinds), len(step.model.layers)))
+        return original(step, work, *args)
 
     monkeypatch.setattr(profiler, "time_stages", counted)
     found = ckptplan.profile(model, inputs)
@@ -481,35 +479,6 @@ def test_layers_with_other_settings_inside_an_object_are_not_equal() -> None:
     equal, other = ([Set(0.1) for _ in range(4)] + [Set(rate) for _ in range(4)] for rate in (0.1, 0.2))
     assert [run.count for run in folding.find_runs(nn.ModuleList(equal))] == [8]
     assert folding.find_runs(nn.ModuleList(other)) == []
-
-
-@pytest.mark.parametrize(("name", "saved"), [("vit", 1), ("few", 0), ("held by hooks", 0), ("unused", 0)])
-def test_stages_that_are_alike_share_replays(name: str, saved: int) -> None:
-    """By how many replays: how many options there are depends on the operations that this version of PyTorch runs."""
-    model, inputs, options = built(name)
-    counted: list[int] = []
-    found = []
-    run = trace._Tracing._run
-
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        counted[-1] += 1
-        return run(*args, **kwargs)
-
-    for change in (
-        {},
-        {"_share": lambda *args: False},
-        {"_Tracing._alike": lambda self: [[k] for k in range(len(self.menus))]},
-    ):
-        with without_clocks() as patch:
-            counted.append(0)
-            patch.setattr(trace._Tracing, "_run", noted)
-            for target, value in change.items():
-                patch.setattr(f"ckptplan.profiling.bytes.trace.{target}", value)
-            found.append(ckptplan.profile(model, inputs, **options))
-    assert found[0] == found[1] == found[2]
-    shared, each, alone = counted
-    assert shared == alone - saved
-    assert each >= alone  # those that share prove to differ, so each option is run by all that have it
 
 
 @pytest.mark.parametrize("name", ["stack", "every_fifth"])

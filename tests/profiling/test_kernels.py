@@ -12,7 +12,7 @@ from small_models import uniform
 from torch import nn
 
 import ckptplan
-from ckptplan.core.plan import KEEP
+from ckptplan.core.plan import KEEP, Decisions
 from ckptplan.core.request import Training
 from ckptplan.profiling.bytes import fake, workspace
 from ckptplan.profiling.bytes.fake import FakeWorld
@@ -44,7 +44,7 @@ def attended(device: str, dtype: torch.dtype = torch.bfloat16, **options: Any) -
     model, x = nn.Sequential(*(Attention(**options) for _ in range(2))).to(dtype), torch.randn(2, 128, 256, dtype=dtype)
     target, step = find_target(model, device), make_step(model, Training(x))
     names = find_stages(step, target).stages
-    seen = replay(step, names, (KEEP,) * len(names), target)
+    seen = replay(step, Decisions(names, (KEEP,) * len(names)), target)
     keys = [op.key[0] for trace in seen.backward.values() for op in trace.ops if isinstance(op.key, tuple)]
     kernels = {str(func).split("_")[-3] for func in keys if "attention_backward" in str(func)}
     saved = [[seen.sizes[s] for s, counts in sids.items() if counts] for sids in seen.saved.values()]

@@ -560,7 +560,7 @@ def test_workers_of_a_data_loader_come_and_go() -> None:
 
 
 def test_a_link_through_staging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each direction alone, and both at once: a disk that does one thing at a time shows in the second figure."""
+    """Each direction alone."""
     made: list[DiskStore] = []
 
     def staged(device: torch.device, *, capacity_bytes: int, **_: Any) -> DiskStore:
@@ -580,14 +580,11 @@ def test_a_link_through_staging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(disk, "_write", slow(disk._write, 0.02))
     monkeypatch.setattr(disk, "_read", slow(disk._read, 0.01))
-    alone, together = links.measure_links(torch.device("cpu"), 60_000, tmp_path, "disk")
-    # Two chunks a block: 60 kB in 40 ms out and 20 ms in, and 60 ms for both; a loaded machine only adds to these.
+    alone = links.measure_links(torch.device("cpu"), 60_000, tmp_path, "disk")
+    # Two chunks a block: 60 kB in 40 ms out and 20 ms in; a loaded machine only adds to these.
     assert 0.3e6 < alone.out_bytes_per_s <= 1.5e6
     assert 0.6e6 < alone.in_bytes_per_s <= 3e6
-    assert together.out_bytes_per_s == together.in_bytes_per_s <= 1e6
-    assert "at once run at" in (links.sharing_note("disk", alone, together) or "")
-    assert links.sharing_note("disk", alone, alone) is None
-    assert made[0].peak_bytes == 8 * 61_440
+    assert made[0].peak_bytes == 4 * 61_440
     assert swap_threads() == []
 
 

@@ -7,7 +7,7 @@ Each replay runs the step under a plan, through the controller and the hooks tha
 - *keep*: gives the storages that each stage, and the glue between stages, saves, and the bytes no decision changes;
 - *recompute*: gives what recomputing adds, and, beside keep, the bytes that no hook sees;
 - further ones until each option that moves nothing was run: they give its temporaries, and what it holds without any
-  hook seeing it. Stages that are alike run different options in one replay;
+  hook seeing it. Each runs one option of every stage;
 - two in which as much moves as can, one of saved storages and one of what recomputing holds. If moving adds nothing
   there, the options that move less need no replay.
 
@@ -22,6 +22,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import itertools
 import sys
 import weakref
 from collections import Counter
@@ -44,7 +45,6 @@ from ckptplan.core.progress import counted
 from ckptplan.core.request import Report, ignore_progress
 from ckptplan.core.rules import moved_by, there_until
 from ckptplan.core.schedule import resident_changes
-from ckptplan.core.segment import Segment
 from ckptplan.core.stage import Differentiated, InputTensor
 from ckptplan.core.storage import Storage
 from ckptplan.distributed import parallel_of
@@ -326,6 +326,7 @@ class _Watcher(Observer):
         self._starts_with = self._gradients()
         self._read: dict[int, tuple[WatchedParameters, WatchedState]] = {}
         self.draws = SystemDraws()
+        self.graphs = _Graphs(lambda: self._position)
         self._position = 0
         self._segments: dict[int, int] = {}
         self._given: list[tuple[torch.Tensor, int]] = []
@@ -405,17 +406,24 @@ class _Watcher(Observer):
             self._differentiates(self._segments[stage]).add(task)
         return self._forward
 
-    @property
-    def segment(self) -> int:
-        return self._position
-
     def save(self, tensor: torch.Tensor) -> _Saved:
-        """Hold a tensor that autograd saves, or keep its layout alone (`saves`)."""
+        """Note a tensor that autograd saves, and hold it, or keep its layout alone (`saves`)."""
+        sid, can = self._names.find(tensor)
+        segment, out = self._position, self._replay
+        out.rerun[segment] = len(self._tracker.forward[segment].ops)
+        if sid is not None:
+            out.sizes[sid] = self._tracker.bytes_here(tensor)
+            out.saved.setdefault(segment, {}).setdefault(sid, can)
+        saved = _Saved(segment, self._kept(tensor))
+        self.graphs.add(saved, sid)
+        return saved
+
+    def _kept(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         if self._saves:
             held = unowned(tensor)
-            return _Saved(self._position, lambda: held)
+            return lambda: held
         shape, stride, dtype, device = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-        return _Saved(self._position, lambda: self._tracker.uncounted(shape, stride, dtype, device))
+        return lambda: self._tracker.uncounted(shape, stride, dtype, device)
 
     def give_back(self, saved: _Saved) -> torch.Tensor:
         """Return a saved tensor to the backward that runs now."""
@@ -477,44 +485,68 @@ class _Watcher(Observer):
         self._tracker.enter_segment(self._position)
 
 
+@dataclass(frozen=True, slots=True)
+class _Before:
+    """The model's storages at the beginning of a step.
+
+    Forward may give a parameter other data. Held here, the old storage keeps its address to itself.
+
+    Attributes
+    ----------
+    own : list of torch.UntypedStorage
+        Those of parameters and buffers.
+    gathered : list of torch.Tensor
+        The tensors in which sharded parameters are gathered.
+    """
+
+    own: list[torch.UntypedStorage]
+    gathered: list[torch.Tensor]
+
+    @classmethod
+    def of(cls, model: nn.Module, tracker: Tracker) -> _Before:
+        """Find the storages, and tell `tracker` which of them it doesn't count."""
+        own = [*model.parameters(), *model.buffers()]
+        parallel = parallel_of(model)  # of the layers that run
+        for tensor in (*own, *(p.grad for p in own if p.grad is not None), *parallel.whole_gradients()):
+            tracker.outside(tensor)
+        gathered = parallel.gathered()
+        for tensor in gathered:
+            tracker.gathers(tensor)
+        return cls([s for t in own for s in storages_of(t)], gathered)
+
+    @property
+    def addresses(self) -> set[int]:
+        """Addresses of all of them."""
+        return {s._cdata for s in (*self.own, *(t.untyped_storage() for t in self.gathered))}
+
+
 def replay(
     step: TrainingStep,
-    stages: tuple[str, ...],
-    choices: tuple[Decision, ...],
+    decisions: Decisions,
     target: Target,
     *,
-    segments: tuple[Segment, ...] = (),
     saves: bool = True,
     accumulating: bool = False,
-    numbered: bool = True,
     holds_output: bool = True,
     logs: bool = False,
-    compares: bool = False,
 ) -> Replay:
     """Run one step on fake tensors under a plan, and count its storages.
 
     Parameters
     ----------
-    stages : tuple of str
-        Names of the stages in call order. The trace's segments are counted by them, so for a chain they are module
-        stages alone; those of a plan include glue.
-    choices : tuple of Decision
-        One per stage.
-    segments : tuple of Segment
-        Stages recomputed together, by their indices in `stages`.
+    decisions : Decisions
+        The trace's segments are counted by their stages, so for a chain these are module stages alone; those of a plan
+        include glue.
     saves : bool
-        False: let autograd save nothing, and run no backward.
+        False: let autograd save nothing, run no backward, and note the operations' operands.
     accumulating : bool
         Every parameter has a gradient already.
-    numbered : bool
-        The replay is for a chain, whose menus name operations by their numbers (`Target.choices`).
     holds_output : bool
         The output is referenced during backward, beside the loss.
     logs : bool
-        Note origins, saved numbers, and where the model's forward returns (`Tracker`); if `saves` is false, it notes
-        them but for the last in any case.
-    compares : bool
-        Note the operations' operands.
+        The replay is for its log: note origins, saved numbers, and where the model's forward returns (`Tracker`); if
+        `saves` is false, it notes them but for the last in any case. Other replays are for a chain, whose menus name
+        operations by their numbers (`Target.choices`).
 
     Raises
     ------
@@ -523,92 +555,44 @@ def replay(
     """
     out = Replay()
     owners_of_a_lone_gradient()  # cached now: it can't be measured inside a replay
-    tracker = Tracker(target, step.model if logs or not saves else None, saves=saves, compares=compares)
+    tracker = Tracker(target, step.model if logs or not saves else None, saves=saves)
     modules = dict(step.model.named_modules())
+    stages = decisions.stages
     staged = [modules[name] for name in dict.fromkeys(n.partition("#")[0] for n in stages if not is_glue(n))]
     with (
         fake_parameters(step.model, tracker, step.reached(), accumulating=accumulating) as held,
         tracker.watching(staged),
         tracker.watching_model() if logs else contextlib.nullcontext(),
     ):
-        own = [*step.model.parameters(), *step.model.buffers()]
-        parallel = parallel_of(step.model)  # of the layers that run
-        for tensor in (*own, *(p.grad for p in own if p.grad is not None), *parallel.whole_gradients()):
-            tracker.outside(tensor)
-        # Forward may give a parameter other data. Held here, the old storage keeps its address to itself.
-        whole = parallel.gathered()
-        for tensor in whole:
-            tracker.gathers(tensor)
-        own_storages = [s for t in own for s in storages_of(t)]
-        names = _Names(tracker, {s._cdata for s in (*own_storages, *(t.untyped_storage() for t in whole))})
+        before = _Before.of(step.model, tracker)
+        names = _Names(tracker, before.addresses)
         watcher = _Watcher(tracker, names, out, step.model, stages, saves=saves)
-        graphs = _Graphs(lambda: watcher.segment)
+        one_forward = step.fn is None
         controller = Controller(
-            step.model,
-            Decisions(stages, choices, segments),
-            NULL_STORES,
-            target.device,
-            observers=(watcher,),
-            one_forward=step.fn is None,
+            step.model, decisions, NULL_STORES, target.device, observers=(watcher,), one_forward=one_forward
         )
-
-        def pack(tensor: torch.Tensor) -> _Saved:
-            sid, can = names.find(tensor)
-            out.rerun[watcher.segment] = len(tracker.forward[watcher.segment].ops)
-            if sid is not None:
-                out.sizes[sid] = tracker.bytes_here(tensor)
-                out.saved.setdefault(watcher.segment, {}).setdefault(sid, can)
-            saved = watcher.save(tensor)
-            graphs.add(saved, sid)
-            return saved
-
-        hooks = OwnHooks(pack, watcher.give_back)
         controller.counters.runs = _Runs(tracker.stage_next)
         controller.is_inner = watcher.is_inner
         controller.install()
         try:
             # Before the tracker is entered, which would count the base that the twin of a view is made from.
             given = fake_inputs(step, tracker.fake, tracker.outside)
-            numbered = numbered or any(choice.ops for choice in choices)
+            numbered = not logs or any(choice.ops for choice in decisions.choices)
             # Collecting cyclic garbage would lower the counts at times that depend on chance.
             with target.choices(numbered=numbered), collection_off(), _random_states_counted(tracker, target), tracker:
                 generators = Generators([g for g in held if not isinstance(g, torch.Generator)])
-                with hooks, watcher.draws:
+                with OwnHooks(watcher.save, watcher.give_back), watcher.draws:
                     output, loss = given.forward()
                 generators.settle()
                 out.draws = generators.drew
                 watcher.forward_ended()
-                returned = {
-                    sid: tracker.size_of(t.untyped_storage())
-                    for t in tensors_in((output, loss))
-                    if (sid := tracker.sid(t))
-                }
-                out.output = set(returned)
-                out.results = {
-                    name: {sid for t in tensors_in(result) if (sid := tracker.sid(t))}
-                    for name, result in (("output", output), ("loss", loss))
-                }
-                out.has_loss = bool(out.results["loss"] & out.results["output"])
+                _note_results(out, tracker, output, loss)
                 if not holds_output:
                     output = None
-                out.sizes.update(returned)
-                out.ends, left = graphs.ends(), graphs.left()
-                out.unread = {g: True for g, count in left.items() if not count}
-                if saves:
-                    tracker.enter_backward()
-                    loss.backward()
-                    still = graphs.left()
-                    out.unread |= {g: False for g, count in left.items() if 0 < count == still[g]}
-                else:
-                    out.held = tracker.alive() - out.output
-                tracker.finish()
-                for g, trace in tracker.backward.items():
-                    if trace.ops:  # of what no hook sees, as within a checkpoint
-                        out.unread.pop(g, None)
-                out.end_bytes = tracker.live_bytes
+                _run_backward(loss if saves else None, out, tracker, watcher.graphs)
                 out.named_gradients = _named_gradients(step.model, tracker)
                 del output, loss
-                _note_left(out, step.model, tracker, own_storages)
+                _note_left(out, step.model, tracker, before.own)
         finally:
             controller.remove()
             for parameter, gradient in tracker.foreign.values():
@@ -618,6 +602,34 @@ def replay(
     out.forward, out.backward, out.changes = tracker.forward, tracker.backward, list(tracker.changes)
     out.origins, out.returns, out.peak_bytes = tracker.origins, tracker.returns, tracker.peak_bytes
     return out
+
+
+def _note_results(out: Replay, tracker: Tracker, output: Any, loss: Any) -> None:
+    """Note the storages of what forward returns."""
+    for name, result in (("output", output), ("loss", loss)):
+        found = {sid: t for t in tensors_in(result) if (sid := tracker.sid(t))}
+        out.results[name] = set(found)
+        out.sizes.update((sid, tracker.size_of(t.untyped_storage())) for sid, t in found.items())
+    out.output = out.results["output"] | out.results["loss"]
+    out.has_loss = bool(out.results["loss"] & out.results["output"])
+
+
+def _run_backward(loss: torch.Tensor | None, out: Replay, tracker: Tracker, graphs: _Graphs) -> None:
+    """Run backward, unless the replay saves nothing, and note which of forward's graphs are left before and after."""
+    out.ends, left = graphs.ends(), graphs.left()
+    out.unread = {g: True for g, count in left.items() if not count}
+    if loss is None:
+        out.held = tracker.alive() - out.output
+    else:
+        tracker.enter_backward()
+        loss.backward()
+        still = graphs.left()
+        out.unread |= {g: False for g, count in left.items() if 0 < count == still[g]}
+    tracker.finish()
+    for g, trace in tracker.backward.items():
+        if trace.ops:  # of what no hook sees, as within a checkpoint
+            out.unread.pop(g, None)
+    out.end_bytes = tracker.live_bytes
 
 
 class _Runs(Counter[int]):
@@ -732,16 +744,38 @@ def find_stages(step: TrainingStep, target: Target) -> FoundStages:
         return discover_stages(fake_inputs(step, world.fake), lambda: world)
 
 
+@dataclass(frozen=True, slots=True)
+class BytesBeside:
+    """Bytes of a step that its replays don't count.
+
+    Attributes
+    ----------
+    resident : int
+        Those on the device before the step: parameters, buffers, gradients, optimizer state, inputs.
+    update : int
+        Those that the optimizer's update adds to the ones live after backward.
+    """
+
+    resident: int
+    update: int
+
+
+class Replayed(Protocol):
+    """Replays one step with decisions for its stages."""
+
+    def __call__(self, choices: tuple[Decision, ...], *, saves: bool) -> Replay:
+        """Return the replay; the first one has to be one that saves nothing."""
+
+
 def trace_chain(
     step: TrainingStep,
     found: FoundStages,
     target: Target,
     *,
-    resident_bytes: int,
-    update_bytes: int,
+    beside: BytesBeside,
     menus: bool = False,
     devices: Sequence[Device] | None = None,
-    layers: Layers | None = None,
+    replayed: Replayed | None = None,
     report: Report = ignore_progress,
 ) -> tuple[Traced, list[Times]]:
     """Trace `step`: exact bytes, and times on devices that aren't in this machine.
@@ -750,16 +784,13 @@ def trace_chain(
     ----------
     found : FoundStages
         Its stages.
-    resident_bytes : int
-        Bytes on the device before the step: parameters, buffers, gradients, optimizer state, inputs.
-    update_bytes : int
-        Bytes that the optimizer's update adds to those live after backward.
+    beside : BytesBeside
     menus : bool
         Add options inside the stages, for which their operations are timed one by one on the device.
     devices : sequence of Device, optional
         Devices to compute times for; by default the target's own, if that isn't in this machine.
-    layers : Layers, optional
-        Those that are run; by default all.
+    replayed : callable, optional
+        Replays the step with these decisions for its stages (`Folding.replay`); default: all of its layers run.
     report : callable
         Called with the number of each replay.
 
@@ -771,42 +802,16 @@ def trace_chain(
     """
     if devices is None:
         devices = () if target.spec is None else (target.spec,)
+    if replayed is None:
+
+        def replayed(choices: tuple[Decision, ...], *, saves: bool) -> Replay:
+            return replay(step, Decisions(found.stages, choices), target, saves=saves, accumulating=step.accumulates)
+
     while True:
-        replayed = functools.partial(_replay_all, step, found.stages, target) if layers is None else layers.replay
-        tracing = _Tracing(step, found, target, resident_bytes, update_bytes, menus, replayed, report)
-        traced = tracing.trace(devices, layers)
+        tracing = _Tracing(step, found, target, beside, menus, replayed, report)
+        traced = tracing.trace(devices)
         if not tracing.learned:
             return traced
-
-
-class Layers(Protocol):
-    """A few of the layers of a model, which stand for the others (unfolding.py).
-
-    Attributes
-    ----------
-    stages : tuple of str
-        Names of the stages that are run.
-    positions : tuple of int
-        Per stage of the full model, the number of the one that stands for it; at the end, their number.
-    twins : list of (int, int)
-        Segments of the second period of each run of layers, and those of the third that are the same ones there.
-    """
-
-    stages: tuple[str, ...]
-    positions: tuple[int, ...]
-    twins: list[tuple[int, int]]
-
-    def replay(self, choices: tuple[Decision, ...], *, saves: bool) -> Replay:
-        """Return a replay of the full model; first the one that saves nothing."""
-
-    def replay_few(self, choices: tuple[Decision, ...], *, saves: bool) -> Replay:
-        """Return a replay of the layers that are run."""
-
-
-def _replay_all(
-    step: TrainingStep, stages: tuple[str, ...], target: Target, choices: tuple[Decision, ...], *, saves: bool
-) -> Replay:
-    return replay(step, stages, choices, target, saves=saves, accumulating=step.accumulates)
 
 
 @dataclass(frozen=True, slots=True)
@@ -851,6 +856,14 @@ class _ReplayedRun(NamedTuple):
     seen: Replay
 
 
+@dataclass(frozen=True, slots=True)
+class _StartBytes:
+    """Bytes at the start of each step of the chain, in each direction."""
+
+    forward: list[int]
+    backward: list[int]
+
+
 class _Tracing:
     """The replays of one step, and the chain read off them.
 
@@ -882,18 +895,16 @@ class _Tracing:
         step: TrainingStep,
         found: FoundStages,
         target: Target,
-        resident_bytes: int,
-        update_bytes: int,
+        beside: BytesBeside,
         menus: bool,
-        replayed: Callable[..., Replay],
+        replayed: Replayed,
         report: Report,
-        choices: Mapping[str, list[SavedOps]] | None = None,
     ) -> None:
         self.step, self.found, self.target = step, found, target
         self.names = names = found.stages
         self.replayed, self.report = replayed, report
         self.replays, self.all_replays = 0, _ALWAYS
-        self.update_bytes = update_bytes
+        self.update_bytes = beside.update
         self.notes: list[str] = []
         self.learned = False
         self.not_measured: set[str] = set()
@@ -919,14 +930,14 @@ class _Tracing:
         self.recomputed = self._run(
             tuple(KEEP if stage_segment(j) in fixed else Decision("recompute") for j in range(len(names)))
         )
-        self.resident_bytes = resident_bytes + self.kept.left_bytes
+        self.resident_bytes = beside.resident + self.kept.left_bytes
         self.segments = [
             g
             for g in range(2 * len(names) + 1)
             if g % 2 or self.kept.forward[g].ops or (g in self.kept.backward and self.kept.backward[g].ops)
         ]
         self.rerun_shares: dict[tuple[str, tuple[int, ...]], float] = {}
-        self.choices = self._choose() if menus and choices is None else choices or {}
+        self.choices = self._choose() if menus else {}
         self.lasting: dict[Sid, int] = {}
         self.storages, self.index = self._storages()
         self.menus = [self._menu(g) for g in self.segments]
@@ -1213,12 +1224,14 @@ class _Tracing:
 
     # --- bytes ---
 
-    def trace(self, devices: Sequence[Device], layers: Layers | None) -> tuple[Traced, list[Times]]:
+    def trace(self, devices: Sequence[Device]) -> tuple[Traced, list[Times]]:
         """The chain, and times on `devices`."""
-        bases = base_forward, base_backward = self._bases()
-        few = None if layers is None else self._of_few(devices, layers, bases)
-        alike = self._groups(bases) if layers is None else self._each_alone()
-        options, times = few or self._options_and_times(devices, bases, alike)
+        bases = self._bases()
+        runs = self._runs(bases)
+        options = self._options(runs, bases)
+        while options is None:
+            runs += self._runs_left(runs, bases)
+            options = self._options(runs, bases)
         stages = []
         for k, (g, menu) in enumerate(zip(self.segments, self.menus, strict=True)):
             linked = {self.index[s] for s in self.kept.linked.get(g, ()) if s in self.index}
@@ -1237,8 +1250,8 @@ class _Tracing:
         traced = Traced(
             stages=tuple(stages),
             storages=tuple(self.storages),
-            base_forward_bytes=tuple(base_forward),
-            base_backward_bytes=tuple(base_backward),
+            base_forward_bytes=tuple(bases.forward),
+            base_backward_bytes=tuple(bases.backward),
             update_peak_bytes=self.resident_bytes + self.kept.end_bytes + self.update_bytes,
             resident_bytes=self.resident_bytes,
             notes=tuple(self.notes),
@@ -1254,191 +1267,69 @@ class _Tracing:
             places=self._places(),
             rerun_shares=self.rerun_shares,
         )
-        return traced, times
-
-    def _options_and_times(
-        self, devices: Sequence[Device], bases: tuple[Sequence[int], Sequence[int]], alike: Sequence[Sequence[int]]
-    ) -> tuple[list[dict[str, Option]], list[Times]]:
-        """Per stage of the chain, its options by name; and times on `devices`.
-
-        Parameters
-        ----------
-        alike : sequence of sequence of int
-            Per stage, the stages that share replays with it.
-        """
-        runs = self._runs(bases, alike)
-        options = self._options(runs, bases, alike)
-        while options is None:
-            runs += self._runs_left(runs, bases[0])
-            options = self._options(runs, bases, alike)
-        return options, [self._times(runs, dataclasses.replace(self.target, spec=device)) for device in devices]
-
-    def _of_few(
-        self, devices: Sequence[Device], layers: Layers, bases: tuple[Sequence[int], Sequence[int]]
-    ) -> tuple[list[dict[str, Option]], list[Times]] | None:
-        """The same from a trace of the layers that are run alone.
-
-        None if they hold what no hook sees, since that adds up over layers.
-        """
-        found = FoundStages(layers.stages, ())
-        few = _Tracing(
-            self.step, found, self.target, self.resident_bytes, 0, True, layers.replay_few, self.report, self.choices
-        )
-        few_bases = few._bases()
-        runs = few._runs(few_bases, alike := few._groups(few_bases))
-        options = few._options(runs, few_bases, alike)
-        place = {g: k for k, g in enumerate(few.segments)}
-        twins = [(place[a], place[b]) for a, b in layers.twins if a in place and b in place]
-        if (
-            options is None
-            or not all(self._is_local(run, bases, ()) for run in self._runs_of_all())
-            or not all(few._is_local(run, few_bases, twins) for run in runs)
-        ):
-            return None
-        self.learned |= few.learned
-        self.not_measured |= few.not_measured
-        out: list[dict[str, Option]] = []
-        for g, menu in zip(self.segments, self.menus, strict=True):
-            k = place.get(2 * layers.positions[g // 2] + g % 2)
-            if k is None or not _are_alike(menu, few.menus[k]):
-                return None
-            out.append(
-                {
-                    name: dataclasses.replace(options[k][name], saved=held.saved, pinned=held.pinned)
-                    for name, held in menu.items()
-                }
-            )
-        times = [few._times(runs, dataclasses.replace(self.target, spec=device)) for device in devices]
-        return out, [seconds.unfolded(layers.positions) for seconds in times]
-
-    def _is_local(
-        self, run: _ReplayedRun, bases: tuple[Sequence[int], Sequence[int]], twins: Iterable[tuple[int, int]]
-    ) -> bool:
-        """Whether each step of `run` begins with the bytes of the storages that are known alone.
-
-        Where storages move, what is away then is less by as much in both of `twins`, so that nothing adds up.
-        """
-        options = self._held_under(run.names)
-        excess = [
-            [self.resident_bytes + nbytes + state - base_bytes for nbytes, state, base_bytes in zip(*each, strict=True)]
-            for each in zip(self._unexplained(run), self._states_before(options), bases, strict=True)
-        ]
-        if any(option.moves for option in options):
-            return all(table[a] == table[b] for table in excess for a, b in twins)
-        return not any(map(any, excess))
+        return traced, [self._times(runs, dataclasses.replace(self.target, spec=device)) for device in devices]
 
     def _runs_of_all(self) -> list[_ReplayedRun]:
         """The replays from which the menus are made."""
         return [_ReplayedRun(self._named("keep"), self.kept), _ReplayedRun(self._named("recompute"), self.recomputed)]
 
-    def _runs(self, bases: tuple[Sequence[int], Sequence[int]], alike: Sequence[Sequence[int]]) -> list[_ReplayedRun]:
+    def _runs(self, bases: _StartBytes) -> list[_ReplayedRun]:
         """The replays that are always needed: all options that move nothing, and those that move most.
 
-        Stages that are alike share the former: each is run by one of them, unless a replay holds what no hook sees. An
-        option that moves part of what another one moves has no replay of its own (`_options`).
+        An option that moves part of what another one moves has no replay of its own (`_options`).
         """
-        shared = [
+        still = [
             [name for name, held in menu.items() if not held.moves and name not in ("keep", "recompute", DISCARD)]
             for menu in self.menus
         ]
-        names = [
-            tuple(
-                shared[k][i] if (i := number * len(group) + group.index(k)) < len(shared[k]) else "keep"
-                for k, group in enumerate(alike)
-            )
-            for number in range(max(map(len, shared)))
-        ]
-        self.all_replays = self.replays + sum(set(each) != {"keep"} for each in names) + _MOVING
-        still = [_ReplayedRun(each, self._run(self._decisions(each))) for each in names if set(each) != {"keep"}]
-        each_alone = self._each_alone()
-        if alike != each_alone and not all(self._is_local(run, bases, ()) for run in still):
-            return self._runs(bases, each_alone)
-        for run in still:
-            self._pin_unseen(run, bases[0])
+        together = list(itertools.zip_longest(*still, fillvalue="keep"))
         most = tuple(
             next((name for name, option in reversed(menu.items()) if option.recomputes and option.moves_all), "keep")
             for menu in self.menus
         )
-        moving = [self._under(each, bases[0]) for each in (self._named("swap"), most) if set(each) != {"keep"}]
-        return [*self._runs_of_all(), *still, *moving]
+        moving = [each for each in (self._named("swap"), most) if set(each) != {"keep"}]
+        self.all_replays = self.replays + len(together) + len(moving)
+        return [*self._runs_of_all(), *(self._under(each, bases) for each in (*together, *moving))]
 
-    def _groups(self, bases: tuple[Sequence[int], Sequence[int]]) -> list[list[int]]:
-        """Per stage of the chain, those that share replays; none where keep or recompute hold what no hook sees."""
-        local = all(self._is_local(run, bases, ()) for run in self._runs_of_all())
-        return self._alike() if local else self._each_alone()
-
-    def _each_alone(self) -> list[list[int]]:
-        return [[k] for k in range(len(self.segments))]
-
-    def _alike(self) -> list[list[int]]:
-        """Per stage of the chain, those that run the same operations with as many bytes and hold alike storages."""
-
-        def storages(held: Iterable[int], k: int) -> tuple[Any, ...]:
-            found = [self.storages[s] for s in held]
-            own = (
-                s.born == k and (s.program_until > k, None if s.graph_until is None else s.graph_until - k)
-                for s in found
-            )
-            return *own, *((s.nbytes, s.to_end, s.stays) for s in found)
-
-        groups: dict[Any, list[int]] = {}
-        out = []
-        for k, (g, menu) in enumerate(zip(self.segments, self.menus, strict=True)):
-            like = [
-                (name, o.recomputes, o.moves, o.ops, storages(o.saved, k), storages(o.pinned, k))
-                for name, o in menu.items()
-            ]
-            ran = [
-                (self._rise(table, k), *(op.key for op in table[g].ops))
-                for seen in (self.kept, self.recomputed)
-                for table in (seen.forward, seen.backward)
-                if g in table
-            ]
-            group = groups.setdefault((self._kind(g), *like, *ran), [])
-            group.append(k)
-            out.append(group)
-        return out
-
-    def _runs_left(self, runs: Sequence[_ReplayedRun], base_forward: Sequence[int]) -> list[_ReplayedRun]:
+    def _runs_left(self, runs: Sequence[_ReplayedRun], bases: _StartBytes) -> list[_ReplayedRun]:
         """A replay for each name of an option that has none in `runs`."""
         seen = {(k, name) for run in runs for k, name in enumerate(run.names)}
         left = dict.fromkeys(name for k, menu in enumerate(self.menus) for name in menu if (k, name) not in seen)
         self.all_replays = self.replays + len(left)
-        return [self._under(self._named(name), base_forward) for name in left]
+        return [self._under(self._named(name), bases) for name in left]
 
-    def _under(self, names: tuple[str, ...], base_forward: Sequence[int]) -> _ReplayedRun:
+    def _under(self, names: tuple[str, ...], bases: _StartBytes) -> _ReplayedRun:
         """A replay of the options of these names, with what it held unseen pinned to them."""
         run = _ReplayedRun(names, self._run(self._decisions(names)))
-        self._pin_unseen(run, base_forward)
+        self._pin_unseen(run, bases)
         return run
 
-    def _unexplained(self, run: _ReplayedRun) -> tuple[list[int], list[int]]:
+    def _unexplained(self, run: _ReplayedRun) -> _StartBytes:
         """Bytes at the start of each forward and backward step of `run` beyond the storages that are resident then.
 
         What is on the device before the step isn't in it.
         """
         options, seen = self._held_under(run.names), run.seen
-        changes = resident_changes(
+        change_forward, change_backward = resident_changes(
             self.storages, [option.all for option in options], self._moved(options), range(len(options))
         )
         # Saved numbers are in no replay's bytes; a stage's count from its forward to its backward.
         numbers = list(accumulate(self.kept.forward[g].wrapped_bytes for g in self.segments))
-        forward, backward = (
-            [
-                table[g].start_bytes - resident + number
-                for g, number, resident in zip(self.segments, numbers, accumulate(change), strict=False)
-            ]
-            for table, change in zip((seen.forward, seen.backward), changes, strict=True)
-        )
+
+        def beyond(table: Mapping[int, SegmentTrace], change: Iterable[int]) -> list[int]:
+            known = zip(self.segments, numbers, accumulate(change), strict=False)
+            return [table[g].start_bytes - resident + number for g, number, resident in known]
+
+        forward, backward = beyond(seen.forward, change_forward), beyond(seen.backward, change_backward)
         held = {s for option in options for s in option.all}
         for sid, last in self.lasting.items():  # counted where this replay doesn't have it
             storage = self.storages[self.index[sid]]
             for k in range(storage.born + 1, len(forward) if self.index[sid] in held else last + 1):
                 if sid not in seen.forward[self.segments[k]].present:
                     forward[k] += storage.nbytes
-        return forward, backward
+        return _StartBytes(forward, backward)
 
-    def _bases(self) -> tuple[list[int], list[int]]:
+    def _bases(self) -> _StartBytes:
         """Bytes at the start of each forward and backward step that no decision changes.
 
         Pins to the stages what they hold beyond what hooks show. Autograd nodes may hold tensors that no hook sees
@@ -1446,8 +1337,7 @@ class _Tracing:
         recompute, and are pinned to the stage where the difference begins.
         """
         kept_run, again_run = self._runs_of_all()
-        kept, _ = self._unexplained(kept_run)
-        again, _ = self._unexplained(again_run)
+        kept, again = self._unexplained(kept_run).forward, self._unexplained(again_run).forward
         base_forward = []
         hidden_kept = hidden_again = 0
         kept_ends: Counter[int] = Counter()  # of the hidden bytes, those in graphs that are dropped, by their last step
@@ -1473,14 +1363,13 @@ class _Tracing:
         for k, menu in enumerate(self.menus):
             if self._state(k) and any(option.recomputes for option in menu.values()):
                 self._pin(k, self._state(k), "random state", lambda name, option: option.recomputes)
-        _, kept = self._unexplained(kept_run)
-        _, again = self._unexplained(again_run)
-        _, states = self._states_before(self._held_under(again_run.names))
+        kept, again = self._unexplained(kept_run).backward, self._unexplained(again_run).backward
+        states = self._states_before(self._held_under(again_run.names)).backward
         base_backward = [
             max(self.resident_bytes + max(kept_bytes, again_bytes + state_bytes), 0)
             for kept_bytes, again_bytes, state_bytes in zip(kept, again, states, strict=True)
         ]
-        return base_forward, base_backward
+        return _StartBytes(base_forward, base_backward)
 
     def _pin(self, k: int, nbytes: int, label: str, where: Callable[[str, _Held], bool]) -> int:
         """Add a storage of stage `k` that some of its options hold and can't move; return the last step that has it."""
@@ -1506,7 +1395,7 @@ class _Tracing:
         """Per stage, bytes of the random states that its option holds; no replay counts them."""
         return [self._state(k) if option.recomputes else 0 for k, option in enumerate(options)]
 
-    def _states_before(self, options: Sequence[_Held]) -> tuple[list[int], list[int]]:
+    def _states_before(self, options: Sequence[_Held]) -> _StartBytes:
         """Bytes of the random states that are held at the start of each forward and each backward step."""
         n = len(options)
         forward, backward = [0] * n, [0] * n
@@ -1516,7 +1405,7 @@ class _Tracing:
                 forward[k] += nbytes
             for k in range(i, n) if until is None else ():
                 backward[k] += nbytes
-        return forward, backward
+        return _StartBytes(forward, backward)
 
     def _collected_bytes(self, g: int) -> int:
         """Bytes that a stage makes in each run and others keep besides its output (features, by a hook)."""
@@ -1524,13 +1413,13 @@ class _Tracing:
         returned = self.program.returned.get(g, {})
         return sum(nbytes for op in trace.ops for s, (nbytes, _) in op.made.items() if s in after and s not in returned)
 
-    def _pin_unseen(self, run: _ReplayedRun, base_forward: Sequence[int]) -> None:
+    def _pin_unseen(self, run: _ReplayedRun, bases: _StartBytes) -> None:
         """Pin to the options of `run` what it held beyond the storages that are known."""
-        unexplained, _ = self._unexplained(run)
-        states, _ = self._states_before(self._held_under(run.names))
+        unexplained = self._unexplained(run).forward
+        states = self._states_before(self._held_under(run.names)).forward
         hidden = 0
         for k in range(len(self.segments) - 1):
-            difference = self.resident_bytes + unexplained[k + 1] + states[k + 1] - base_forward[k + 1] - hidden
+            difference = self.resident_bytes + unexplained[k + 1] + states[k + 1] - bases.forward[k + 1] - hidden
             name = run.names[k]
             if difference > 0 and name != "keep":
                 self._pin(k, difference, f"{_UNSEEN} {name}", functools.partial(_is_called, name))
@@ -1545,16 +1434,13 @@ class _Tracing:
         self.not_measured.update(failed)
         return extra
 
-    def _options(
-        self, runs: Sequence[_ReplayedRun], bases: tuple[Sequence[int], Sequence[int]], alike: Sequence[Sequence[int]]
-    ) -> list[dict[str, Option]] | None:
+    def _options(self, runs: Sequence[_ReplayedRun], bases: _StartBytes) -> list[dict[str, Option]] | None:
         """Per stage of the chain, its options by name, with the bytes that they add in the replays.
 
-        An option that no replay ran has the bytes that it has in a stage that is alike. This is right if the options
-        that all of these ran have equal bytes. One that moves part of what another one moves has the bytes of the one
-        that moves nothing and is otherwise the same. This is right if leaving and returning take no memory and nothing
-        else holds what moves: then the options that move most have such bytes too, and no replay held anything unseen.
-        If that doesn't hold, the result is None.
+        An option that moves part of what another one moves, and that no replay ran, has the bytes of the one that moves
+        nothing and is otherwise the same. This is right if leaving and returning take no memory and nothing else holds
+        what moves: then the options that move most have such bytes too, and no replay held anything unseen. If that
+        doesn't hold, the result is None.
         """
         extra = self._workspaces(run.seen for run in runs)
         out: list[dict[str, Option]] = [{} for _ in self.segments]
@@ -1565,9 +1451,6 @@ class _Tracing:
             return out
         if any(_UNSEEN in storage.name for storage in self.storages):
             return None
-        for group in alike:
-            if not _share(group, out, self.menus):
-                return None
         for menu, options in zip(self.menus, out, strict=True):
             for name, held in menu.items():
                 if held.moves:
@@ -1577,9 +1460,7 @@ class _Tracing:
                         return None
         return out
 
-    def _measured(
-        self, run: _ReplayedRun, extra: Mapping[Hashable, int], bases: tuple[Sequence[int], Sequence[int]]
-    ) -> Iterator[Option]:
+    def _measured(self, run: _ReplayedRun, extra: Mapping[Hashable, int], bases: _StartBytes) -> Iterator[Option]:
         """Per stage of the chain, the option that `run` ran under, with the bytes that it adds."""
         options, seen = self._held_under(run.names), run.seen
         states, before = self._states(options), self._states_before(options)
@@ -1589,14 +1470,10 @@ class _Tracing:
             # Fewer bytes at the start than known storages have are no saving of this stage's, but for those that it
             # moved itself in this run, which may return only after the start.
             returning = sum(self.storages[s].nbytes for s in option.moved if moved.get(s) == k)
-            forward, backward = (
-                max(self.resident_bytes + unexplained_bytes + state_bytes - base_bytes[k], -returning)
-                + self._rise(table, k, extra)
-                for table, unexplained_bytes, base_bytes, state_bytes in (
-                    (seen.forward, unexplained[0][k], bases[0], before[0][k]),
-                    (seen.backward, unexplained[1][k], bases[1], before[1][k]),
-                )
-            )
+            forward = self.resident_bytes + unexplained.forward[k] + before.forward[k] - bases.forward[k]
+            backward = self.resident_bytes + unexplained.backward[k] + before.backward[k] - bases.backward[k]
+            forward = max(forward, -returning) + self._rise(seen.forward, k, extra)
+            backward = max(backward, -returning) + self._rise(seen.backward, k, extra)
             again = 0
             if "recompute" in self.menus[k]:  # in a segment's sweep it runs again, whether it saves there or not
                 again = self._collected_bytes(g)
@@ -1669,31 +1546,6 @@ class _Tracing:
                     again_s = total(run.seen.backward, g) - backward_s
                     out.recompute_s[kind, option.ops] = max(again_s, 0.0)
         return out
-
-
-def _share(group: Sequence[int], options: Sequence[dict[str, Option]], menus: Sequence[_Menu]) -> bool:
-    """Give the stages of `group`, which are alike, each other's options; False if those that they share differ."""
-    bytes_of: dict[str, tuple[int, int]] = {}
-    for k in group:
-        for name, option in options[k].items():
-            if bytes_of.setdefault(name, (option.forward_bytes, option.backward_bytes)) != (
-                option.forward_bytes,
-                option.backward_bytes,
-            ):
-                return False
-    for k in group:
-        for name, held in menus[k].items():
-            source = next((options[j][name] for j in group if name in options[j]), None)
-            if source is not None:
-                options[k].setdefault(name, dataclasses.replace(source, saved=held.saved, pinned=held.pinned))
-    return True
-
-
-def _are_alike(menu: _Menu, other: _Menu) -> bool:
-    """Whether two menus have the same options, whatever the storages' numbers."""
-    return [(name, len(o.saved), len(o.pinned), o.moves, o.ops) for name, o in menu.items()] == [
-        (name, len(o.saved), len(o.pinned), o.moves, o.ops) for name, o in other.items()
-    ]
 
 
 def _is_called(name: str, other: str, option: _Held) -> bool:

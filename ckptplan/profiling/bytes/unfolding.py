@@ -26,7 +26,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any, TypeVar
 
 from ckptplan.core.errors import UnsupportedModelError
-from ckptplan.core.plan import KEEP, Decision
+from ckptplan.core.plan import KEEP, Decision, Decisions
 from ckptplan.profiling.bytes.folding import Periods, Run, UnlikeLayersError, find_runs, quiet, shortened
 from ckptplan.profiling.bytes.origins import Where
 from ckptplan.profiling.bytes.trace import Replay, find_stages, replay
@@ -58,8 +58,6 @@ class Folding:
     positions : tuple of int
         Per stage of the full model, the shortened model's stage that stands for it, and their numbers of stages at the
         end. Glue has the position of the stage that follows it.
-    twins : list of (int, int)
-        Segments of the second period of each run of layers, and those of the third that are the same ones there.
     """
 
     def __init__(self, step: TrainingStep, stages: tuple[str, ...] | None, target: Target) -> None:
@@ -81,9 +79,7 @@ class Folding:
         for run in reversed(self._runs):
             periods = _periods(run, short)
             self.positions, short = periods.repeated(self.positions), periods.stages(short)
-        begins = [found.begins for run in self._runs if (found := Periods.of(run, self.stages)) is not None]
-        self.twins = [(g, g + third - second) for _, second, third, *_ in begins for g in range(second, third)]
-        if len(begins) < len(self._runs):
+        if any(Periods.of(run, self.stages) is None for run in self._runs):
             self.give_up()
         if len(self.stages) > (1 - _LEAST_SHARE) * len(self._stages):
             self.give_up()
@@ -114,7 +110,7 @@ class Folding:
         """Shorten the model while the context is active."""
         return shortened(self._step.model, self._runs)
 
-    def replay(self, choices: tuple[Decision, ...], *, saves: bool, numbered: bool = True) -> Replay:
+    def replay(self, choices: tuple[Decision, ...], *, saves: bool) -> Replay:
         """Return the full model's replay with `choices` for its stages.
 
         The first one has to be one that saves nothing, which is compared with the full model's.
@@ -126,26 +122,16 @@ class Folding:
         """
         if not saves:
             self._made.clear()  # of an earlier trace, before larger storages were known
-        few = self.replay_few(self._chosen(choices), saves=saves, numbered=numbered)
+        chosen = self._chosen(choices)
+        if (chosen, saves) not in self._made:
+            self._made[chosen, saves] = self._few(chosen, saves=saves)
+        written_out = self._written_out(self._made[chosen, saves])
         if saves:
-            return self._written_out(few)
-        full = self._replayed(self._stages, choices, saves=False, numbered=numbered)
-        if not _are_equal(self._written_out(few), full):
+            return written_out
+        full = self._replayed(self._stages, choices, saves=False)
+        if not _are_equal(written_out, full):
             raise UnlikeLayersError
         return full
-
-    def replay_few(self, choices: tuple[Decision, ...], *, saves: bool, numbered: bool = True) -> Replay:
-        """Return the shortened model's replay with `choices` for its stages; made once.
-
-        Raises
-        ------
-        UnlikeLayersError
-            If it fails.
-        """
-        key = choices, saves
-        if key not in self._made:
-            self._made[key] = self._few(choices, saves=saves, numbered=numbered)
-        return self._made[key]
 
     def logged(self, *, inference: bool = False, **options: Any) -> tuple[Replay, tuple[str, ...]]:
         """Return the full model's replay with everything kept and its whole log, and the names of its stages.
@@ -158,11 +144,11 @@ class Folding:
             `accumulating` and `holds_output`, as in `replay` of trace.py.
         """
         step = self._step.without_loss() if inference else self._step
-        options |= {"saves": not inference, "numbered": False, "logs": True}
+        options |= {"saves": not inference, "logs": True}
         if self.folds:
             try:
                 if not self._is_checked:
-                    self.replay((KEEP,) * len(self._stages), saves=False, numbered=False)
+                    self.replay((KEEP,) * len(self._stages), saves=False)
                 self._is_checked = True
                 few = self._few((KEEP,) * len(self.stages), step, **options)
                 return self._written_out(few), self._stages
@@ -187,11 +173,8 @@ class Folding:
     def _replayed(
         self, stages: tuple[str, ...], choices: tuple[Decision, ...], step: TrainingStep | None = None, **options: Any
     ) -> Replay:
-        compares = not (options["saves"] or options.get("logs"))
-        accumulating = options.pop("accumulating", self._step.accumulates)
-        return replay(
-            step or self._step, stages, choices, self._target, accumulating=accumulating, compares=compares, **options
-        )
+        options.setdefault("accumulating", self._step.accumulates)
+        return replay(step or self._step, Decisions(stages, choices), self._target, **options)
 
     def _chosen(self, choices: Sequence[Decision]) -> tuple[Decision, ...]:
         """The decisions for the shortened model's stages."""

@@ -115,7 +115,7 @@ def _calibrate(
     tell("time between operations")
     launch_s = _launch_s(where)
     tell("the way to the host tier and back")
-    link, _ = measure_links(where, (64 if cuda else 16) << 20, swap_dir, together=False)
+    link = measure_links(where, (64 if cuda else 16) << 20, swap_dir)
     latency_s = measure_costs(where, swap_dir).latency_s
     properties = accelerator.properties(where) if cuda else None
     accelerator.synchronize(where)

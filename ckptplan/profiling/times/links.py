@@ -25,46 +25,30 @@ _MOST_PRODUCTS = 64
 
 
 def measure_links(
-    device: torch.device,
-    block_bytes: int,
-    swap_dir: str | Path | None = None,
-    tier: Tier = "host",
-    *,
-    together: bool = True,
-) -> tuple[Link, Link]:
-    """Measure each direction alone with blocks of `block_bytes`, out in forward and in in backward, and both at once.
+    device: torch.device, block_bytes: int, swap_dir: str | Path | None = None, tier: Tier = "host"
+) -> Link:
+    """Measure each direction alone with blocks of `block_bytes`, out in forward and in in backward.
 
     The first round is a warm-up without compute: pages of a new file and registered memory are slow at first touch. In
     the others, compute is busy for the time that the first one took.
-
-    Parameters
-    ----------
-    together : bool
-        Whether to measure both directions at once; if not, they count as independent.
 
     Returns
     -------
     Link
         Rate of each direction while the other is idle.
-    Link
-        Rate of both at once, from the time until both are done. Links, and above all disks, are shared.
 
     Raises
     ------
     InvalidInputError
         If the swap directory can't be written or has no room.
     """
-    # Twice the blocks: those that are read lie in the store beside those that are written.
-    store = make_store(
-        device, capacity_bytes=2 * _BLOCKS * block_bytes, directory=swap_dir, limit_bytes=None, tier=tier
-    )
+    store = make_store(device, capacity_bytes=_BLOCKS * block_bytes, directory=swap_dir, limit_bytes=None, tier=tier)
     compute: Callable[[], None] = _nothing
     try:
         source = torch.ones(block_bytes, dtype=torch.uint8, device=device)
         target = torch.empty_like(source)
         out_s: list[float] = []
         in_s: list[float] = []
-        both_s: list[float] = []
         for number in range(_ROUNDS):
             if number == 1:
                 compute = busy_for(min(out_s[0], in_s[0]), device, block_bytes)
@@ -79,30 +63,14 @@ def measure_links(
             compute()
             for ticket in tickets:
                 store.finish_in(ticket)
-            end = _now(device)
-            more = []
-            if together:
-                for ticket in tickets:
-                    more.append(store.start_out(source))
-                    store.start_in(ticket, target)
-                compute()
-                for ticket, written in zip(tickets, more, strict=True):
-                    store.finish_in(ticket)
-                    store.finish_out(written)
-                both_s.append(_now(device) - end)
-            for ticket in (*tickets, *more):
+            in_s.append(_now(device) - middle)
+            for ticket in tickets:
                 store.free(ticket)
             out_s.append(middle - begin)
-            in_s.append(end - middle)
     finally:
         store.close()
     total = _BLOCKS * block_bytes
-    out_rate, in_rate = (total / statistics.median(times[1:]) for times in (out_s, in_s))
-    alone = Link(out_rate, in_rate)
-    if not together:
-        return alone, alone
-    both_rate = total / statistics.median(both_s[1:])
-    return alone, Link(both_rate, both_rate)
+    return Link(*(total / statistics.median(times[1:]) for times in (out_s, in_s)))
 
 
 def busy_for(seconds: float, device: torch.device, most_bytes: int) -> Callable[[], None]:
@@ -161,17 +129,6 @@ def measure_costs(device: torch.device, swap_dir: str | Path | None = None) -> L
     copy_s = max((many_s - one_s) / _SMALL_COUNT - _SMALL_BYTES / rate, 0.0)
     latency_s = max(one_s - copy_s - _SMALL_BYTES / rate, 0.0)
     return Link(rate, rate, latency_s, copy_s)
-
-
-def sharing_note(tier: Tier, alone: Link, together: Link) -> str | None:
-    """A note on directions that slow each other down; None if they hardly do."""
-    share = min(together.out_bytes_per_s / alone.out_bytes_per_s, together.in_bytes_per_s / alone.in_bytes_per_s)
-    if share >= 0.8:  # full-duplex links lose up to about a tenth each way
-        return None
-    return (
-        f"copies to and from the {tier} tier at once run at {share:.0%} of their speed alone, which is what plans "
-        "count with: graphs of several steps alive, or others on the same link, make steps longer than predicted"
-    )
 
 
 def _now(device: torch.device) -> float:

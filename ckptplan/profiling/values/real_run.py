@@ -130,7 +130,7 @@ def _witness(phase: Phase, answers: Answers, step: TrainingStep, target: Target,
     if phase == "backward":
         names = find_stages(step, target).stages
         rewind()
-        fixed = replay(step, names, (KEEP,) * len(names), target, saves=False).modifies
+        fixed = replay(step, Decisions(names, (KEEP,) * len(names)), target, saves=False).modifies
         rewind()
         choices = tuple(KEEP if stage_segment(j) in fixed else Decision("recompute") for j in range(len(names)))
         one_forward = step.fn is None
