@@ -34,7 +34,7 @@ from ckptplan.memory.allocator import SimulatedOutOfMemoryError
 from ckptplan.memory.batches import batch_steps, does_the_same, require_planned
 from ckptplan.memory.ledger import Account, Ledger, Player, saved_bytes
 from ckptplan.memory.recording import Block, Recording, record_step, record_updates
-from ckptplan.profiling.bytes.trace import Replay, replay
+from ckptplan.profiling.bytes.replays import Replay, replay
 from ckptplan.profiling.bytes.unfolding import Folding
 from ckptplan.profiling.profiler import as_ours, outside_tensors, training_step
 from ckptplan.profiling.target import Target, find_target

@@ -33,7 +33,8 @@ from ckptplan.distributed.group import on_all_ranks, present_call
 from ckptplan.profiling.bytes.fake import FakeWorld, fake_parameters
 from ckptplan.profiling.bytes.folding import UnlikeLayersError
 from ckptplan.profiling.bytes.real_storages import Places, RealStorages, with_real_sizes
-from ckptplan.profiling.bytes.trace import BytesBeside, fake_inputs, find_stages, replay, trace_chain
+from ckptplan.profiling.bytes.replays import fake_inputs, find_stages, replay
+from ckptplan.profiling.bytes.trace import BytesBeside, trace_chain
 from ckptplan.profiling.bytes.traced import Traced, TracedStage
 from ckptplan.profiling.bytes.tracker import Tracker
 from ckptplan.profiling.bytes.unfolding import Folding

@@ -24,7 +24,7 @@ from ckptplan.core.plan import KEEP, Decision, Decisions
 from ckptplan.core.request import Training
 from ckptplan.distributed.absent import sharded
 from ckptplan.profiling import profiler
-from ckptplan.profiling.bytes import folding, trace, unfolding
+from ckptplan.profiling.bytes import folding, replays, trace, unfolding
 from ckptplan.profiling.bytes.folding import Periods, Run
 from ckptplan.profiling.bytes.tracker import SegmentTrace
 from ckptplan.profiling.profiler import traced_bytes
@@ -403,10 +403,10 @@ def test_profiles_are_those_of_all_layers(name: str) -> None:
 def test_replays_are_those_of_all_layers(name: str, choice: Decision) -> None:
     model, inputs, _ = built(name)
     step, target = make_step(model, Training(inputs)), find_target(model)
-    stages = trace.find_stages(step, target).stages
+    stages = replays.find_stages(step, target).stages
     choices = (choice,) * len(stages)
     few = unfolding.Folding(step, stages, target).replay(choices, saves=True)
-    full = trace.replay(step, Decisions(stages, choices), target)
+    full = replays.replay(step, Decisions(stages, choices), target)
     assert {g: simple(found) for g, found in few.backward.items()} == {g: simple(t) for g, t in full.backward.items()}
     assert len(few.gradients) == len(full.gradients)
     ours, theirs = (dataclasses.replace(found, backward={}, gradients=set()) for found in (few, full))
@@ -422,7 +422,7 @@ def simple(found: SegmentTrace) -> Any:
 
 def test_only_four_layers_are_run_with_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[tuple[int, bool]] = []
-    original = trace.replay
+    original = replays.replay
 
     def counted(step: Any, decisions: Decisions, *args: Any, saves: bool = True, **kwargs: Any) -> Any:
         runs.append((len(decisions.stages), saves))
@@ -567,7 +567,7 @@ def test_what_is_outside_refers_to_all_periods_or_to_the_ends() -> None:
     periods = Periods.of(Run("", 0, 6, 1, kept=4), "0123")
     assert periods is not None
     assert periods.begins == (1, 3, 5, 7, 9)
-    seen = trace.Replay(forward={g: SegmentTrace() for g in range(9)})
+    seen = replays.Replay(forward={g: SegmentTrace() for g in range(9)})
     full = unfolding._Unfolded(seen, periods, periods.order)
     first, second, third, last = ((("forward", g, 4),) for g in (1, 3, 5, 7))
     assert full._spread([first, second, third, last], None) == [(("forward", g, 4),) for g in (1, 3, 5, 7, 9, 11)]

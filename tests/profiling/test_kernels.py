@@ -18,7 +18,7 @@ from ckptplan.profiling.bytes import fake, workspace
 from ckptplan.profiling.bytes.fake import FakeWorld
 from ckptplan.profiling.bytes.kernels import _prefers_cudnn
 from ckptplan.profiling.bytes.operations import op_key
-from ckptplan.profiling.bytes.trace import find_stages, replay
+from ckptplan.profiling.bytes.replays import find_stages, replay
 from ckptplan.profiling.target import find_target
 from ckptplan.tensors import accelerator
 from ckptplan.training.step import make_step

@@ -29,7 +29,7 @@ from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.core.plan import KEEP, Decision, Decisions
 from ckptplan.profiling.bytes.folding import Periods, Run, UnlikeLayersError, find_runs, quiet, shortened
 from ckptplan.profiling.bytes.origins import Where
-from ckptplan.profiling.bytes.trace import Replay, find_stages, replay
+from ckptplan.profiling.bytes.replays import Replay, find_stages, replay
 from ckptplan.profiling.bytes.tracker import DETACHED, Change, SegmentTrace, Sid
 from ckptplan.profiling.target import Target
 from ckptplan.training.compiled import compiled_modules
@@ -141,7 +141,7 @@ class Folding:
         inference : bool
             Of one forward that saves nothing instead.
         **options
-            `accumulating` and `holds_output`, as in `replay` of trace.py.
+            `accumulating` and `holds_output`, as in `replay` of replays.py.
         """
         step = self._step.without_loss() if inference else self._step
         options |= {"saves": not inference, "logs": True}

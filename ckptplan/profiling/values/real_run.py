@@ -20,7 +20,7 @@ from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.core.plan import KEEP, Decision, Decisions
 from ckptplan.distributed import apart
 from ckptplan.profiling.bytes.operations import written_to
-from ckptplan.profiling.bytes.trace import find_stages, replay
+from ckptplan.profiling.bytes.replays import find_stages, replay
 from ckptplan.profiling.bytes.tracker import stage_segment
 from ckptplan.profiling.target import Target
 from ckptplan.profiling.values.answers import (
