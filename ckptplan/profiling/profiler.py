@@ -360,7 +360,7 @@ def _traced(
         )
         folding = Folding(step, found.stages, target)
         try:
-            traced, times = chain(replayed=folding.replay if folding.folds else None)
+            traced, times = chain(folding=folding if folding.folds else None)
         except UnlikeLayersError:
             rewind()
             folding.give_up()

@@ -481,6 +481,35 @@ def test_layers_with_other_settings_inside_an_object_are_not_equal() -> None:
     assert folding.find_runs(nn.ModuleList(other)) == []
 
 
+@pytest.mark.parametrize(("name", "saved"), [("vit", 1), ("few", 0), ("held by hooks", 0), ("unused", 0)])
+def test_stages_that_are_alike_share_replays(name: str, saved: int) -> None:
+    """By how many replays: how many options there are depends on the operations that this version of PyTorch runs."""
+    model, inputs, options = built(name)
+    counted: list[int] = []
+    found = []
+    run = trace._Tracing._run
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        counted[-1] += 1
+        return run(*args, **kwargs)
+
+    for change in (
+        {},
+        {"_share": lambda *args: False},
+        {"_Tracing._alike": lambda *args: ()},
+    ):
+        with without_clocks() as patch:
+            counted.append(0)
+            patch.setattr(trace._Tracing, "_run", noted)
+            for target, value in change.items():
+                patch.setattr(f"ckptplan.profiling.bytes.trace.{target}", value)
+            found.append(ckptplan.profile(model, inputs, **options))
+    assert found[0] == found[1] == found[2]
+    shared, each, alone = counted
+    assert shared == alone - saved
+    assert each >= alone  # those that share prove to differ, so each option is run by all that have it
+
+
 @pytest.mark.parametrize("name", ["stack", "every_fifth"])
 def test_bytes_without_times(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs, _ = built(name)

@@ -7,7 +7,7 @@ Each replay runs the step under a plan (replays.py):
 - *keep*: gives the storages that each stage, and the glue between stages, saves, and the bytes no decision changes;
 - *recompute*: gives what recomputing adds, and, beside keep, the bytes that no hook sees;
 - further ones until each option that moves nothing was run: they give its temporaries, and what it holds without any
-  hook seeing it. Each runs one option of every stage;
+  hook seeing it. Stages that are alike run different options in one replay;
 - two in which as much moves as can, one of saved storages and one of what recomputing holds. If moving adds nothing
   there, the options that move less need no replay.
 """
@@ -23,7 +23,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -48,6 +48,7 @@ from ckptplan.profiling.bytes.tracker import (
     stage_segment,
     workspaces_of,
 )
+from ckptplan.profiling.bytes.unfolding import Folding
 from ckptplan.profiling.target import Target
 from ckptplan.profiling.times.timing import Times
 from ckptplan.profiling.workload.discover import FoundStages
@@ -92,7 +93,7 @@ def trace_chain(
     beside: BytesBeside,
     menus: bool = False,
     devices: Sequence[Device] | None = None,
-    replayed: Replayed | None = None,
+    folding: Folding | None = None,
     report: Report = ignore_progress,
 ) -> tuple[Traced, list[Times]]:
     """Trace `step`: exact bytes, and times on devices that aren't in this machine.
@@ -106,8 +107,8 @@ def trace_chain(
         Add options inside the stages, for which their operations are timed one by one on the device.
     devices : sequence of Device, optional
         Devices to compute times for; by default the target's own, if that isn't in this machine.
-    replayed : callable, optional
-        Replays the step with these decisions for its stages (`Folding.replay`); default: all of its layers run.
+    folding : Folding, optional
+        The layers that are run; by default all.
     report : callable
         Called with the number of each replay.
 
@@ -119,14 +120,14 @@ def trace_chain(
     """
     if devices is None:
         devices = () if target.spec is None else (target.spec,)
-    if replayed is None:
 
-        def replayed(choices: tuple[Decision, ...], *, saves: bool) -> Replay:
-            return replay(step, Decisions(found.stages, choices), target, saves=saves, accumulating=step.accumulates)
+    def replay_all(choices: tuple[Decision, ...], *, saves: bool) -> Replay:
+        return replay(step, Decisions(found.stages, choices), target, saves=saves, accumulating=step.accumulates)
 
+    replayed = replay_all if folding is None else folding.replay
     while True:
-        tracing = _Tracing(step, found, target, beside, menus, replayed, report)
-        traced = tracing.trace(devices)
+        tracing = _Tracing(step, found, target, beside, None if menus else {}, replayed, report)
+        traced = tracing.trace(devices, folding)
         if not tracing.learned:
             return traced
 
@@ -184,6 +185,11 @@ class _StartBytes:
 class _Tracing:
     """The replays of one step, and the chain read off them.
 
+    Parameters
+    ----------
+    choices : mapping, optional
+        The attribute's; by default they are chosen.
+
     Attributes
     ----------
     learned : bool
@@ -213,7 +219,7 @@ class _Tracing:
         found: FoundStages,
         target: Target,
         beside: BytesBeside,
-        menus: bool,
+        choices: Mapping[str, list[SavedOps]] | None,
         replayed: Replayed,
         report: Report,
     ) -> None:
@@ -254,7 +260,7 @@ class _Tracing:
             if g % 2 or self.kept.forward[g].ops or (g in self.kept.backward and self.kept.backward[g].ops)
         ]
         self.rerun_shares: dict[tuple[str, tuple[int, ...]], float] = {}
-        self.choices = self._choose() if menus else {}
+        self.choices = self._choose() if choices is None else choices
         self.lasting: dict[Sid, int] = {}
         self.storages, self.index = self._storages()
         self.menus = [self._menu(g) for g in self.segments]
@@ -541,14 +547,12 @@ class _Tracing:
 
     # --- bytes ---
 
-    def trace(self, devices: Sequence[Device]) -> tuple[Traced, list[Times]]:
+    def trace(self, devices: Sequence[Device], folding: Folding | None) -> tuple[Traced, list[Times]]:
         """The chain, and times on `devices`."""
         bases = self._bases()
-        runs = self._runs(bases)
-        options = self._options(runs, bases)
-        while options is None:
-            runs += self._runs_left(runs, bases)
-            options = self._options(runs, bases)
+        targets = [dataclasses.replace(self.target, spec=device) for device in devices]
+        few = None if folding is None else self._of_few(targets, folding, bases)
+        options, times = few or self._of_all(targets, bases, self._alike(bases) if folding is None else ())
         stages = []
         for k, (g, menu) in enumerate(zip(self.segments, self.menus, strict=True)):
             linked = {self.index[s] for s in self.kept.linked.get(g, ()) if s in self.index}
@@ -584,29 +588,124 @@ class _Tracing:
             places=self._places(),
             rerun_shares=self.rerun_shares,
         )
-        return traced, [self._times(runs, dataclasses.replace(self.target, spec=device)) for device in devices]
+        return traced, times
+
+    def _of_all(
+        self, targets: Sequence[Target], bases: _StartBytes, alike: Sequence[Sequence[int]]
+    ) -> tuple[list[dict[str, Option]], list[Times]]:
+        """Per stage of the chain, its options by name; and times on `targets`.
+
+        Parameters
+        ----------
+        alike : sequence of sequence of int
+            The stages that share replays.
+        """
+        runs = self._runs(bases, alike)
+        options = self._options(runs, bases, alike)
+        while options is None:
+            runs += self._runs_left(runs, bases)
+            options = self._options(runs, bases, alike)
+        return options, [self._times(runs, target) for target in targets]
+
+    def _of_few(
+        self, targets: Sequence[Target], folding: Folding, bases: _StartBytes
+    ) -> tuple[list[dict[str, Option]], list[Times]] | None:
+        """The same from a trace of the layers that are run alone.
+
+        None if they hold what no hook sees, since that adds up over layers.
+        """
+        found, beside = FoundStages(folding.stages, ()), BytesBeside(self.resident_bytes, 0)
+        few = _Tracing(self.step, found, self.target, beside, self.choices, folding.replay_few, self.report)
+        few_bases = few._bases()
+        runs = few._runs(few_bases, alike := few._alike(few_bases))
+        options = few._options(runs, few_bases, alike)
+        place = {g: k for k, g in enumerate(few.segments)}
+        twins = [(place[a], place[b]) for a, b in folding.twins if a in place and b in place]
+        sources = [place.get(2 * folding.positions[g // 2] + g % 2) for g in self.segments]
+        if (
+            options is None
+            or not all(self._is_local(run, bases) for run in self._runs_of_all())
+            or not all(few._is_local(run, few_bases, twins) for run in runs)
+            or any(
+                k is None or _shape(menu) != _shape(few.menus[k]) for k, menu in zip(sources, self.menus, strict=True)
+            )
+        ):
+            return None
+        self.learned |= few.learned
+        self.not_measured |= few.not_measured
+        out = [_as_in(menu, options[k]) for k, menu in zip(sources, self.menus, strict=True) if k is not None]
+        return out, [few._times(runs, target).unfolded(folding.positions) for target in targets]
+
+    def _is_local(self, run: _ReplayedRun, bases: _StartBytes, twins: Iterable[tuple[int, int]] = ()) -> bool:
+        """Whether each step of `run` begins with the bytes of the storages that are known alone.
+
+        Where storages move, what is away then is less by as much in both of `twins`, so that nothing adds up.
+        """
+        beyond = self._beyond(run, bases)
+        if any(option.moves for option in self._held_under(run.names)):
+            return all(table[a] == table[b] for table in (beyond.forward, beyond.backward) for a, b in twins)
+        return not any(beyond.forward + beyond.backward)
 
     def _runs_of_all(self) -> list[_ReplayedRun]:
         """The replays from which the menus are made."""
         return [_ReplayedRun(self._named("keep"), self.kept), _ReplayedRun(self._named("recompute"), self.recomputed)]
 
-    def _runs(self, bases: _StartBytes) -> list[_ReplayedRun]:
+    def _runs(self, bases: _StartBytes, alike: Sequence[Sequence[int]]) -> list[_ReplayedRun]:
         """The replays that are always needed: all options that move nothing, and those that move most.
 
-        An option that moves part of what another one moves has no replay of its own (`_options`).
+        Stages that are alike share the former: each is run by one of them, unless a replay holds what no hook sees. An
+        option that moves part of what another one moves has no replay of its own (`_options`).
         """
         still = [
             [name for name, held in menu.items() if not held.moves and name not in ("keep", "recompute", DISCARD)]
             for menu in self.menus
         ]
-        together = list(itertools.zip_longest(*still, fillvalue="keep"))
+        shares = {k: (i, len(group)) for group in alike for i, k in enumerate(group)}
+        parts = [names[i::n] for k, names in enumerate(still) for i, n in [shares.get(k, (0, 1))]]
+        together = list(itertools.zip_longest(*parts, fillvalue="keep"))
         most = tuple(
             next((name for name, option in reversed(menu.items()) if option.recomputes and option.moves_all), "keep")
             for menu in self.menus
         )
         moving = [each for each in (self._named("swap"), most) if set(each) != {"keep"}]
         self.all_replays = self.replays + len(together) + len(moving)
-        return [*self._runs_of_all(), *(self._under(each, bases) for each in (*together, *moving))]
+        runs = [_ReplayedRun(each, self._run(self._decisions(each))) for each in together]
+        if alike and not all(self._is_local(run, bases) for run in runs):
+            return self._runs(bases, ())
+        for run in runs:
+            self._pin_unseen(run, bases)
+        return [*self._runs_of_all(), *runs, *(self._under(each, bases) for each in moving)]
+
+    def _alike(self, bases: _StartBytes) -> Sequence[Sequence[int]]:
+        """Groups of stages that run the same operations with as many bytes and hold alike storages.
+
+        There are none where keep or recompute hold what no hook sees.
+        """
+        if not all(self._is_local(run, bases) for run in self._runs_of_all()):
+            return ()
+
+        def storages(held: Iterable[int], k: int) -> tuple[Any, ...]:
+            found = [self.storages[s] for s in held]
+            own = (
+                s.born == k and (s.program_until > k, None if s.graph_until is None else s.graph_until - k)
+                for s in found
+            )
+            return *own, *((s.nbytes, s.to_end, s.stays) for s in found)
+
+        groups: dict[Any, list[int]] = {}
+        for k, (g, menu) in enumerate(zip(self.segments, self.menus, strict=True)):
+            like = [
+                (name, o.recomputes, o.moves, o.ops, storages(o.saved, k), storages(o.pinned, k))
+                for name, o in menu.items()
+            ]
+            ran = [
+                (self._rise(table, k), *(op.key for op in table[g].ops))
+                for seen in (self.kept, self.recomputed)
+                for table in (seen.forward, seen.backward)
+                if g in table
+            ]
+            groups.setdefault((self._kind(g), *like, *ran), []).append(k)
+        return [group for group in groups.values() if len(group) > 1]
 
     def _runs_left(self, runs: Sequence[_ReplayedRun], bases: _StartBytes) -> list[_ReplayedRun]:
         """A replay for each name of an option that has none in `runs`."""
@@ -645,6 +744,18 @@ class _Tracing:
                 if sid not in seen.forward[self.segments[k]].present:
                     forward[k] += storage.nbytes
         return _StartBytes(forward, backward)
+
+    def _beyond(self, run: _ReplayedRun, bases: _StartBytes) -> _StartBytes:
+        """Bytes at the start of each step of `run` beyond `bases` and all that is known to be resident then."""
+        unexplained, states = self._unexplained(run), self._states_before(self._held_under(run.names))
+
+        def beyond(found: list[int], state: list[int], base: list[int]) -> list[int]:
+            return [self.resident_bytes + f + s - b for f, s, b in zip(found, state, base, strict=True)]
+
+        return _StartBytes(
+            beyond(unexplained.forward, states.forward, bases.forward),
+            beyond(unexplained.backward, states.backward, bases.backward),
+        )
 
     def _bases(self) -> _StartBytes:
         """Bytes at the start of each forward and backward step that no decision changes.
@@ -737,12 +848,9 @@ class _Tracing:
 
     def _pin_unseen(self, run: _ReplayedRun, bases: _StartBytes) -> None:
         """Pin to the options of `run` what it held beyond the storages that are known."""
-        unexplained = self._unexplained(run).forward
-        states = self._states_before(self._held_under(run.names)).forward
         hidden = 0
-        for k in range(len(self.segments) - 1):
-            difference = self.resident_bytes + unexplained[k + 1] + states[k + 1] - bases.forward[k + 1] - hidden
-            name = run.names[k]
+        for k, (beyond, name) in enumerate(zip(self._beyond(run, bases).forward[1:], run.names, strict=False)):
+            difference = beyond - hidden
             if difference > 0 and name != "keep":
                 self._pin(k, difference, f"{_UNSEEN} {name}", [name])
                 hidden += difference
@@ -756,13 +864,16 @@ class _Tracing:
         self.not_measured.update(failed)
         return extra
 
-    def _options(self, runs: Sequence[_ReplayedRun], bases: _StartBytes) -> list[dict[str, Option]] | None:
+    def _options(
+        self, runs: Sequence[_ReplayedRun], bases: _StartBytes, alike: Sequence[Sequence[int]]
+    ) -> list[dict[str, Option]] | None:
         """Per stage of the chain, its options by name, with the bytes that they add in the replays.
 
-        An option that moves part of what another one moves, and that no replay ran, has the bytes of the one that moves
-        nothing and is otherwise the same. This is right if leaving and returning take no memory and nothing else holds
-        what moves: then the options that move most have such bytes too, and no replay held anything unseen. If that
-        doesn't hold, the result is None.
+        An option that no replay ran has the bytes that it has in a stage that is alike. This is right if the options
+        that all of these ran have equal bytes. One that moves part of what another one moves has the bytes of the one
+        that moves nothing and is otherwise the same. This is right if leaving and returning take no memory and nothing
+        else holds what moves: then the options that move most have such bytes too, and no replay held anything unseen.
+        If that doesn't hold, the result is None.
         """
         extra = self._workspaces(run.seen for run in runs)
         out: list[dict[str, Option]] = [{} for _ in self.segments]
@@ -772,6 +883,8 @@ class _Tracing:
         if all(menu.keys() == options.keys() for menu, options in zip(self.menus, out, strict=True)):
             return out
         if any(_UNSEEN in storage.name for storage in self.storages):
+            return None
+        if not all(_share(group, out, self.menus) for group in alike):
             return None
         for menu, options in zip(self.menus, out, strict=True):
             for name, held in menu.items():
@@ -785,17 +898,14 @@ class _Tracing:
     def _measured(self, run: _ReplayedRun, extra: Mapping[Hashable, int], bases: _StartBytes) -> Iterator[Option]:
         """Per stage of the chain, the option that `run` ran under, with the bytes that it adds."""
         options, seen = self._held_under(run.names), run.seen
-        states, before = self._states(options), self._states_before(options)
-        unexplained = self._unexplained(run)
+        states, beyond = self._states(options), self._beyond(run, bases)
         moved = self._moved(options)
         for k, (g, option) in enumerate(zip(self.segments, options, strict=True)):
             # Fewer bytes at the start than known storages have are no saving of this stage's, but for those that it
             # moved itself in this run, which may return only after the start.
             returning = sum(self.storages[s].nbytes for s in option.moved if moved.get(s) == k)
-            forward = self.resident_bytes + unexplained.forward[k] + before.forward[k] - bases.forward[k]
-            backward = self.resident_bytes + unexplained.backward[k] + before.backward[k] - bases.backward[k]
-            forward = max(forward, -returning) + self._rise(seen.forward, k, extra)
-            backward = max(backward, -returning) + self._rise(seen.backward, k, extra)
+            forward = max(beyond.forward[k], -returning) + self._rise(seen.forward, k, extra)
+            backward = max(beyond.backward[k], -returning) + self._rise(seen.backward, k, extra)
             again = 0
             if "recompute" in self.menus[k]:  # in a segment's sweep it runs again, whether it saves there or not
                 again = self._collected_bytes(g)
@@ -868,3 +978,30 @@ class _Tracing:
                     again_s = total(run.seen.backward, g) - backward_s
                     out.recompute_s[kind, option.ops] = max(again_s, 0.0)
         return out
+
+
+def _shape(menu: _Menu) -> list[tuple[Any, ...]]:
+    """What is equal in menus that have the same options, whatever the storages' numbers."""
+    return [(name, len(held.saved), len(held.pinned), held.moves, held.ops) for name, held in menu.items()]
+
+
+def _share(group: Sequence[int], options: list[dict[str, Option]], menus: Sequence[_Menu]) -> bool:
+    """Give the stages of `group`, which are alike, each other's options; False if those that they share differ."""
+    ran: dict[str, Option] = {}
+    for k in group:
+        for name, option in options[k].items():
+            first = ran.setdefault(name, option)
+            if (first.forward_bytes, first.backward_bytes) != (option.forward_bytes, option.backward_bytes):
+                return False
+    for k in group:
+        options[k] = _as_in(menus[k], ran)
+    return True
+
+
+def _as_in(menu: _Menu, options: Mapping[str, Option]) -> dict[str, Option]:
+    """Those of `options` that `menu` has, with the storages that they hold there."""
+    return {
+        name: dataclasses.replace(options[name], saved=held.saved, pinned=held.pinned)
+        for name, held in menu.items()
+        if name in options
+    }

@@ -58,6 +58,8 @@ class Folding:
     positions : tuple of int
         Per stage of the full model, the shortened model's stage that stands for it, and their numbers of stages at the
         end. Glue has the position of the stage that follows it.
+    twins : list of (int, int)
+        Segments of the second period of each run of layers, and those of the third that are the same ones there.
     """
 
     def __init__(self, step: TrainingStep, stages: tuple[str, ...] | None, target: Target) -> None:
@@ -79,7 +81,9 @@ class Folding:
         for run in reversed(self._runs):
             periods = _periods(run, short)
             self.positions, short = periods.repeated(self.positions), periods.stages(short)
-        if any(Periods.of(run, self.stages) is None for run in self._runs):
+        begins = [found.begins for run in self._runs if (found := Periods.of(run, self.stages)) is not None]
+        self.twins = [(g, g + third - second) for _, second, third, *_ in begins for g in range(second, third)]
+        if len(begins) < len(self._runs):
             self.give_up()
         if len(self.stages) > (1 - _LEAST_SHARE) * len(self._stages):
             self.give_up()
@@ -122,16 +126,25 @@ class Folding:
         """
         if not saves:
             self._made.clear()  # of an earlier trace, before larger storages were known
-        chosen = self._chosen(choices)
-        if (chosen, saves) not in self._made:
-            self._made[chosen, saves] = self._few(chosen, saves=saves)
-        written_out = self._written_out(self._made[chosen, saves])
+        written_out = self._written_out(self.replay_few(self._chosen(choices), saves=saves))
         if saves:
             return written_out
         full = self._replayed(self._stages, choices, saves=False)
         if not _are_equal(written_out, full):
             raise UnlikeLayersError
         return full
+
+    def replay_few(self, choices: tuple[Decision, ...], *, saves: bool) -> Replay:
+        """Return the shortened model's replay with `choices` for its stages; made once.
+
+        Raises
+        ------
+        UnlikeLayersError
+            If it fails.
+        """
+        if (choices, saves) not in self._made:
+            self._made[choices, saves] = self._few(choices, saves=saves)
+        return self._made[choices, saves]
 
     def logged(self, *, inference: bool = False, **options: Any) -> tuple[Replay, tuple[str, ...]]:
         """Return the full model's replay with everything kept and its whole log, and the names of its stages.
