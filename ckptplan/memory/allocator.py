@@ -33,12 +33,11 @@ unmaps every page that holds no part of a live block.
 Details of the source that are easily missed:
 
 - "requested" falls when a block is free for reuse, not when it is freed: with events outstanding it can exceed
-  "allocated". `active_bytes` counts the blocks that are allocated or wait.
+  "allocated".
 - The bound of 20 MiB on larger blocks (rule 3) is the setting `max_non_split_rounding_mb`; its default is the size of
   large segments.
 - Power-of-two divisions leave sizes up to 512 * divisions alone, and their intervals reach from 1 MiB to 64 GiB.
 - Requests of 0 bytes take nothing.
-- Inactive split bytes leave expandable segments out.
 - The memory fraction is checked with the size of rule 5, also where expandable segments would map less.
 - `max_split_size_bytes` acts with expandable segments too (rule 3).
 
@@ -266,13 +265,9 @@ class CachingAllocator:
         Bytes of the blocks that live tensors hold.
     requested_bytes : int
         Sizes before rounding of the blocks that are allocated or wait for events.
-    active_bytes : int
-        Bytes of the blocks that are allocated or wait for events.
     reserved_bytes : int
         Bytes of all segments (of an expandable one: of its mapped pages).
-    inactive_split_bytes : int
-        Bytes of free blocks in segments that are partly in use; expandable segments don't count.
-    peak_allocated_bytes, peak_requested_bytes, peak_active_bytes, peak_reserved_bytes, peak_inactive_split_bytes : int
+    peak_allocated_bytes, peak_requested_bytes, peak_reserved_bytes : int
         Highest value of each since the start or `reset_peaks`.
 
     Notes
@@ -316,22 +311,18 @@ class CachingAllocator:
         self._waiting: dict[int, list[_Block]] = {}  # stream -> blocks with an event on it
         self._passed: list[_Block] = []  # one entry per event that is done
         self._addresses = Addresses() if addresses is None else addresses
-        self.allocated_bytes = self.requested_bytes = self.active_bytes = 0
-        self.reserved_bytes = self.inactive_split_bytes = 0
+        self.allocated_bytes = self.requested_bytes = self.reserved_bytes = 0
         self.reset_peaks()
 
     def reset_peaks(self) -> None:
         """Set every peak to its present value."""
         self.peak_allocated_bytes, self.peak_requested_bytes = self.allocated_bytes, self.requested_bytes
-        self.peak_active_bytes, self.peak_reserved_bytes = self.active_bytes, self.reserved_bytes
-        self.peak_inactive_split_bytes = self.inactive_split_bytes
+        self.peak_reserved_bytes = self.reserved_bytes
 
     def _raise_peaks(self) -> None:
         self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
         self.peak_requested_bytes = max(self.peak_requested_bytes, self.requested_bytes)
-        self.peak_active_bytes = max(self.peak_active_bytes, self.active_bytes)
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
-        self.peak_inactive_split_bytes = max(self.peak_inactive_split_bytes, self.inactive_split_bytes)
 
     # --- calls of a program ---
 
@@ -464,12 +455,6 @@ class CachingAllocator:
                 self._restore_blocks(segment, None, None)
         for key, mapped in ranges.items():
             self._restore_space(mapped, (spaces or {}).get(key, mapped[0].address))
-        self.inactive_split_bytes = sum(
-            block.size
-            for pool in (self._small, self._large)
-            for block in pool.blocks()
-            if block.segment is None and block.is_split
-        )
         self.reset_peaks()
 
     def snapshot(self) -> tuple[SegmentInfo, ...]:
@@ -531,7 +516,6 @@ class CachingAllocator:
             if info.block is None or info.block in self._live:
                 raise InvalidInputError(f"the block at {info.address} needs a number of its own, not {info.block}")
             block.number, block.requested = info.block, info.requested_bytes
-            self.active_bytes += block.size
             self.requested_bytes += block.requested
             if info.state == "waiting":
                 block.events = 1
@@ -596,24 +580,17 @@ class CachingAllocator:
     def _hand_out(self, found: _Block, size: int, nbytes: int, number: int) -> None:
         """Split off the rest and mark the block as allocated."""
         rest = found.size - size
-        counts = found.segment is None  # as inactive split bytes
-        was_split = found.is_split
         if self._is_split_off(found.pool, size, rest):
             remainder = _Block(found.pool, found.stream, found.address + size, rest, found.segment)
             remainder.link(found, found.after)
             found.size = size
             found.pool.insert(remainder)
-            if counts:
-                self.inactive_split_bytes += -size if was_split else rest
-        elif was_split and counts:
-            self.inactive_split_bytes -= found.size
         found.allocated = True
         found.requested = nbytes
         found.number = number
         self._live[number] = found
         self.allocated_bytes += found.size
         self.requested_bytes += nbytes
-        self.active_bytes += found.size
         self._raise_peaks()
 
     def _is_split_off(self, pool: _Pool, size: int, rest: int) -> bool:
@@ -630,20 +607,17 @@ class CachingAllocator:
 
     def _make_free(self, block: _Block) -> None:
         """Merge an unused block with its free neighbours, and keep it for reuse."""
-        self.active_bytes -= block.size
         self.requested_bytes -= block.requested
         block.requested = 0
         block.number = None
-        merged = self._merge(block, block.before) + self._merge(block, block.after)
+        self._merge(block, block.before)
+        self._merge(block, block.after)
         block.pool.insert(block)
-        if block.segment is None:
-            self.inactive_split_bytes += (block.size if block.is_split else 0) - merged
-            self._raise_peaks()
 
-    def _merge(self, block: _Block, other: _Block | None) -> int:
-        """Merge a usable neighbour into the block if both are mapped or both aren't; return its size, or 0."""
+    def _merge(self, block: _Block, other: _Block | None) -> None:
+        """Merge a usable neighbour into the block if both are mapped or both aren't."""
         if other is None or not other.is_usable or other.mapped != block.mapped:
-            return 0
+            return
         if other.mapped:
             other.pool.remove(other)
         else:
@@ -654,7 +628,6 @@ class CachingAllocator:
         else:
             block.link(block.before, other.after)
         block.size += other.size
-        return other.size
 
     def _free_passed(self) -> None:
         for block in self._passed:

@@ -18,7 +18,7 @@ from ckptplan.core.device import library_workspaces
 from ckptplan.core.errors import InvalidInputError, UnsupportedModelError
 from ckptplan.core.estimate import CATEGORIES, KEPT, Estimate, Phase
 from ckptplan.core.measured import DeviceBytes
-from ckptplan.core.plan import Plan
+from ckptplan.core.plan import Decisions, Plan
 from ckptplan.core.progress import counted
 from ckptplan.core.request import (
     UNSAID,
@@ -34,7 +34,7 @@ from ckptplan.memory.allocator import SimulatedOutOfMemoryError
 from ckptplan.memory.batches import batch_steps, does_the_same, require_planned
 from ckptplan.memory.ledger import Account, Ledger, Player, saved_bytes
 from ckptplan.memory.recording import Block, Recording, record_step, record_updates
-from ckptplan.profiling.bytes.trace import Replay, replay
+from ckptplan.profiling.bytes.replays import Replay, replay
 from ckptplan.profiling.bytes.unfolding import Folding
 from ckptplan.profiling.profiler import as_ours, outside_tensors, training_step
 from ckptplan.profiling.target import Target, find_target
@@ -449,11 +449,8 @@ class _Run:
         folding = Folding(step, None, target)
 
         def planned(plan: Plan, **options: bool) -> tuple[Replay, tuple[str, ...]]:
-            segments = plan.segments
-            seen = replay(
-                step, plan.stages, plan.choices, target, segments=segments, numbered=False, logs=True, **options
-            )
-            return seen, plan.stages
+            decisions = Decisions(plan.stages, plan.choices, plan.segments)
+            return replay(step, decisions, target, logs=True, **options), plan.stages
 
         def record(*, accumulating: bool = False, inference: bool = False) -> Recording:
             plan = None if inference else self.plan
@@ -501,8 +498,7 @@ class _Run:
         steps = self._in_steps(batches)
         ledger = Ledger()
         self._load(ledger, batches)
-        if self.updates is None and self.optimizer is not None:
-            self.updates = self._record_updates(self.optimizer, batches, steps)
+        self._record_updates(batches, steps)
         if len(batches) == 1 and self._empties_before(2):
             steps.append(steps[-1])  # which finds the segments that the one with an emptied cache has left
         updating = None if self.updates is None else _Updates(ledger, self.updates)
@@ -553,15 +549,13 @@ class _Run:
                 loop.empty_cache()
         return ledger
 
-    def _record_updates(
-        self,
-        optimizer: torch.optim.Optimizer,
-        batches: Sequence[_RecordedBatch],
-        steps: Sequence[Sequence[_RecordedBatch]],
-    ) -> Recording:
+    def _record_updates(self, batches: Sequence[_RecordedBatch], steps: Sequence[Sequence[_RecordedBatch]]) -> None:
+        """Record the updates behind `steps`, unless they are known."""
+        if self.updates is not None or self.optimizer is None:
+            return
         given = [frozenset[str]().union(*(batch.fresh.gradients for batch in step)) for step in steps]
-        return record_updates(
-            optimizer,
+        self.updates = record_updates(
+            self.optimizer,
             self._model,
             self.target,
             given if len({*given}) > 1 else given[:1] * 2,  # equal updates: the second one again and again

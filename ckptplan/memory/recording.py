@@ -15,7 +15,7 @@ from torch import nn
 
 from ckptplan.core.plan import Decision
 from ckptplan.profiling.bytes.origins import Origin
-from ckptplan.profiling.bytes.trace import UNLISTED, Replay, segment_name
+from ckptplan.profiling.bytes.replays import UNLISTED, Replay, segment_name
 from ckptplan.profiling.bytes.tracker import SAVED, Change, OpTrace, SegmentTrace, Sid, Tracker, workspaces_of
 from ckptplan.profiling.target import Target
 from ckptplan.profiling.workload.optimizers import traced_updates

@@ -7,7 +7,8 @@ import dataclasses
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -20,7 +21,7 @@ from ckptplan.core.errors import CkptPlanError, InvalidInputError, UnsupportedMo
 from ckptplan.core.link import Link
 from ckptplan.core.option import Option
 from ckptplan.core.overheads import NO_OVERHEADS, Overheads
-from ckptplan.core.plan import KEEP, Plan
+from ckptplan.core.plan import KEEP, Decisions, Plan
 from ckptplan.core.profile import MOST_ERROR, Fingerprint, Profile
 from ckptplan.core.request import Report, StepKeywords, Training, ignore_progress, reporting, require_known
 from ckptplan.core.stage import InputTensor, Stage
@@ -32,14 +33,15 @@ from ckptplan.distributed.group import on_all_ranks, present_call
 from ckptplan.profiling.bytes.fake import FakeWorld, fake_parameters
 from ckptplan.profiling.bytes.folding import UnlikeLayersError
 from ckptplan.profiling.bytes.real_storages import Places, RealStorages, with_real_sizes
-from ckptplan.profiling.bytes.trace import fake_inputs, find_stages, replay, trace_chain
-from ckptplan.profiling.bytes.traced import Traced
+from ckptplan.profiling.bytes.replays import fake_inputs, find_stages, replay
+from ckptplan.profiling.bytes.trace import BytesBeside, trace_chain
+from ckptplan.profiling.bytes.traced import Traced, TracedStage
 from ckptplan.profiling.bytes.tracker import Tracker
 from ckptplan.profiling.bytes.unfolding import Folding
 from ckptplan.profiling.target import Target, find_target
 from ckptplan.profiling.times.links import measure_costs, measure_links, sharing_note
 from ckptplan.profiling.times.overheads import measure_overheads
-from ckptplan.profiling.times.timing import Again, Times, time_stages
+from ckptplan.profiling.times.timing import Again, StageWork, Times, time_stages
 from ckptplan.profiling.values.real_run import answered
 from ckptplan.profiling.workload.inputs import find_inputs
 from ckptplan.profiling.workload.optimizer_names import notes_on
@@ -153,11 +155,8 @@ def _undone(
     on_progress: Report,
 ) -> Profile:
     """Return the profile of a step, whose model is as before afterwards."""
-    runs = target.spec is None
-    with planned_config(training.model), restored(training.model, training.reached(), runs=runs) as rewind:
-        rewind()
-        with as_ours(training, "tracing"):
-            found = _profile(training, optimizer, target, swap_dir, menus, list(notes), on_progress, rewind)
+    with _untouched(training, runs=target.spec is None) as rewind, as_ours(training, "tracing"):
+        found = _profile(training, optimizer, target, swap_dir, menus, list(notes), on_progress, rewind)
     empty_cache(target.device)  # what stages took alone lies otherwise than what steps take
     return found
 
@@ -187,19 +186,31 @@ def training_step(model: nn.Module, training: Training, target: Target) -> tuple
     return step.under(training.amp, target.device.type), notes
 
 
+@contextlib.contextmanager
+def _untouched(step: TrainingStep, *, runs: bool = False) -> Iterator[Callable[[], None]]:
+    """Inside, the step can be traced, and run for real if `runs`; its model is as before afterwards.
+
+    Yields
+    ------
+    callable
+        Makes the model and the random generators as they were at the beginning.
+    """
+    with planned_config(step.model), restored(step.model, step.reached(), runs=runs) as rewind:
+        rewind()
+        yield rewind
+
+
 @in_own_context
 def replayed_bytes(step: TrainingStep, plan: Plan, target: Target) -> int:
     """Peak bytes of a step under `plan`, beyond those present before the step, by a replay that allocates nothing.
 
     Temporaries inside operations aren't counted, so it is at most the real peak; the chain's peak includes them.
     """
-    with planned_config(step.model), restored(step.model, step.reached(), runs=False) as rewind:
-        rewind()
+    with _untouched(step) as rewind:
 
         def peak_bytes() -> int:
-            accumulating = plan.fingerprint.accumulates
-            seen = replay(step, plan.stages, plan.choices, target, segments=plan.segments, accumulating=accumulating)
-            return seen.peak_bytes
+            decisions = Decisions(plan.stages, plan.choices, plan.segments)
+            return replay(step, decisions, target, accumulating=plan.fingerprint.accumulates).peak_bytes
 
         return answered(peak_bytes, step, target, rewind)
 
@@ -208,12 +219,11 @@ def replayed_bytes(step: TrainingStep, plan: Plan, target: Target) -> int:
 def stage_inputs(step: TrainingStep, profile: Profile, target: Target) -> dict[str, tuple[InputTensor, ...]]:
     """The tensors with which a step calls the stages of a profile, by a replay that keeps everything."""
     stages = tuple(stage.name for stage in profile.stages if not stage.is_glue)
-    with planned_config(step.model), restored(step.model, step.reached(), runs=False) as rewind:
-        rewind()
+    with _untouched(step) as rewind:
 
         def arguments() -> dict[int, tuple[InputTensor, ...]]:
             rewind()
-            return replay(step, stages, (KEEP,) * len(stages), target).arguments
+            return replay(step, Decisions(stages, (KEEP,) * len(stages)), target).arguments
 
         found = answered(arguments, step, target, rewind)
     return {stages[position // 2]: tensors for position, tensors in found.items() if position // 2 < len(stages)}
@@ -258,24 +268,16 @@ def _profile(
     largest = max(stage.keep.forward_bytes for stage in traced.stages)
     block = max(min(_MOST_BLOCK_BYTES, largest // 4), _LEAST_BLOCK_BYTES)
     link, shared = measure_links(target.device, block, swap_dir, together=is_accelerator(target.device))
+    notes = [*notes, *filter(None, [sharing_note("host", link, shared)])] if is_accelerator(target.device) else notes
     if costs is not None:
         link = dataclasses.replace(link, latency_s=costs.latency_s, copy_s=costs.copy_s)
-    notes = [*notes, *filter(None, [sharing_note("host", link, shared)])] if is_accelerator(target.device) else notes
     disk = None
     if is_accelerator(target.device) and swap_dir is not None:
         disk, shared = measure_links(target.device, block, swap_dir, "disk")
         notes = [*notes, *filter(None, [sharing_note("disk", disk, shared)])]
-    return _with_times(
-        traced,
-        times,
-        launches,
-        link,
-        fingerprint(step, target.name),
-        notes,
-        disk=disk and disk.behind(link),
-        overheads=overheads,
-        has_launches=is_accelerator(target.device),
-    )
+        disk = disk.behind(link)
+    lanes = _Lanes(times, launches, overheads, has_launches=is_accelerator(target.device))
+    return _with_times(traced, lanes, link, fingerprint(step, target.name), notes, disk)
 
 
 @in_own_context
@@ -293,12 +295,8 @@ def planned_profiles(
     target : Target
         One of the devices; they all have its `byte_class`.
     """
-    with planned_config(step.model), restored(step.model, step.reached(), runs=False) as rewind:
-        rewind()
-        with as_ours(step, "tracing"):
-            traced, times, _ = _traced(
-                step, optimizer, target, menus=False, devices=devices, rewind=rewind, report=report
-            )
+    with _untouched(step) as rewind, as_ours(step, "tracing"):
+        traced, times, _ = _traced(step, optimizer, target, menus=False, devices=devices, rewind=rewind, report=report)
     return [
         _planned(step, traced, on_device, dataclasses.replace(target, spec=device), [])
         for device, on_device in zip(devices, times, strict=True)
@@ -312,10 +310,8 @@ def traced_bytes(step: TrainingStep, optimizer: OptimizerLike | None, target: Ta
     Nothing is timed: in place of measured times, each stage takes one second in each direction and one to run again,
     and the link carries 1e9 bytes a second.
     """
-    with planned_config(step.model), restored(step.model, step.reached(), runs=False) as rewind:
-        rewind()
-        with as_ours(step, "tracing"):
-            traced, *_ = _traced(step, optimizer, target, menus=False, devices=(), rewind=rewind)
+    with _untouched(step) as rewind, as_ours(step, "tracing"):
+        traced, *_ = _traced(step, optimizer, target, menus=False, devices=(), rewind=rewind)
     kinds = [stage.kind for stage in traced.stages]
     again = ((stage.kind, option.ops) for stage in traced.stages for option in stage.options if option.recomputes)
     seconds = Times(
@@ -325,7 +321,7 @@ def traced_bytes(step: TrainingStep, optimizer: OptimizerLike | None, target: Ta
         glue_forward_s=dict.fromkeys(range(len(kinds) + 1), 1.0),
         glue_backward_s=dict.fromkeys(range(len(kinds) + 1), 1.0),
     )
-    return _with_times(traced, seconds, Times(), Link(1e9, 1e9), fingerprint(step, target.name))
+    return _with_times(traced, _Lanes(seconds), Link(1e9, 1e9), fingerprint(step, target.name))
 
 
 def _traced(
@@ -360,15 +356,14 @@ def _traced(
             step,
             found,
             target,
-            resident_bytes=resident + state_bytes,
-            update_bytes=update_bytes,
+            beside=BytesBeside(resident + state_bytes, update_bytes),
             menus=menus,
             devices=devices,
             report=report,
         )
         folding = Folding(step, found.stages, target)
         try:
-            traced, times = chain(layers=folding if folding.folds else None)
+            traced, times = chain(folding=folding if folding.folds else None)
         except UnlikeLayersError:
             rewind()
             folding.give_up()
@@ -398,18 +393,8 @@ def _timed(
     parameters = ParameterState(step.model.get_parameter(name) for name in traced.written)
     with parameters.restored(), folding.shortened():
         real = RealStorages(step.model, target.device, target.round_to)
-        times, launches, unlike = time_stages(
-            step,
-            few,
-            Counter(kinds),
-            again,
-            target.device,
-            rewind,
-            real,
-            traced.rerun_shares,
-            [each.stage for each in traced.differentiated],
-            report,
-        )
+        work = StageWork(few, Counter(kinds), again, traced.rerun_shares, {d.stage for d in traced.differentiated})
+        times, launches, unlike = time_stages(step, work, target.device, rewind, real, report)
     places = {
         2 * k + inside: real.found[2 * s + inside]
         for k, s in enumerate(folding.positions)
@@ -428,97 +413,101 @@ def _planned(step: TrainingStep, traced: Traced, times: Times, target: Target, n
     link = Link(device.out_bytes_per_s, device.in_bytes_per_s, device.latency_s)
     # A roofline's operations take at least a launch each, so the host's launching isn't counted as a lane of its own.
     # The runtime's code runs while the device computes what was launched before.
-    return _with_times(
-        traced,
-        times,
-        Times(),
-        link,
-        fingerprint(step, target.name),
-        [planned, *notes],
-        overheads=device.overheads,
-        has_launches=device.is_cuda,
-    )
+    lanes = _Lanes(times, overheads=device.overheads, has_launches=device.is_cuda)
+    return _with_times(traced, lanes, link, fingerprint(step, target.name), [planned, *notes])
 
 
-def _with_times(
-    traced: Traced,
-    times: Times,
-    launches: Times,
-    link: Link,
-    bound_to: Fingerprint,
-    notes: Sequence[str] = (),
-    disk: Link | None = None,
-    overheads: Overheads = NO_OVERHEADS,
-    has_launches: bool = False,
-) -> Profile:
-    """The profile of a traced step: without the options that have no time, or that another option always beats.
+@dataclass(frozen=True, slots=True)
+class _Lanes:
+    """The times of a step's stages, and of the runtime's code beside them.
 
-    Parameters
+    Attributes
     ----------
     times, launches : Times
         The device's, and those of the host where it launches work beside the device.
-    bound_to : Fingerprint
-    notes : sequence of str
-        Put before those of the trace.
     overheads : Overheads
     has_launches : bool
         Whether the runtime's code runs beside the device's compute, as launches do.
     """
-    stages = []
-    following = 0
-    runtime_s, launched_s = (NO_OVERHEADS, overheads) if has_launches else (overheads, NO_OVERHEADS)
-    for stage in traced.stages:
-        kind = stage.kind
-        if stage.is_glue:
-            (forward_s, backward_s), launch_s = (
-                (lane.glue_forward_s.get(following, 0.0), lane.glue_backward_s.get(following, 0.0))
-                for lane in (times, launches)
-            )
-        else:
-            following += 1
-            forward_s, backward_s = times.forward_s[kind] + runtime_s.call_s, times.backward_s[kind]
-            launch_s = (
-                launches.forward_s.get(kind, 0.0) + launched_s.call_s,
-                launches.backward_s.get(kind, 0.0),
-            )
-        if not stage.has_backward:
-            backward_s, launch_s = 0.0, (launch_s[0], 0.0)
+
+    times: Times
+    launches: Times = field(default_factory=Times)
+    overheads: Overheads = NO_OVERHEADS
+    has_launches: bool = False
+
+    def timed(self, stage: TracedStage, following: int, storages: tuple[Storage, ...]) -> Stage:
+        """Return a stage with its times, without the options that have none, or that another option always beats.
+
+        Parameters
+        ----------
+        following : int
+            The number of the stage that follows, if this one is glue.
+        """
+        times, launches = self.times, self.launches
+        runtime, launched = NO_OVERHEADS, self.overheads
+        if not self.has_launches:
+            runtime, launched = launched, runtime
+        forward_s, backward_s = _own_s(stage, times, following, runtime)
+        launch_forward_s, launch_backward_s = _own_s(stage, launches, following, launched)
         menu = [
             dataclasses.replace(
                 option,
-                recompute_s=times.recompute_s[kind, option.ops] if option.recomputes and stage.has_backward else 0.0,
-                launch_s=(
-                    launches.recompute_s.get((kind, option.ops), 0.0)
-                    if option.recomputes and stage.has_backward
-                    else 0.0
-                )
-                + launched_s.swapping_s(option),
-                overhead_s=runtime_s.swapping_s(option) + overheads.copies_s(option, traced.storages),
+                recompute_s=_again_s(stage, option, times),
+                launch_s=_again_s(stage, option, launches) + launched.swapping_s(option),
+                overhead_s=runtime.swapping_s(option) + self.overheads.copies_s(option, storages),
             )
             for option in stage.options
-            if not option.recomputes or (kind, option.ops) in times.recompute_s
+            if not option.recomputes or (stage.kind, option.ops) in times.recompute_s
         ]
-        menu = [option for option in menu if not (option.ops and _beaten(option, menu, traced.storages))]
+        menu = [option for option in menu if not (option.ops and _beaten(option, menu, storages))]
         reruns = any(option.name == "recompute" for option in menu)
         # A recompute takes what a run in a sweep does, less what it leaves out behind the last tensor it needs.
-        rerun_overhead_s, rerun_overhead_launch_s = (
-            max(code.rerun_s, lane.recompute_s.get((kind, ()), 0.0) - first_s) if reruns else 0.0
-            for lane, code, first_s in ((times, runtime_s, forward_s), (launches, launched_s, launch_s[0]))
+        whole = stage.kind, ()
+        rerun_s = max(runtime.rerun_s, times.recompute_s.get(whole, 0.0) - forward_s)
+        rerun_launch_s = max(launched.rerun_s, launches.recompute_s.get(whole, 0.0) - launch_forward_s)
+        return Stage(
+            stage.name,
+            stage.kind,
+            tuple(menu),
+            forward_s,
+            backward_s,
+            stage.linked if reruns else (),
+            stage.inputs,
+            launch_forward_s,
+            launch_backward_s,
+            rerun_s if reruns else 0.0,
+            rerun_launch_s if reruns else 0.0,
         )
-        stages.append(
-            Stage(
-                stage.name,
-                kind,
-                tuple(menu),
-                forward_s,
-                backward_s,
-                stage.linked if reruns else (),
-                stage.inputs,
-                *launch_s,
-                rerun_overhead_s,
-                rerun_overhead_launch_s,
-            )
-        )
+
+
+def _own_s(stage: TracedStage, lane: Times, following: int, code: Overheads) -> tuple[float, float]:
+    """Seconds of a stage's forward, with the runtime's code around it, and of its backward."""
+    if stage.is_glue:
+        forward_s, backward_s = lane.glue_forward_s.get(following, 0.0), lane.glue_backward_s.get(following, 0.0)
+    else:
+        forward_s, backward_s = lane.forward_s.get(stage.kind, 0.0) + code.call_s, lane.backward_s.get(stage.kind, 0.0)
+    return forward_s, backward_s if stage.has_backward else 0.0
+
+
+def _again_s(stage: TracedStage, option: Option, lane: Times) -> float:
+    """Seconds in which an option runs its stage again."""
+    return lane.recompute_s.get((stage.kind, option.ops), 0.0) if option.recomputes and stage.has_backward else 0.0
+
+
+def _with_times(
+    traced: Traced,
+    lanes: _Lanes,
+    link: Link,
+    bound_to: Fingerprint,
+    notes: Sequence[str] = (),
+    disk: Link | None = None,
+) -> Profile:
+    """The profile of a traced step; `notes` are put before those of the trace."""
+    stages = []
+    following = 0
+    for stage in traced.stages:
+        stages.append(lanes.timed(stage, following, traced.storages))
+        following += not stage.is_glue
     return Profile(
         stages=tuple(stages),
         storages=traced.storages,
@@ -534,7 +523,7 @@ def _with_times(
         uncalled=traced.uncalled,
         differentiated=traced.differentiated,
         foreign=traced.foreign,
-        step_error=_step_error(stages, times),
+        step_error=_step_error(stages, lanes.times),
     )
 
 

@@ -114,9 +114,8 @@ def test_a_block_used_on_other_streams_waits_for_their_events() -> None:
     a.record_stream(0, 1)
     a.record_stream(0, 2)
     a.free(0)
-    # Not allocated any more, but still active and, as in PyTorch, still requested.
+    # Not allocated any more, but, as in PyTorch, still requested.
     assert figures(a) == (0, 12 * M, 12 * M)
-    assert a.active_bytes == 12 * M
     assert layout(a) == [[("waiting", 12 * M)]]
     a.synchronize(1)
     a.allocate(1, 12 * M)  # stream 2 isn't done: a new segment
@@ -249,7 +248,6 @@ def test_expandable_segments_grow_by_pages() -> None:
     a.allocate(4, 100 * M)  # 512 + 5 pages: 100 MiB + 512
     assert a.reserved_bytes == 142 * M
     assert layout(a)[1][3:] == [(4, 100 * M), ("free", 512)]
-    assert a.inactive_split_bytes == 0  # they don't count
     assert [segment.expandable for segment in a.snapshot()] == [True, True]
 
 
@@ -333,7 +331,7 @@ def test_a_state_is_restored_with_what_waits() -> None:
     b = make()
     b.restore(a.snapshot())
     assert b.snapshot() == a.snapshot()
-    assert (figures(b), b.active_bytes, b.inactive_split_bytes) == (figures(a), a.active_bytes, a.inactive_split_bytes)
+    assert figures(b) == figures(a)
     assert (b.peak_reserved_bytes, b.peak_allocated_bytes) == (a.reserved_bytes, a.allocated_bytes)
     b.synchronize(2)  # whose event it was isn't in a state
     b.allocate(3, 20 * M)
@@ -525,11 +523,9 @@ def check(a: CachingAllocator) -> None:
     """What always holds."""
     segments = a.snapshot()
     blocks = [block for segment in segments for block in segment.blocks]
-    assert a.reserved_bytes >= a.active_bytes >= a.allocated_bytes
-    assert a.active_bytes >= a.requested_bytes
+    assert a.reserved_bytes >= max(a.allocated_bytes, a.requested_bytes)
     assert a.reserved_bytes == sum(segment.size_bytes for segment in segments)
     assert a.allocated_bytes == sum(block.size_bytes for block in blocks if block.state == "allocated")
-    assert a.active_bytes == sum(block.size_bytes for block in blocks if block.state != "free")
     assert a.requested_bytes == sum(block.requested_bytes for block in blocks)
     for segment in segments:
         at = segment.address
@@ -543,14 +539,6 @@ def check(a: CachingAllocator) -> None:
             assert (one.state, other.state) != ("free", "free")
     for one, other in itertools.pairwise(segments):
         assert one.address + one.size_bytes <= other.address
-    inactive = sum(
-        block.size_bytes
-        for segment in segments
-        if len(segment.blocks) > 1 and not segment.expandable
-        for block in segment.blocks
-        if block.state == "free"
-    )
-    assert a.inactive_split_bytes == inactive
     if a.settings.expandable_segments:
         page = {"small": 2 * M, "large": a.settings.large_segment_bytes}
         assert all(segment.size_bytes % page[segment.pool] == 0 for segment in segments)
@@ -563,7 +551,6 @@ def check(a: CachingAllocator) -> None:
 def test_state_is_sound_after_every_call(steps: list[tuple[str, int, int]], conf: str, capacity: int) -> None:
     a = make(conf, capacity)
     live: list[int] = []
-    most_inactive = 0
     for number, (call, value, stream) in enumerate(steps):
         if call == "allocate":
             fits = fitting(a, value, stream)
@@ -590,14 +577,12 @@ def test_state_is_sound_after_every_call(steps: list[tuple[str, int, int]], conf
         else:
             run([(call, value, stream)], a, live, number)
         check(a)
-        most_inactive = max(most_inactive, a.inactive_split_bytes)
-    assert a.peak_inactive_split_bytes >= most_inactive
     for block in live:
         a.free(block)
     a.empty_cache()
     assert figures(a) == (0, 0, 0)
-    assert (a.active_bytes, a.inactive_split_bytes, a.snapshot()) == (0, 0, ())
-    assert a.peak_reserved_bytes >= a.peak_active_bytes >= a.peak_allocated_bytes
+    assert a.snapshot() == ()
+    assert a.peak_reserved_bytes >= a.peak_allocated_bytes
 
 
 def attempt(a: CachingAllocator, number: int, nbytes: int, stream: int) -> SimulatedOutOfMemoryError | None:

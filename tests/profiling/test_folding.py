@@ -24,7 +24,7 @@ from ckptplan.profiling import profiler
 from ckptplan.profiling.bytes import folding, unfolding
 from ckptplan.profiling.bytes.folding import Periods, Run
 from ckptplan.profiling.target import Target
-from ckptplan.profiling.times.timing import Times
+from ckptplan.profiling.times.timing import StageWork, Times
 
 Built = tuple[nn.Module, Any, dict[str, Any]]
 
@@ -256,11 +256,9 @@ class Profiles(NamedTuple):
 def without_clocks() -> Iterator[pytest.MonkeyPatch]:
     """All that is measured has made-up values, so that profiles differ in nothing else."""
 
-    def time_stages(
-        step: Any, kinds: dict[str, str], counts: Any, again: dict[str, Any], *args: Any
-    ) -> tuple[Times, Times, Any]:
-        seconds = dict.fromkeys(kinds.values(), 1.0)
-        recompute_s = {(kind, ops): 1.0 for kind, ways in again.items() for ops in ways}
+    def time_stages(step: Any, work: StageWork, *args: Any) -> tuple[Times, Times, Any]:
+        seconds = dict.fromkeys(work.kinds.values(), 1.0)
+        recompute_s = {(kind, ops): 1.0 for kind, ways in work.again.items() for ops in ways}
         return Times(seconds, seconds, recompute_s), Times(), {}
 
     def workspaces(target: Target, keys: Iterable[Any]) -> tuple[dict[Any, int], list[str], dict[Any, Any]]:
@@ -323,9 +321,9 @@ def test_only_four_layers_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     timed: list[list[str]] = []
     original = profiler.time_stages
 
-    def counted(step: Any, kinds: dict[str, str], *args: Any) -> Any:
-        timed.append(list(kinds))
-        return original(step, kinds, *args)
+    def counted(step: Any, work: StageWork, *args: Any) -> Any:
+        timed.append(list(work.kinds))
+        return original(step, work, *args)
 
     monkeypatch.setattr(profiler, "time_stages", counted)
     found = ckptplan.profile(model, inputs, menus=False)

@@ -18,7 +18,7 @@ from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.request import Training
 from ckptplan.profiling.bytes.fake import fake_parameters
 from ckptplan.profiling.bytes.operations import op_key
-from ckptplan.profiling.bytes.trace import fake_inputs
+from ckptplan.profiling.bytes.replays import fake_inputs
 from ckptplan.profiling.bytes.tracker import Tracker
 from ckptplan.profiling.bytes.workspace import _operands
 from ckptplan.profiling.profiler import training_step

@@ -10,12 +10,12 @@ from small_models import uniform
 from torch import nn
 
 import ckptplan
-from ckptplan.core.plan import KEEP
+from ckptplan.core.plan import KEEP, Decisions
 from ckptplan.core.request import Training
 from ckptplan.profiling.bytes import fake
 from ckptplan.profiling.bytes.fake import FakeWorld
 from ckptplan.profiling.bytes.kernels import _prefers_cudnn
-from ckptplan.profiling.bytes.trace import find_stages, replay
+from ckptplan.profiling.bytes.replays import find_stages, replay
 from ckptplan.profiling.target import find_target
 from ckptplan.training.step import make_step
 
@@ -40,7 +40,7 @@ def attended(device: str, dtype: torch.dtype = torch.bfloat16, **options: Any) -
     model, x = nn.Sequential(*(Attention(**options) for _ in range(2))).to(dtype), torch.randn(2, 128, 256, dtype=dtype)
     target, step = find_target(model, device), make_step(model, Training(x))
     names = find_stages(step, target).stages
-    seen = replay(step, names, (KEEP,) * len(names), target)
+    seen = replay(step, Decisions(names, (KEEP,) * len(names)), target)
     keys = [op.key[0] for trace in seen.backward.values() for op in trace.ops if isinstance(op.key, tuple)]
     kernels = {str(func).split("_")[-3] for func in keys if "attention_backward" in str(func)}
     saved = [[seen.sizes[s] for s, counts in sids.items() if counts] for sids in seen.saved.values()]

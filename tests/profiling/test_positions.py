@@ -15,7 +15,7 @@ from torch import nn
 import ckptplan
 from ckptplan.core.errors import InvalidInputError, PlanMismatchError
 from ckptplan.profiling.bytes.fake import fake_parameters
-from ckptplan.profiling.bytes.trace import _Names
+from ckptplan.profiling.bytes.replays import _Names
 from ckptplan.profiling.bytes.tracker import Tracker
 from ckptplan.profiling.target import Target, find_target
 from ckptplan.runtime.guard.differences import Differences

@@ -157,9 +157,8 @@ def test_stages_are_timed_in_both_lanes(lanes: Lanes, monkeypatch: pytest.Monkey
     monkeypatch.setattr(timing, "why_not_again", lambda *_: None)  # runs the stage, and has a clock of its own
     model, x = nn.Sequential(Launching(lanes), Launching(lanes)), torch.ones(2, 4)
     step = make_step(model, Training(x, loss_fn=torch.mean))
-    times, launches, _ = timing.time_stages(
-        step, {"0": "kind", "1": "kind"}, {"kind": 2}, {"kind": {(): ()}}, DEVICE, lambda: None
-    )
+    work = timing.StageWork({"0": "kind", "1": "kind"}, {"kind": 2}, {"kind": {(): ()}})
+    times, launches, _ = timing.time_stages(step, work, DEVICE, lambda: None)
     assert times.forward_s["kind"] == pytest.approx(1e-6, rel=1e-3)
     assert times.backward_s["kind"] == pytest.approx(3e-6, rel=1e-3)
     assert times.recompute_s["kind", ()] == pytest.approx(1e-6, rel=1e-3)

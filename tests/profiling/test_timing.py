@@ -105,7 +105,7 @@ def test_stages_are_timed_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8)) for _ in range(10)))
     kinds = {str(i): f"kind {i}" for i in range(10)}
     step = make_step(model, Training(torch.randn(2, 8), loss_fn=torch.mean))
-    times, _, _ = timing.time_stages(step, kinds, Counter(kinds.values()), {}, CPU, lambda: None)
+    times, _, _ = timing.time_stages(step, timing.StageWork(kinds, Counter(kinds.values()), {}), CPU, lambda: None)
     # Of a round of ten stages, whose times differ by its own length at most.
     timed = [
         kind[0] for kind in watches[0].kinds if isinstance(kind, tuple) and kind[-1] == "forward" and len(kind) == 3
@@ -140,7 +140,7 @@ def test_only_kinds_with_much_of_the_error_are_timed_further(monkeypatch: pytest
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8)) for _ in range(3)))
     kinds = {str(i): f"kind {i}" for i in range(3)}
     step = make_step(model, Training(torch.randn(2, 8), loss_fn=torch.mean))
-    timing.time_stages(step, kinds, Counter(kinds.values()), {}, CPU, lambda: None)
+    timing.time_stages(step, timing.StageWork(kinds, Counter(kinds.values()), {}), CPU, lambda: None)
     runs = Counter(kind[0] for kind in watches[0].kinds if isinstance(kind, tuple) and kind[1:] == (None, "forward"))
     assert runs["kind 0"] == runs["kind 2"] == 1 + timing._LEAST_RUNS  # one is a warm-up
     assert runs["kind 1"] > runs["kind 0"]
@@ -163,9 +163,8 @@ def test_a_recompute_takes_most_of_what_its_operations_take(monkeypatch: pytest.
         ({}, {(): timing._LEAST_SHARES[True], (0,): timing._LEAST_SHARES[False]}),
         ({("kind", ()): 1.0, ("kind", (0,)): 0.5}, {(): 0.8, (0,): 0.4}),
     ):
-        times, _, _ = timing.time_stages(
-            step, {"0": "kind"}, {"kind": 1}, again, CPU, lambda: None, rerun_shares=shares
-        )
+        work = timing.StageWork({"0": "kind"}, {"kind": 1}, again, shares)
+        times, _, _ = timing.time_stages(step, work, CPU, lambda: None)
         assert times.recompute_s == {("kind", way): pytest.approx(s) for way, s in wanted_s.items()}
 
 
@@ -173,7 +172,7 @@ def test_a_trace_says_what_share_of_its_operations_a_recompute_runs(monkeypatch:
     """With nothing saved all up to the last tensor that backward needs; with outputs saved, less."""
     found: list[Any] = []
     timed = profiler.time_stages
-    monkeypatch.setattr(profiler, "time_stages", lambda *args: found.append(args[7]) or timed(*args))
+    monkeypatch.setattr(profiler, "time_stages", lambda *args: found.append(args[1].rerun_shares) or timed(*args))
     blocks = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(3)]
     profile = ckptplan.profile(nn.Sequential(*blocks), torch.randn(512, 64))
     (shares,) = found

@@ -380,7 +380,7 @@ def test_a_forked_process_leaves_its_parents_copies_alone() -> None:
 
 
 def test_a_link_through_staging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each direction alone, and both at once: a disk that does one thing at a time shows in the second figure."""
+    """Each direction alone."""
     made: list[DiskStore] = []
 
     def staged(device: torch.device, *, capacity_bytes: int, **_: Any) -> DiskStore:

@@ -16,6 +16,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -194,74 +195,111 @@ def _rms_norm(
     return aten._fused_rms_norm.default(x, normalized_shape, weight, eps)[0]
 
 
-def _attention(
-    capability: tuple[int, int],
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Any:
-    """Attention by the first kernel that takes the operands: cuDNN's, flash, memory-efficient, or in single steps.
+@dataclass(frozen=True, slots=True)
+class _Attention:
+    """A call of `scaled_dot_product_attention` on a CUDA device of this compute capability.
 
-    The conditions are those of PyTorch's `sdp_utils.cpp` for CUDA as far as shapes, types and switches go.
+    It runs the first kernel that takes the operands: cuDNN's, flash, memory-efficient, or single steps. The conditions
+    are those of PyTorch's `sdp_utils.cpp` for CUDA as far as shapes, types and switches go.
     """
-    if query.dim() != 4 or any(t.dtype != query.dtype for t in (key, value)) or 0 in (*query.shape, *key.shape):
+
+    capability: tuple[int, int]
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    attn_mask: torch.Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+    def run(self) -> Any:
+        """Return the result; `NotImplemented`: in single steps."""
+        query, key = self.query, self.key
+        if (
+            query.dim() != 4
+            or any(t.dtype != query.dtype for t in (key, self.value))
+            or 0 in (*query.shape, *key.shape)
+        ):
+            return NotImplemented
+        # Its default scale is that of the head before padding.
+        scale = self._head**-0.5 if self.scale is None and self._head % 8 else self.scale
+        given = query, key, self.value
+        dropout = self.dropout_p, self.is_causal
+        saves = torch.is_grad_enabled() and any(t.requires_grad for t in given)
+        if self._is_for_cudnn:
+            kernel = aten._scaled_dot_product_cudnn_attention.default
+            return kernel(*given, self._bias(), saves, *dropout, False, scale=scale)[0]
+        if self._is_for_flash:
+            padded = [torch.nn.functional.pad(t, (0, -self._head % 8)) if self._head % 8 else t for t in given]
+            out = aten._scaled_dot_product_flash_attention.default(*padded, *dropout, False, scale=scale)[0]
+            return out[..., : self._head] if self._head % 8 else out
+        if self._is_for_efficient:
+            mask = self._bias()
+            mask = None if mask is None else _padded(mask, query, key)
+            kernel = aten._scaled_dot_product_efficient_attention.default
+            return kernel(*given, mask, saves, *dropout, scale=scale)[0]
         return NotImplemented
-    head = query.shape[-1]
-    same_head = head == key.shape[-1] == value.shape[-1]
-    padded = -head % 8
-    # Its default scale is that of the head before padding.
-    scale = head**-0.5 if scale is None and padded else scale
-    saves = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
-    if (
-        _prefers_cudnn(capability)
-        and query.dtype in _HALF
-        and all(size <= _CUDNN_MOST_HEAD and size % 8 == 0 for size in (head, value.shape[-1]))
-        and key.shape[2] > 1
-        and (enable_gqa or query.shape[1] == key.shape[1] == value.shape[1])
-        and (attn_mask is None or not attn_mask.requires_grad)
-        and (dropout_p == 0 or ((16 * dropout_p).is_integer() and query.shape[2] > 1))
-    ):
-        mask = None if attn_mask is None else _as_bias(attn_mask, query)
-        return aten._scaled_dot_product_cudnn_attention.default(
-            query, key, value, mask, saves, dropout_p, is_causal, False, scale=scale
-        )[0]
-    if (
-        torch.backends.cuda.flash_sdp_enabled()
-        and query.dtype in _HALF
-        and attn_mask is None
-        and same_head
-        and capability >= _FLASH_LEAST_CAPABILITY
-        and head <= _FLASH_MOST_HEAD
-    ):
-        if padded:
-            query, key, value = (torch.nn.functional.pad(t, (0, padded)) for t in (query, key, value))
-        out = aten._scaled_dot_product_flash_attention.default(
-            query, key, value, dropout_p, is_causal, False, scale=scale
+
+    def _bias(self) -> torch.Tensor | None:
+        """The mask in the form that is added to the scores, in the query's data type."""
+        mask = self.attn_mask
+        if mask is None or mask.dtype is not torch.bool:
+            return mask
+        return torch.zeros_like(mask, dtype=self.query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
+
+    @property
+    def _head(self) -> int:
+        return self.query.shape[-1]
+
+    @property
+    def _has_equal_heads(self) -> bool:
+        return self.query.shape[1] == self.key.shape[1] == self.value.shape[1]
+
+    @property
+    def _trains_mask(self) -> bool:
+        return self.attn_mask is not None and self.attn_mask.requires_grad
+
+    @property
+    def _is_for_cudnn(self) -> bool:
+        return (
+            _prefers_cudnn(self.capability)
+            and self.query.dtype in _HALF
+            and all(size <= _CUDNN_MOST_HEAD and size % 8 == 0 for size in (self._head, self.value.shape[-1]))
+            and self.key.shape[2] > 1
+            and (self.enable_gqa or self._has_equal_heads)
+            and not self._trains_mask
+            and (self.dropout_p == 0 or ((16 * self.dropout_p).is_integer() and self.query.shape[2] > 1))
         )
-        return out[0][..., :head] if padded else out[0]
-    equal_heads = query.shape[1] == key.shape[1] == value.shape[1]
-    aligned = 8 if query.dtype in _HALF and capability >= _FLASH_LEAST_CAPABILITY else 4
-    efficient = (
-        torch.backends.cuda.mem_efficient_sdp_enabled()
-        and query.dtype in (*_HALF, torch.float32)
-        and (query.dtype is not torch.bfloat16 or capability >= _FLASH_LEAST_CAPABILITY)
-        and capability >= (5, 0)
-        and head % aligned == value.shape[-1] % aligned == 0
-        and equal_heads
-        and (attn_mask is None or not attn_mask.requires_grad)
-    )
-    if not efficient:
-        return NotImplemented
-    mask = None if attn_mask is None else _bias(attn_mask, query, key)
-    return aten._scaled_dot_product_efficient_attention.default(
-        query, key, value, mask, saves, dropout_p, is_causal, scale=scale
-    )[0]
+
+    @property
+    def _is_for_flash(self) -> bool:
+        return (
+            torch.backends.cuda.flash_sdp_enabled()
+            and self.query.dtype in _HALF
+            and self.attn_mask is None
+            and self._head == self.key.shape[-1] == self.value.shape[-1]
+            and self.capability >= _FLASH_LEAST_CAPABILITY
+            and self._head <= _FLASH_MOST_HEAD
+        )
+
+    @property
+    def _is_for_efficient(self) -> bool:
+        dtype, capability = self.query.dtype, self.capability
+        aligned = 8 if dtype in _HALF and capability >= _FLASH_LEAST_CAPABILITY else 4
+        return (
+            torch.backends.cuda.mem_efficient_sdp_enabled()
+            and dtype in (*_HALF, torch.float32)
+            and (dtype is not torch.bfloat16 or capability >= _FLASH_LEAST_CAPABILITY)
+            and capability >= (5, 0)
+            and self._head % aligned == self.value.shape[-1] % aligned == 0
+            and self._has_equal_heads
+            and not self._trains_mask
+        )
+
+
+def _attention(capability: tuple[int, int], *args: Any, **kwargs: Any) -> Any:
+    return _Attention(capability, *args, **kwargs).run()
 
 
 def _prefers_cudnn(capability: tuple[int, int]) -> bool:
@@ -281,16 +319,8 @@ def _prefers_cudnn(capability: tuple[int, int]) -> bool:
     )
 
 
-def _as_bias(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    """A mask in the form that is added to the scores, in the query's data type."""
-    if mask.dtype is not torch.bool:
-        return mask
-    return torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
-
-
-def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """A mask for the memory-efficient kernel: in the query's data type, rows padded to a multiple of 16 elements."""
-    mask = _as_bias(mask, query)
+def _padded(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """A mask for the memory-efficient kernel: rows padded to a multiple of 16 elements."""
     columns = mask.shape[-1]
     if columns % 16:
         mask = torch.nn.functional.pad(mask, (0, -columns % 16))[..., :columns]

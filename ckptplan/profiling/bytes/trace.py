@@ -1,6 +1,6 @@
 """Bytes of a step, read off replays on fake tensors, which allocate nothing.
 
-Each replay runs the step under a plan, through the controller and the hooks that run a real plan:
+Each replay runs the step under a plan (replays.py):
 
 - *program*: autograd saves nothing, so the storages that live on are those that the program's own variables hold. It
   runs all layers, and notes where each storage is made;
@@ -10,30 +10,22 @@ Each replay runs the step under a plan, through the controller and the hooks tha
   hook seeing it. Stages that are alike run different options in one replay;
 - two in which as much moves as can, one of saved storages and one of what recomputing holds. If moving adds nothing
   there, the options that move less need no replay.
-
-The forward runs the same operations in each replay, so a storage has the same name in all of them: the segment that
-made it and a running number. Example: ("forward", 3, 0) is the first storage made in the forward of stage 1.
 """
 
 from __future__ import annotations
 
 import bisect
-import contextlib
 import dataclasses
-import functools
 import hashlib
-import sys
-import weakref
+import itertools
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import nn
-from torch.utils import _pytree as pytree
 
 from ckptplan.core import rules
 from ckptplan.core.device import Device
@@ -44,46 +36,23 @@ from ckptplan.core.progress import counted
 from ckptplan.core.request import Report, ignore_progress
 from ckptplan.core.rules import moved_by, there_until
 from ckptplan.core.schedule import resident_changes
-from ckptplan.core.segment import Segment
-from ckptplan.core.stage import Differentiated, InputTensor
+from ckptplan.core.stage import Differentiated
 from ckptplan.core.storage import Storage
-from ckptplan.distributed import parallel_of
-from ckptplan.profiling.bytes.fake import FakeWorld, fake_parameters
 from ckptplan.profiling.bytes.menus import SavedOps, choose, front, list_ops, numbered
-from ckptplan.profiling.bytes.origins import Origin
 from ckptplan.profiling.bytes.real_storages import Places
+from ckptplan.profiling.bytes.replays import Replay, replay, segment_name
 from ckptplan.profiling.bytes.traced import Traced, TracedStage
 from ckptplan.profiling.bytes.tracker import (
-    Change,
     SegmentTrace,
     Sid,
-    Tracker,
-    owners_of_a_lone_gradient,
     stage_segment,
     workspaces_of,
 )
+from ckptplan.profiling.bytes.unfolding import Folding
 from ckptplan.profiling.target import Target
 from ckptplan.profiling.times.timing import Times
-from ckptplan.profiling.values.watched import WatchedParameters, WatchedState
-from ckptplan.profiling.workload.discover import FoundStages, discover_stages
-from ckptplan.runtime.controller import Controller, is_glue
-from ckptplan.runtime.observer import Observer
-from ckptplan.runtime.recompute.call import cached_weights, shares_containers
-from ckptplan.runtime.swap.packing import unowned
-from ckptplan.runtime.swap.stores import NULL_STORES
-from ckptplan.runtime.swap.users_hooks import OwnHooks
-from ckptplan.state.cells import Snapshot
-from ckptplan.state.generators import Generators, SystemDraws
-from ckptplan.tensors.modules import below
-from ckptplan.tensors.objects import tensors_in_objects
-from ckptplan.tensors.positions import has_position
-from ckptplan.tensors.private import current_graph_task
-from ckptplan.tensors.storages import storages_of, tensors_in
-from ckptplan.training.inputs import stage_inputs
-from ckptplan.training.measure import collection_off
+from ckptplan.profiling.workload.discover import FoundStages
 from ckptplan.training.step import TrainingStep, default_loss
-
-UNLISTED = "(of a parameter that the model doesn't list)"
 
 DRAWS = "forward draws random numbers from Python's or numpy's generators"
 """Beginning of a note."""
@@ -93,643 +62,27 @@ _MENU_SHARE = 0.01
 """Least share of all stages' own bytes that the stages of a kind must hold together, for the same reason."""
 
 
-@dataclass
-class Replay:
-    """Result of one replay.
+@dataclass(frozen=True, slots=True)
+class BytesBeside:
+    """Bytes of a step that its replays don't count.
 
     Attributes
     ----------
-    forward, backward : dict
-        Segment -> its trace.
-    saved, inputs, returned : dict
-        Segment -> storages that autograd saved, that were passed in, and that it returned, in order, each with whether
-        it has a position (NOTE [Positions] in tensors/positions.py).
-    linked : dict
-        Segment -> those of its inputs that are, unmodified, an output of the stage that made them.
-    in_objects : set
-        Inputs held by plain objects among a stage's arguments. They can't move: running the stage again needs them.
-    generator_bytes : dict
-        Segment -> bytes of the states of the stage's own random generators, which are kept for another run.
-    arguments : dict
-        Segment -> the tensors passed in.
-    modifies : dict
-        Segments that can't run a second time -> why: they write to what they read, or what they read is written to
-        before backward, or forward itself runs a backward through them.
-    differentiated : dict
-        Segments through which forward runs a backward after it has left them -> the graph tasks that begin in it, each
-        with whether it makes a graph.
-    written : list of str
-        Qualified names of the parameters that forward writes to.
-    sizes : dict
-        Storage -> bytes.
-    ends : dict
-        Segment -> storages that it saved in graphs that the program drops before forward ends -> ("forward", the
-        segment in which it does, 0), as the names of storages are, so that unfolding moves it with them.
-    unread : dict
-        Segments that save tensors and have no backward -> whether forward drops the graphs of all that they save.
-    output : set
-        Storages of the model's output.
-    held : set
-        Storages that the program still holds when forward ends, the output left out; of a replay that saves nothing
-        alone: tensors in attributes and in hooks, and leaves that `requires_grad_` made in forward, which their
-        gradients' nodes hold. They count until the end of the step, though backward may free some.
-    results : dict
-        The same of "output" and "loss", each alone.
-    returns : list of (int, int, int)
-        Where the model's forward returned, if a tracker with a model saw a whole step: the segment, and how many of its
-        changes and operations came before.
-    has_loss : bool
-        Whether the loss is part of the output.
-    rerun : dict
-        Segment -> number of its forward's operations before the last tensor that autograd saves.
-    copied_bytes : dict
-        Segment -> bytes of the buffers that it updates and, run again, copies first.
-    peak_bytes : int
-        Most live bytes, without temporaries inside operations; of a replay that isn't unfolded alone.
-    end_bytes : int
-        Live bytes after backward, gradients included.
-    draws : bool
-        Forward draws from a random generator of Python's or numpy's, whose numbers may decide which operations run.
-    left_bytes : int
-        The part of `end_bytes` that the next step starts with, gradients left out.
-    gradients : set
-        Storages of the gradients that the step made and left on the model.
-    named_gradients : dict
-        The same, and those of parameters that the model doesn't list -> the parameters' names.
-    replaced_bytes : int
-        Bytes of the parameters and buffers that forward replaced by others.
-    changes : list of Change
-        Those after backward.
-    left_at : int
-        Number of these up to the point that `left_bytes` is of; behind it the model gets its own tensors back.
-    origins : dict
-        As the tracker's.
+    resident : int
+        Those on the device before the step: parameters, buffers, gradients, optimizer state, inputs.
+    update : int
+        Those that the optimizer's update adds to the ones live after backward.
     """
 
-    forward: dict[int, SegmentTrace] = field(default_factory=dict)
-    backward: dict[int, SegmentTrace] = field(default_factory=dict)
-    saved: dict[int, dict[Sid, bool]] = field(default_factory=dict)
-    inputs: dict[int, dict[Sid, bool]] = field(default_factory=dict)
-    returned: dict[int, dict[Sid, bool]] = field(default_factory=dict)
-    linked: dict[int, set[Sid]] = field(default_factory=dict)
-    in_objects: set[Sid] = field(default_factory=set)
-    generator_bytes: dict[int, int] = field(default_factory=dict)
-    arguments: dict[int, tuple[InputTensor, ...]] = field(default_factory=dict)
-    modifies: dict[int, str] = field(default_factory=dict)
-    differentiated: dict[int, set[tuple[int, bool]]] = field(default_factory=dict, compare=False)
-    written: list[str] = field(default_factory=list)
-    sizes: dict[Sid, int] = field(default_factory=dict)
-    ends: dict[int, dict[Sid, Sid]] = field(default_factory=dict)
-    unread: dict[int, bool] = field(default_factory=dict)
-    output: set[Sid] = field(default_factory=set)
-    held: set[Sid] = field(default_factory=set)
-    results: dict[str, set[Sid]] = field(default_factory=dict, compare=False)
-    returns: list[tuple[int, int, int]] = field(default_factory=list, compare=False)
-    rerun: dict[int, int] = field(default_factory=dict)
-    copied_bytes: dict[int, int] = field(default_factory=dict)
-    peak_bytes: int = field(default=0, compare=False)
-    end_bytes: int = 0
-    left_bytes: int = 0
-    has_loss: bool = True
-    draws: bool = False
-    gradients: set[Sid] = field(default_factory=set)
-    named_gradients: dict[Sid, tuple[str, ...]] = field(default_factory=dict, compare=False)
-    replaced_bytes: int = 0
-    changes: list[Change] = field(default_factory=list, compare=False)
-    left_at: int = field(default=0, compare=False)
-    origins: dict[Sid, Origin] = field(default_factory=dict, compare=False)
+    resident: int
+    update: int
 
 
-class _Names:
-    """Names of tensors' storages, those from before the step included.
+class Replayed(Protocol):
+    """Replays one step with decisions for its stages."""
 
-    Parameters
-    ----------
-    own : set of int
-        Addresses of the storages of parameters and buffers, which have no names.
-    """
-
-    def __init__(self, tracker: Tracker, own: set[int]) -> None:
-        self._tracker, self._own = tracker, own
-        self._outside: dict[int, tuple[int, torch.Tensor]] = {}
-
-    def find(self, tensor: torch.Tensor) -> tuple[Sid | None, bool]:
-        """The name of a tensor's storage, None for the model's own and for numbers; whether it has a position."""
-        sid = self._tracker.sid(tensor)
-        can = has_position(tensor, lambda storage: storage._cdata in self._own)
-        if sid is None and can:
-            # From before the step, or on the host: it never moves, but it counts in the order of saving.
-            key = tensor.untyped_storage()._cdata
-            sid = ("outside", 0, self._outside.setdefault(key, (len(self._outside), tensor.detach()))[0])
-        return sid, can
-
-    def outside(self, addresses: Iterable[int]) -> set[Sid]:
-        """The names of storages from before the step."""
-        return {("outside", 0, self._outside[key][0]) for key in addresses if key in self._outside}
-
-
-def _state_bytes(generator: Any) -> int:
-    """Bytes of the tensor that `get_state` of a PyTorch generator returns; 0 for other generators."""
-    return generator.get_state().nbytes if isinstance(generator, torch.Generator) else 0
-
-
-@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
-class _Saved:
-    """A tensor that autograd saved, which lives as long as its graph, or until backward has read it.
-
-    Attributes
-    ----------
-    segment : int
-        The segment of forward that saved it.
-    tensor : callable
-        Returns the tensor, or one with the same layout.
-    """
-
-    segment: int
-    tensor: Callable[[], torch.Tensor]
-
-
-class _Graphs:
-    """When the graphs end in which each segment of forward saves.
-
-    Parameters
-    ----------
-    position : callable
-        Returns the present segment of forward.
-    """
-
-    def __init__(self, position: Callable[[], int]) -> None:
-        self._position = position
-        self._alive: Counter[tuple[int, Sid | None]] = Counter()
-        self._ended: dict[tuple[int, Sid | None], int] = {}
-        self._refs: dict[int, weakref.ref[_Saved]] = {}
-
-    def add(self, saved: _Saved, sid: Sid | None) -> None:
-        """Follow a tensor of storage `sid`; None: a parameter, or a number."""
-        key, number = (saved.segment, sid), len(self._refs)
-
-        def ended(ref: weakref.ref[_Saved]) -> None:
-            self._alive[key] -= 1
-            self._ended[key] = self._position()
-
-        self._alive[key] += 1
-        self._refs[number] = weakref.ref(saved, ended)
-
-    def left(self) -> Counter[int]:
-        """Segment -> how many of the tensors that it saved are still there."""
-        found: Counter[int] = Counter()
-        for (segment, _), count in self._alive.items():
-            found[segment] += count
-        return found
-
-    def ends(self) -> dict[int, dict[Sid, Sid]]:
-        """`Replay.ends`, at the end of forward."""
-        found: dict[int, dict[Sid, Sid]] = {}
-        for (segment, sid), end in self._ended.items():
-            if sid is not None and not self._alive[segment, sid]:
-                found.setdefault(segment, {})[sid] = "forward", end, 0
-        return found
-
-
-class _Watcher(Observer):
-    """Observer of a replay: reports the current segment to the tracker, and notes the stages' inputs and outputs.
-
-    Parameters
-    ----------
-    model : nn.Module
-    stages : sequence of str
-        Names of its stages.
-    saves : bool
-        False: saved tensors are dropped; a backward inside of forward gets uncounted ones of the same layout.
-    """
-
-    def __init__(
-        self,
-        tracker: Tracker,
-        names: _Names,
-        replay: Replay,
-        model: nn.Module,
-        stages: Sequence[str],
-        *,
-        saves: bool,
-    ) -> None:
-        self._stages = stages
-        modules = dict(model.named_modules())
-        self._modules = [modules.get(name.partition("#")[0]) for name in stages]
-        self._tracker = tracker
-        self._names = names
-        self._replay = replay
-        self._saves = saves
-        self._forward = True
-        self._whole = WatchedParameters(model)
-        self._model = model
-        self._starts_with = self._gradients()
-        self._read: dict[int, tuple[WatchedParameters, WatchedState]] = {}
-        self.draws = SystemDraws()
-        self._position = 0
-        self._segments: dict[int, int] = {}
-        self._given: list[tuple[torch.Tensor, int]] = []
-        self._returned: dict[Sid, int] = {}
-
-    def enter(self, stage: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._move_on()
-        self._segments[stage] = self._position
-        leaves = pytree.tree_leaves((args, kwargs))
-        used_up = next((leaf for leaf in leaves if isinstance(leaf, Iterator)), None)
-        if used_up is not None:
-            self._once(f"uses up an argument, a {type(used_up).__name__}")
-        module = self._modules[stage]
-        if module is not None and shares_containers(module, args, kwargs):
-            self._once("is given a container that is also one of its attributes")
-        if module is not None and cached_weights(module):
-            self._once("takes parametrized weights that parametrize.cached() kept from an earlier call")
-        if module is not None and any(isinstance(m, torch.jit.ScriptModule) for m in module.modules()):
-            self._once("has a scripted module (torch.jit), whose state can't be put back for another run")
-        if module is not None:
-            self._read[self._position] = WatchedParameters(module), WatchedState(module, leaves)
-        held = Snapshot([] if module is None else below(module), leaves).generators
-        self._replay.generator_bytes[self._position] = sum(
-            map(_state_bytes, {id(each): each for each in held}.values())
-        )
-        self.draws.restart()
-        tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
-        attributes = [] if module is None else [tensor for _, tensor in Snapshot(below(module)).tensors]
-        self._given = [(t, t._version) for t in [*tensors, *attributes]]
-        inputs = self._replay.inputs.setdefault(self._position, {})
-        linked = self._replay.linked.setdefault(self._position, set())
-        for tensor in tensors:
-            sid, can = self._names.find(tensor)
-            if sid is None:
-                continue
-            inputs.setdefault(sid, can)
-            self._replay.sizes[sid] = self._tracker.bytes_here(tensor)
-            if self._returned.get(sid) == tensor._version:
-                linked.add(sid)
-        for tensor in tensors_in_objects(leaves):
-            sid, _ = self._names.find(tensor)
-            if sid is not None:  # running the stage again needs the object, which holds the tensor
-                inputs.setdefault(sid, False)
-                self._replay.sizes[sid] = self._tracker.bytes_here(tensor)
-                self._replay.in_objects.add(sid)
-                linked.discard(sid)
-        self._replay.arguments[self._position] = stage_inputs(args, kwargs)
-
-    def exit(self, stage: int, output: Any) -> None:
-        if any(t._version != version for t, version in self._given):
-            self._once("writes to its inputs, or to tensors that are plain attributes")
-        if self.draws.any:
-            self._once("draws from the system's entropy (random.SystemRandom, secrets), which can't be drawn again")
-        self._given = []
-        returned = self._replay.returned.setdefault(self._position, {})
-        leaves = pytree.tree_leaves(output)
-        for tensor in leaves:
-            sid, can = self._names.find(tensor) if isinstance(tensor, torch.Tensor) else (None, False)
-            if sid is None:
-                continue
-            returned.setdefault(sid, can)
-            if sid[0] != "outside" and sid[1] == self._position:
-                self._returned[sid] = tensor._version
-        for tensor in tensors_in_objects(leaves):
-            sid, _ = self._names.find(tensor)
-            if sid is not None:
-                returned.setdefault(sid, False)
-        self._move_on()
-
-    def backward(self, stage: int) -> None:
-        self._tracker.enter_backward(self._segments[stage])
-
-    def is_inner(self, stage: int) -> bool:
-        """Whether the backward that begins in `stage` is one of forward's own, and note it."""
-        if self._forward:
-            task = current_graph_task(), torch.is_grad_enabled()
-            self._differentiates(self._segments[stage]).add(task)
-        return self._forward
-
-    @property
-    def segment(self) -> int:
-        return self._position
-
-    def save(self, tensor: torch.Tensor) -> _Saved:
-        """Hold a tensor that autograd saves, or keep its layout alone (`saves`)."""
-        if self._saves:
-            held = unowned(tensor)
-            return _Saved(self._position, lambda: held)
-        shape, stride, dtype, device = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-        return _Saved(self._position, lambda: self._tracker.uncounted(shape, stride, dtype, device))
-
-    def give_back(self, saved: _Saved) -> torch.Tensor:
-        """Return a saved tensor to the backward that runs now."""
-        if self._forward:
-            self._differentiates(saved.segment)
-        return saved.tensor()
-
-    def _differentiates(self, segment: int) -> set[tuple[int, bool]]:
-        """Note that forward runs a backward through a segment, and return its entry in `Replay.differentiated`."""
-        self._once("runs backward inside its own forward")
-        if segment == self._position:
-            return set()
-        self._once("forward itself runs backward through it", segment)
-        return self._replay.differentiated.setdefault(segment, set())
-
-    def _gradients(self) -> list[tuple[int, int] | None]:
-        return [None if p.grad is None else (id(p.grad), p.grad._version) for p in self._model.parameters()]
-
-    def forward_ended(self) -> None:
-        """Note which stages can't run again, since something wrote to what they read; backward follows.
-
-        Raises
-        ------
-        UnsupportedModelError
-            If a backward in forward has left gradients: it was the step's own.
-        """
-        if self._replay.differentiated and self._gradients() != self._starts_with:
-            raise UnsupportedModelError(
-                "step= has run backward already, which has left gradients on the model; a plan covers one forward and "
-                "the backward behind it. Let step= return the loss without its backward, for a loop that accumulates "
-                "gradients that of one micro-batch, with accumulate=True; a gradient that the loss needs (a penalty, "
-                "forces) comes from torch.autograd.grad"
-            )
-        self._forward = False
-        written: set[int] = set()  # by this segment and all behind it
-        later: set[Sid] = set()  # written to by those behind it
-        for g, trace in reversed(self._tracker.forward.items()):
-            written |= trace.written_outside
-            if later.intersection(self._replay.inputs.get(g, ())):
-                self._once("what it is given is written to before its backward", g)
-            later.update(sid for op in trace.ops for sid in op.written)
-            later.update(self._names.outside(trace.written_outside))
-            if g in self._read:
-                parameters, state = self._read[g]
-                changed = [f"its parameter {name!r}" for name in parameters.changed(written)] + state.changed()
-                if changed:
-                    self._once(f"forward changes {', '.join(changed)}, which isn't put back for another run", g)
-        self._replay.written = self._whole.changed(written)
-        self._read.clear()
-
-    def _once(self, why: str, segment: int | None = None) -> None:
-        """Note that a stage, by default the present one, can't run a second time."""
-        segment = self._position if segment is None else segment
-        if segment % 2:
-            self._replay.modifies.setdefault(segment, why)
-
-    def _move_on(self) -> None:
-        self._position += 1
-        self._tracker.enter_segment(self._position)
-
-
-def replay(
-    step: TrainingStep,
-    stages: tuple[str, ...],
-    choices: tuple[Decision, ...],
-    target: Target,
-    *,
-    segments: tuple[Segment, ...] = (),
-    saves: bool = True,
-    accumulating: bool = False,
-    numbered: bool = True,
-    holds_output: bool = True,
-    logs: bool = False,
-    compares: bool = False,
-) -> Replay:
-    """Run one step on fake tensors under a plan, and count its storages.
-
-    Parameters
-    ----------
-    stages : tuple of str
-        Names of the stages in call order. The trace's segments are counted by them, so for a chain they are module
-        stages alone; those of a plan include glue.
-    choices : tuple of Decision
-        One per stage.
-    segments : tuple of Segment
-        Stages recomputed together, by their indices in `stages`.
-    saves : bool
-        False: let autograd save nothing, and run no backward.
-    accumulating : bool
-        Every parameter has a gradient already.
-    numbered : bool
-        The replay is for a chain, whose menus name operations by their numbers (`Target.choices`).
-    holds_output : bool
-        The output is referenced during backward, beside the loss.
-    logs : bool
-        Note origins, saved numbers, and where the model's forward returns (`Tracker`); if `saves` is false, it notes
-        them but for the last in any case.
-    compares : bool
-        Note the operations' operands.
-
-    Raises
-    ------
-    UnsupportedModelError
-        If forward runs the step's own backward.
-    """
-    out = Replay()
-    owners_of_a_lone_gradient()  # cached now: it can't be measured inside a replay
-    tracker = Tracker(target, step.model if logs or not saves else None, saves=saves, compares=compares)
-    modules = dict(step.model.named_modules())
-    staged = [modules[name] for name in dict.fromkeys(n.partition("#")[0] for n in stages if not is_glue(n))]
-    with (
-        fake_parameters(step.model, tracker, step.reached(), accumulating=accumulating) as held,
-        tracker.watching(staged),
-        tracker.watching_model() if logs else contextlib.nullcontext(),
-    ):
-        own = [*step.model.parameters(), *step.model.buffers()]
-        parallel = parallel_of(step.model)  # of the layers that run
-        for tensor in (*own, *(p.grad for p in own if p.grad is not None), *parallel.whole_gradients()):
-            tracker.outside(tensor)
-        # Forward may give a parameter other data. Held here, the old storage keeps its address to itself.
-        whole = parallel.gathered()
-        for tensor in whole:
-            tracker.gathers(tensor)
-        own_storages = [s for t in own for s in storages_of(t)]
-        names = _Names(tracker, {s._cdata for s in (*own_storages, *(t.untyped_storage() for t in whole))})
-        watcher = _Watcher(tracker, names, out, step.model, stages, saves=saves)
-        graphs = _Graphs(lambda: watcher.segment)
-        controller = Controller(
-            step.model,
-            Decisions(stages, choices, segments),
-            NULL_STORES,
-            target.device,
-            observers=(watcher,),
-            one_forward=step.fn is None,
-        )
-
-        def pack(tensor: torch.Tensor) -> _Saved:
-            sid, can = names.find(tensor)
-            out.rerun[watcher.segment] = len(tracker.forward[watcher.segment].ops)
-            if sid is not None:
-                out.sizes[sid] = tracker.bytes_here(tensor)
-                out.saved.setdefault(watcher.segment, {}).setdefault(sid, can)
-            saved = watcher.save(tensor)
-            graphs.add(saved, sid)
-            return saved
-
-        hooks = OwnHooks(pack, watcher.give_back)
-        controller.counters.runs = _Runs(tracker.stage_next)
-        controller.is_inner = watcher.is_inner
-        controller.install()
-        try:
-            # Before the tracker is entered, which would count the base that the twin of a view is made from.
-            given = fake_inputs(step, tracker.fake, tracker.outside)
-            numbered = numbered or any(choice.ops for choice in choices)
-            # Collecting cyclic garbage would lower the counts at times that depend on chance.
-            with target.choices(numbered=numbered), collection_off(), _random_states_counted(tracker, target), tracker:
-                generators = Generators([g for g in held if not isinstance(g, torch.Generator)])
-                with hooks, watcher.draws:
-                    output, loss = given.forward()
-                generators.settle()
-                out.draws = generators.drew
-                watcher.forward_ended()
-                returned = {
-                    sid: tracker.size_of(t.untyped_storage())
-                    for t in tensors_in((output, loss))
-                    if (sid := tracker.sid(t))
-                }
-                out.output = set(returned)
-                out.results = {
-                    name: {sid for t in tensors_in(result) if (sid := tracker.sid(t))}
-                    for name, result in (("output", output), ("loss", loss))
-                }
-                out.has_loss = bool(out.results["loss"] & out.results["output"])
-                if not holds_output:
-                    output = None
-                out.sizes.update(returned)
-                out.ends, left = graphs.ends(), graphs.left()
-                out.unread = {g: True for g, count in left.items() if not count}
-                if saves:
-                    tracker.enter_backward()
-                    loss.backward()
-                    still = graphs.left()
-                    out.unread |= {g: False for g, count in left.items() if 0 < count == still[g]}
-                else:
-                    out.held = tracker.alive() - out.output
-                tracker.finish()
-                for g, trace in tracker.backward.items():
-                    if trace.ops:  # of what no hook sees, as within a checkpoint
-                        out.unread.pop(g, None)
-                out.end_bytes = tracker.live_bytes
-                out.named_gradients = _named_gradients(step.model, tracker)
-                del output, loss
-                _note_left(out, step.model, tracker, own_storages)
-        finally:
-            controller.remove()
-            for parameter, gradient in tracker.foreign.values():
-                parameter.grad = gradient
-    for j, sizes in controller.counters.copied_bytes.items():
-        out.copied_bytes[stage_segment(j)] = sum(map(target.rounded, sizes))
-    out.forward, out.backward, out.changes = tracker.forward, tracker.backward, list(tracker.changes)
-    out.origins, out.returns, out.peak_bytes = tracker.origins, tracker.returns, tracker.peak_bytes
-    return out
-
-
-class _Runs(Counter[int]):
-    """Counts of stages' runs; calls `begun` with the number of each stage that begins to run."""
-
-    def __init__(self, begun: Callable[[int], None]) -> None:
-        super().__init__()
-        self._begun = begun
-
-    def __setitem__(self, stage: int, count: int) -> None:
-        super().__setitem__(stage, count)
-        self._begun(stage)
-
-
-@contextlib.contextmanager
-def _random_states_counted(tracker: Tracker, target: Target) -> Iterator[None]:
-    """Count the random states that the program takes, as each `torch.utils.checkpoint` does.
-
-    On CUDA they lie on the host and take no device memory. Those of recomputed stages are added by rule.
-    """
-    original = torch.get_rng_state
-
-    def counted() -> torch.Tensor:
-        state = original()
-        if not sys._getframe(1).f_globals.get("__name__", "").startswith(_PACKAGE):
-            tracker.count(state)
-        return state
-
-    if target.is_cuda:
-        yield
-        return
-    torch.get_rng_state = counted
-    try:
-        yield
-    finally:
-        torch.get_rng_state = original
-
-
-_PACKAGE = __name__.partition(".")[0] + "."
-
-
-def _named_gradients(model: nn.Module, tracker: Tracker) -> dict[Sid, tuple[str, ...]]:
-    """`Replay.named_gradients`, at the end of backward."""
-    found: dict[Sid, tuple[str, ...]] = {}
-    unlisted = ((UNLISTED, other) for other, _ in tracker.foreign.values())
-    for name, parameter in (*model.named_parameters(), *unlisted):
-        sid = None if parameter.grad is None else tracker.sid(parameter.grad)
-        if sid is not None and (name != UNLISTED or sid not in found):
-            found[sid] = (*found.get(sid, ()), name)
-    return found
-
-
-def _note_left(out: Replay, model: nn.Module, tracker: Tracker, before: Sequence[torch.UntypedStorage]) -> None:
-    """Note the bytes that a step leaves on the model besides gradients, so that the next one starts with them.
-
-    Replaced buffers, whose old storages in `before` are gone, count as nothing. Tensors left in attributes count in
-    full: the next step makes them again while the old ones are still there.
-    """
-    now = [*model.parameters(), *model.buffers(), *parallel_of(model).shards()]
-    grads = (s for t in now if t.grad is not None for s in storages_of(t.grad))
-    made = {s._cdata: s for s in grads if tracker.sid_of(s)}
-    present = {s._cdata for t in now for s in storages_of(t)}
-    gone = {s._cdata: s for s in before if s._cdata not in present}
-    out.left_at = len(tracker.changes)
-    out.gradients = {sid for sid in map(tracker.sid_of, made.values()) if sid is not None}
-    out.replaced_bytes = sum(map(tracker.size_of, gone.values()))
-    out.left_bytes = max(tracker.live_bytes - sum(map(tracker.size_of, made.values())) - out.replaced_bytes, 0)
-
-
-def fake_inputs(
-    step: TrainingStep,
-    fake: Callable[[torch.Tensor], torch.Tensor],
-    outside: Callable[[torch.Tensor], None] = lambda tensor: None,
-) -> TrainingStep:
-    """The step on fake twins of its floating inputs; `outside` is called with each tensor from before the step."""
-
-    def twin(tensor: torch.Tensor) -> torch.Tensor:
-        outside(tensor)
-        if not (tensor.is_floating_point() or tensor.is_complex()):
-            return tensor
-        replaced = fake(tensor)
-        outside(replaced)
-        return replaced
-
-    return dataclasses.replace(
-        step,
-        args=pytree.tree_map_only(torch.Tensor, twin, step.args),
-        kwargs=pytree.tree_map_only(torch.Tensor, twin, step.kwargs),
-    )
-
-
-def segment_name(stages: Sequence[str], segment: int) -> str:
-    """Name of a segment of a trace: its stage's, or which stage glue lies before or after; empty without stages."""
-    if segment % 2:
-        return stages[segment // 2]
-    if not stages:
-        return ""
-    after = segment // 2
-    return f"(before {stages[after]})" if after < len(stages) else f"(after {stages[-1]})"
-
-
-def find_stages(step: TrainingStep, target: Target) -> FoundStages:
-    """The stages of `step`, found by a forward without memory.
-
-    Raises
-    ------
-    UnsupportedModelError
-        If no submodule saves anything for backward.
-    """
-    world = FakeWorld(target)
-    with fake_parameters(step.model, world, step.reached()), target.choices():
-        return discover_stages(fake_inputs(step, world.fake), lambda: world)
+    def __call__(self, choices: tuple[Decision, ...], *, saves: bool) -> Replay:
+        """Return the replay; the first one has to be one that saves nothing."""
 
 
 def trace_chain(
@@ -737,11 +90,10 @@ def trace_chain(
     found: FoundStages,
     target: Target,
     *,
-    resident_bytes: int,
-    update_bytes: int,
+    beside: BytesBeside,
     menus: bool = False,
     devices: Sequence[Device] | None = None,
-    layers: Layers | None = None,
+    folding: Folding | None = None,
     report: Report = ignore_progress,
 ) -> tuple[Traced, list[Times]]:
     """Trace `step`: exact bytes, and times on devices that aren't in this machine.
@@ -750,16 +102,13 @@ def trace_chain(
     ----------
     found : FoundStages
         Its stages.
-    resident_bytes : int
-        Bytes on the device before the step: parameters, buffers, gradients, optimizer state, inputs.
-    update_bytes : int
-        Bytes that the optimizer's update adds to those live after backward.
+    beside : BytesBeside
     menus : bool
         Add options inside the stages, for which their operations are timed one by one on the device.
     devices : sequence of Device, optional
         Devices to compute times for; by default the target's own, if that isn't in this machine.
-    layers : Layers, optional
-        Those that are run; by default all.
+    folding : Folding, optional
+        The layers that are run; by default all.
     report : callable
         Called with the number of each replay.
 
@@ -771,42 +120,16 @@ def trace_chain(
     """
     if devices is None:
         devices = () if target.spec is None else (target.spec,)
+
+    def replay_all(choices: tuple[Decision, ...], *, saves: bool) -> Replay:
+        return replay(step, Decisions(found.stages, choices), target, saves=saves, accumulating=step.accumulates)
+
+    replayed = replay_all if folding is None else folding.replay
     while True:
-        replayed = functools.partial(_replay_all, step, found.stages, target) if layers is None else layers.replay
-        tracing = _Tracing(step, found, target, resident_bytes, update_bytes, menus, replayed, report)
-        traced = tracing.trace(devices, layers)
+        tracing = _Tracing(step, found, target, beside, None if menus else {}, replayed, report)
+        traced = tracing.trace(devices, folding)
         if not tracing.learned:
             return traced
-
-
-class Layers(Protocol):
-    """A few of the layers of a model, which stand for the others (unfolding.py).
-
-    Attributes
-    ----------
-    stages : tuple of str
-        Names of the stages that are run.
-    positions : tuple of int
-        Per stage of the full model, the number of the one that stands for it; at the end, their number.
-    twins : list of (int, int)
-        Segments of the second period of each run of layers, and those of the third that are the same ones there.
-    """
-
-    stages: tuple[str, ...]
-    positions: tuple[int, ...]
-    twins: list[tuple[int, int]]
-
-    def replay(self, choices: tuple[Decision, ...], *, saves: bool) -> Replay:
-        """Return a replay of the full model; first the one that saves nothing."""
-
-    def replay_few(self, choices: tuple[Decision, ...], *, saves: bool) -> Replay:
-        """Return a replay of the layers that are run."""
-
-
-def _replay_all(
-    step: TrainingStep, stages: tuple[str, ...], target: Target, choices: tuple[Decision, ...], *, saves: bool
-) -> Replay:
-    return replay(step, stages, choices, target, saves=saves, accumulating=step.accumulates)
 
 
 @dataclass(frozen=True, slots=True)
@@ -851,8 +174,21 @@ class _ReplayedRun(NamedTuple):
     seen: Replay
 
 
+@dataclass(frozen=True, slots=True)
+class _StartBytes:
+    """Bytes at the start of each step of the chain, in each direction."""
+
+    forward: list[int]
+    backward: list[int]
+
+
 class _Tracing:
     """The replays of one step, and the chain read off them.
+
+    Parameters
+    ----------
+    choices : mapping, optional
+        The attribute's; by default they are chosen.
 
     Attributes
     ----------
@@ -882,18 +218,16 @@ class _Tracing:
         step: TrainingStep,
         found: FoundStages,
         target: Target,
-        resident_bytes: int,
-        update_bytes: int,
-        menus: bool,
-        replayed: Callable[..., Replay],
+        beside: BytesBeside,
+        choices: Mapping[str, list[SavedOps]] | None,
+        replayed: Replayed,
         report: Report,
-        choices: Mapping[str, list[SavedOps]] | None = None,
     ) -> None:
         self.step, self.found, self.target = step, found, target
         self.names = names = found.stages
         self.replayed, self.report = replayed, report
         self.replays, self.all_replays = 0, _ALWAYS
-        self.update_bytes = update_bytes
+        self.update_bytes = beside.update
         self.notes: list[str] = []
         self.learned = False
         self.not_measured: set[str] = set()
@@ -919,14 +253,14 @@ class _Tracing:
         self.recomputed = self._run(
             tuple(KEEP if stage_segment(j) in fixed else Decision("recompute") for j in range(len(names)))
         )
-        self.resident_bytes = resident_bytes + self.kept.left_bytes
+        self.resident_bytes = beside.resident + self.kept.left_bytes
         self.segments = [
             g
             for g in range(2 * len(names) + 1)
             if g % 2 or self.kept.forward[g].ops or (g in self.kept.backward and self.kept.backward[g].ops)
         ]
         self.rerun_shares: dict[tuple[str, tuple[int, ...]], float] = {}
-        self.choices = self._choose() if menus and choices is None else choices or {}
+        self.choices = self._choose() if choices is None else choices
         self.lasting: dict[Sid, int] = {}
         self.storages, self.index = self._storages()
         self.menus = [self._menu(g) for g in self.segments]
@@ -1213,12 +547,12 @@ class _Tracing:
 
     # --- bytes ---
 
-    def trace(self, devices: Sequence[Device], layers: Layers | None) -> tuple[Traced, list[Times]]:
+    def trace(self, devices: Sequence[Device], folding: Folding | None) -> tuple[Traced, list[Times]]:
         """The chain, and times on `devices`."""
-        bases = base_forward, base_backward = self._bases()
-        few = None if layers is None else self._of_few(devices, layers, bases)
-        alike = self._groups(bases) if layers is None else self._each_alone()
-        options, times = few or self._options_and_times(devices, bases, alike)
+        bases = self._bases()
+        targets = [dataclasses.replace(self.target, spec=device) for device in devices]
+        few = None if folding is None else self._of_few(targets, folding, bases)
+        options, times = few or self._of_all(targets, bases, self._alike(bases) if folding is None else ())
         stages = []
         for k, (g, menu) in enumerate(zip(self.segments, self.menus, strict=True)):
             linked = {self.index[s] for s in self.kept.linked.get(g, ()) if s in self.index}
@@ -1237,8 +571,8 @@ class _Tracing:
         traced = Traced(
             stages=tuple(stages),
             storages=tuple(self.storages),
-            base_forward_bytes=tuple(base_forward),
-            base_backward_bytes=tuple(base_backward),
+            base_forward_bytes=tuple(bases.forward),
+            base_backward_bytes=tuple(bases.backward),
             update_peak_bytes=self.resident_bytes + self.kept.end_bytes + self.update_bytes,
             resident_bytes=self.resident_bytes,
             notes=tuple(self.notes),
@@ -1256,122 +590,99 @@ class _Tracing:
         )
         return traced, times
 
-    def _options_and_times(
-        self, devices: Sequence[Device], bases: tuple[Sequence[int], Sequence[int]], alike: Sequence[Sequence[int]]
+    def _of_all(
+        self, targets: Sequence[Target], bases: _StartBytes, alike: Sequence[Sequence[int]]
     ) -> tuple[list[dict[str, Option]], list[Times]]:
-        """Per stage of the chain, its options by name; and times on `devices`.
+        """Per stage of the chain, its options by name; and times on `targets`.
 
         Parameters
         ----------
         alike : sequence of sequence of int
-            Per stage, the stages that share replays with it.
+            The stages that share replays.
         """
         runs = self._runs(bases, alike)
         options = self._options(runs, bases, alike)
         while options is None:
-            runs += self._runs_left(runs, bases[0])
+            runs += self._runs_left(runs, bases)
             options = self._options(runs, bases, alike)
-        return options, [self._times(runs, dataclasses.replace(self.target, spec=device)) for device in devices]
+        return options, [self._times(runs, target) for target in targets]
 
     def _of_few(
-        self, devices: Sequence[Device], layers: Layers, bases: tuple[Sequence[int], Sequence[int]]
+        self, targets: Sequence[Target], folding: Folding, bases: _StartBytes
     ) -> tuple[list[dict[str, Option]], list[Times]] | None:
         """The same from a trace of the layers that are run alone.
 
         None if they hold what no hook sees, since that adds up over layers.
         """
-        found = FoundStages(layers.stages, ())
-        few = _Tracing(
-            self.step, found, self.target, self.resident_bytes, 0, True, layers.replay_few, self.report, self.choices
-        )
+        found, beside = FoundStages(folding.stages, ()), BytesBeside(self.resident_bytes, 0)
+        few = _Tracing(self.step, found, self.target, beside, self.choices, folding.replay_few, self.report)
         few_bases = few._bases()
-        runs = few._runs(few_bases, alike := few._groups(few_bases))
+        runs = few._runs(few_bases, alike := few._alike(few_bases))
         options = few._options(runs, few_bases, alike)
         place = {g: k for k, g in enumerate(few.segments)}
-        twins = [(place[a], place[b]) for a, b in layers.twins if a in place and b in place]
+        twins = [(place[a], place[b]) for a, b in folding.twins if a in place and b in place]
+        sources = [place.get(2 * folding.positions[g // 2] + g % 2) for g in self.segments]
         if (
             options is None
-            or not all(self._is_local(run, bases, ()) for run in self._runs_of_all())
+            or not all(self._is_local(run, bases) for run in self._runs_of_all())
             or not all(few._is_local(run, few_bases, twins) for run in runs)
+            or any(
+                k is None or _shape(menu) != _shape(few.menus[k]) for k, menu in zip(sources, self.menus, strict=True)
+            )
         ):
             return None
         self.learned |= few.learned
         self.not_measured |= few.not_measured
-        out: list[dict[str, Option]] = []
-        for g, menu in zip(self.segments, self.menus, strict=True):
-            k = place.get(2 * layers.positions[g // 2] + g % 2)
-            if k is None or not _are_alike(menu, few.menus[k]):
-                return None
-            out.append(
-                {
-                    name: dataclasses.replace(options[k][name], saved=held.saved, pinned=held.pinned)
-                    for name, held in menu.items()
-                }
-            )
-        times = [few._times(runs, dataclasses.replace(self.target, spec=device)) for device in devices]
-        return out, [seconds.unfolded(layers.positions) for seconds in times]
+        out = [_as_in(menu, options[k]) for k, menu in zip(sources, self.menus, strict=True) if k is not None]
+        return out, [few._times(runs, target).unfolded(folding.positions) for target in targets]
 
-    def _is_local(
-        self, run: _ReplayedRun, bases: tuple[Sequence[int], Sequence[int]], twins: Iterable[tuple[int, int]]
-    ) -> bool:
+    def _is_local(self, run: _ReplayedRun, bases: _StartBytes, twins: Iterable[tuple[int, int]] = ()) -> bool:
         """Whether each step of `run` begins with the bytes of the storages that are known alone.
 
         Where storages move, what is away then is less by as much in both of `twins`, so that nothing adds up.
         """
-        options = self._held_under(run.names)
-        excess = [
-            [self.resident_bytes + nbytes + state - base_bytes for nbytes, state, base_bytes in zip(*each, strict=True)]
-            for each in zip(self._unexplained(run), self._states_before(options), bases, strict=True)
-        ]
-        if any(option.moves for option in options):
-            return all(table[a] == table[b] for table in excess for a, b in twins)
-        return not any(map(any, excess))
+        beyond = self._beyond(run, bases)
+        if any(option.moves for option in self._held_under(run.names)):
+            return all(table[a] == table[b] for table in (beyond.forward, beyond.backward) for a, b in twins)
+        return not any(beyond.forward + beyond.backward)
 
     def _runs_of_all(self) -> list[_ReplayedRun]:
         """The replays from which the menus are made."""
         return [_ReplayedRun(self._named("keep"), self.kept), _ReplayedRun(self._named("recompute"), self.recomputed)]
 
-    def _runs(self, bases: tuple[Sequence[int], Sequence[int]], alike: Sequence[Sequence[int]]) -> list[_ReplayedRun]:
+    def _runs(self, bases: _StartBytes, alike: Sequence[Sequence[int]]) -> list[_ReplayedRun]:
         """The replays that are always needed: all options that move nothing, and those that move most.
 
         Stages that are alike share the former: each is run by one of them, unless a replay holds what no hook sees. An
         option that moves part of what another one moves has no replay of its own (`_options`).
         """
-        shared = [
+        still = [
             [name for name, held in menu.items() if not held.moves and name not in ("keep", "recompute", DISCARD)]
             for menu in self.menus
         ]
-        names = [
-            tuple(
-                shared[k][i] if (i := number * len(group) + group.index(k)) < len(shared[k]) else "keep"
-                for k, group in enumerate(alike)
-            )
-            for number in range(max(map(len, shared)))
-        ]
-        self.all_replays = self.replays + sum(set(each) != {"keep"} for each in names) + _MOVING
-        still = [_ReplayedRun(each, self._run(self._decisions(each))) for each in names if set(each) != {"keep"}]
-        each_alone = self._each_alone()
-        if alike != each_alone and not all(self._is_local(run, bases, ()) for run in still):
-            return self._runs(bases, each_alone)
-        for run in still:
-            self._pin_unseen(run, bases[0])
+        shares = {k: (i, len(group)) for group in alike for i, k in enumerate(group)}
+        parts = [names[i::n] for k, names in enumerate(still) for i, n in [shares.get(k, (0, 1))]]
+        together = list(itertools.zip_longest(*parts, fillvalue="keep"))
         most = tuple(
             next((name for name, option in reversed(menu.items()) if option.recomputes and option.moves_all), "keep")
             for menu in self.menus
         )
-        moving = [self._under(each, bases[0]) for each in (self._named("swap"), most) if set(each) != {"keep"}]
-        return [*self._runs_of_all(), *still, *moving]
+        moving = [each for each in (self._named("swap"), most) if set(each) != {"keep"}]
+        self.all_replays = self.replays + len(together) + len(moving)
+        runs = [_ReplayedRun(each, self._run(self._decisions(each))) for each in together]
+        if alike and not all(self._is_local(run, bases) for run in runs):
+            return self._runs(bases, ())
+        for run in runs:
+            self._pin_unseen(run, bases)
+        return [*self._runs_of_all(), *runs, *(self._under(each, bases) for each in moving)]
 
-    def _groups(self, bases: tuple[Sequence[int], Sequence[int]]) -> list[list[int]]:
-        """Per stage of the chain, those that share replays; none where keep or recompute hold what no hook sees."""
-        local = all(self._is_local(run, bases, ()) for run in self._runs_of_all())
-        return self._alike() if local else self._each_alone()
+    def _alike(self, bases: _StartBytes) -> Sequence[Sequence[int]]:
+        """Groups of stages that run the same operations with as many bytes and hold alike storages.
 
-    def _each_alone(self) -> list[list[int]]:
-        return [[k] for k in range(len(self.segments))]
-
-    def _alike(self) -> list[list[int]]:
-        """Per stage of the chain, those that run the same operations with as many bytes and hold alike storages."""
+        There are none where keep or recompute hold what no hook sees.
+        """
+        if not all(self._is_local(run, bases) for run in self._runs_of_all()):
+            return ()
 
         def storages(held: Iterable[int], k: int) -> tuple[Any, ...]:
             found = [self.storages[s] for s in held]
@@ -1382,7 +693,6 @@ class _Tracing:
             return *own, *((s.nbytes, s.to_end, s.stays) for s in found)
 
         groups: dict[Any, list[int]] = {}
-        out = []
         for k, (g, menu) in enumerate(zip(self.segments, self.menus, strict=True)):
             like = [
                 (name, o.recomputes, o.moves, o.ops, storages(o.saved, k), storages(o.pinned, k))
@@ -1394,51 +704,60 @@ class _Tracing:
                 for table in (seen.forward, seen.backward)
                 if g in table
             ]
-            group = groups.setdefault((self._kind(g), *like, *ran), [])
-            group.append(k)
-            out.append(group)
-        return out
+            groups.setdefault((self._kind(g), *like, *ran), []).append(k)
+        return [group for group in groups.values() if len(group) > 1]
 
-    def _runs_left(self, runs: Sequence[_ReplayedRun], base_forward: Sequence[int]) -> list[_ReplayedRun]:
+    def _runs_left(self, runs: Sequence[_ReplayedRun], bases: _StartBytes) -> list[_ReplayedRun]:
         """A replay for each name of an option that has none in `runs`."""
         seen = {(k, name) for run in runs for k, name in enumerate(run.names)}
         left = dict.fromkeys(name for k, menu in enumerate(self.menus) for name in menu if (k, name) not in seen)
         self.all_replays = self.replays + len(left)
-        return [self._under(self._named(name), base_forward) for name in left]
+        return [self._under(self._named(name), bases) for name in left]
 
-    def _under(self, names: tuple[str, ...], base_forward: Sequence[int]) -> _ReplayedRun:
+    def _under(self, names: tuple[str, ...], bases: _StartBytes) -> _ReplayedRun:
         """A replay of the options of these names, with what it held unseen pinned to them."""
         run = _ReplayedRun(names, self._run(self._decisions(names)))
-        self._pin_unseen(run, base_forward)
+        self._pin_unseen(run, bases)
         return run
 
-    def _unexplained(self, run: _ReplayedRun) -> tuple[list[int], list[int]]:
+    def _unexplained(self, run: _ReplayedRun) -> _StartBytes:
         """Bytes at the start of each forward and backward step of `run` beyond the storages that are resident then.
 
         What is on the device before the step isn't in it.
         """
         options, seen = self._held_under(run.names), run.seen
-        changes = resident_changes(
+        change_forward, change_backward = resident_changes(
             self.storages, [option.all for option in options], self._moved(options), range(len(options))
         )
         # Saved numbers are in no replay's bytes; a stage's count from its forward to its backward.
         numbers = list(accumulate(self.kept.forward[g].wrapped_bytes for g in self.segments))
-        forward, backward = (
-            [
-                table[g].start_bytes - resident + number
-                for g, number, resident in zip(self.segments, numbers, accumulate(change), strict=False)
-            ]
-            for table, change in zip((seen.forward, seen.backward), changes, strict=True)
-        )
+
+        def beyond(table: Mapping[int, SegmentTrace], change: Iterable[int]) -> list[int]:
+            known = zip(self.segments, numbers, accumulate(change), strict=False)
+            return [table[g].start_bytes - resident + number for g, number, resident in known]
+
+        forward, backward = beyond(seen.forward, change_forward), beyond(seen.backward, change_backward)
         held = {s for option in options for s in option.all}
         for sid, last in self.lasting.items():  # counted where this replay doesn't have it
             storage = self.storages[self.index[sid]]
             for k in range(storage.born + 1, len(forward) if self.index[sid] in held else last + 1):
                 if sid not in seen.forward[self.segments[k]].present:
                     forward[k] += storage.nbytes
-        return forward, backward
+        return _StartBytes(forward, backward)
 
-    def _bases(self) -> tuple[list[int], list[int]]:
+    def _beyond(self, run: _ReplayedRun, bases: _StartBytes) -> _StartBytes:
+        """Bytes at the start of each step of `run` beyond `bases` and all that is known to be resident then."""
+        unexplained, states = self._unexplained(run), self._states_before(self._held_under(run.names))
+
+        def beyond(found: list[int], state: list[int], base: list[int]) -> list[int]:
+            return [self.resident_bytes + f + s - b for f, s, b in zip(found, state, base, strict=True)]
+
+        return _StartBytes(
+            beyond(unexplained.forward, states.forward, bases.forward),
+            beyond(unexplained.backward, states.backward, bases.backward),
+        )
+
+    def _bases(self) -> _StartBytes:
         """Bytes at the start of each forward and backward step that no decision changes.
 
         Pins to the stages what they hold beyond what hooks show. Autograd nodes may hold tensors that no hook sees
@@ -1446,8 +765,7 @@ class _Tracing:
         recompute, and are pinned to the stage where the difference begins.
         """
         kept_run, again_run = self._runs_of_all()
-        kept, _ = self._unexplained(kept_run)
-        again, _ = self._unexplained(again_run)
+        kept, again = self._unexplained(kept_run).forward, self._unexplained(again_run).forward
         base_forward = []
         hidden_kept = hidden_again = 0
         kept_ends: Counter[int] = Counter()  # of the hidden bytes, those in graphs that are dropped, by their last step
@@ -1461,35 +779,39 @@ class _Tracing:
             hidden_again -= again_ends[k]
             difference = (kept[k + 1] - hidden_kept) - (again[k + 1] - hidden_again)
             if difference > 0:
-                until = self._pin(k, difference, "unseen", lambda name, option: not option.recomputes)
+                until = self._pin(k, difference, "unseen", self._option_names(k, recomputing=False))
                 hidden_kept += difference
                 kept_ends[until] += difference
-            elif difference < 0 and any(option.recomputes for option in self.menus[k].values()):
-                until = self._pin(k, -difference, "unseen", lambda name, option: option.recomputes)
+            elif difference < 0 and self._option_names(k, recomputing=True):
+                until = self._pin(k, -difference, "unseen", self._option_names(k, recomputing=True))
                 hidden_again -= difference
                 again_ends[until] -= difference
             else:  # what is unseen of a graph that is dropped, of a stage that isn't: it counts as if it were there
                 hidden_kept += difference
-        for k, menu in enumerate(self.menus):
-            if self._state(k) and any(option.recomputes for option in menu.values()):
-                self._pin(k, self._state(k), "random state", lambda name, option: option.recomputes)
-        _, kept = self._unexplained(kept_run)
-        _, again = self._unexplained(again_run)
-        _, states = self._states_before(self._held_under(again_run.names))
+        for k in range(len(self.menus)):
+            if self._state(k) and self._option_names(k, recomputing=True):
+                self._pin(k, self._state(k), "random state", self._option_names(k, recomputing=True))
+        kept, again = self._unexplained(kept_run).backward, self._unexplained(again_run).backward
+        states = self._states_before(self._held_under(again_run.names)).backward
         base_backward = [
             max(self.resident_bytes + max(kept_bytes, again_bytes + state_bytes), 0)
             for kept_bytes, again_bytes, state_bytes in zip(kept, again, states, strict=True)
         ]
-        return base_forward, base_backward
+        return _StartBytes(base_forward, base_backward)
 
-    def _pin(self, k: int, nbytes: int, label: str, where: Callable[[str, _Held], bool]) -> int:
-        """Add a storage of stage `k` that some of its options hold and can't move; return the last step that has it."""
-        name, until = f"{segment_name(self.names, self.segments[k])}/{label}", self._graph_until(k)
-        self.storages.append(Storage(name, nbytes, k, k, graph_until=until))
+    def _option_names(self, k: int, *, recomputing: bool) -> list[str]:
+        """The options of stage `k` that recompute it, or those that don't."""
+        return [name for name, option in self.menus[k].items() if option.recomputes == recomputing]
+
+    def _pin(self, k: int, nbytes: int, label: str, options: Iterable[str]) -> int:
+        """Add a storage of stage `k` that these options of it hold and can't move; return the last step that has it."""
+        until = self._graph_until(k)
+        stage = segment_name(self.names, self.segments[k])
+        self.storages.append(Storage(f"{stage}/{label}", nbytes, k, k, graph_until=until))
         pinned = len(self.storages) - 1
-        for name, option in self.menus[k].items():
-            if where(name, option):
-                self.menus[k][name] = dataclasses.replace(option, pinned=(*option.pinned, pinned))
+        for name in options:
+            option = self.menus[k][name]
+            self.menus[k][name] = dataclasses.replace(option, pinned=(*option.pinned, pinned))
         return len(self.segments) if until is None else until
 
     def _graph_until(self, k: int) -> int | None:
@@ -1506,7 +828,7 @@ class _Tracing:
         """Per stage, bytes of the random states that its option holds; no replay counts them."""
         return [self._state(k) if option.recomputes else 0 for k, option in enumerate(options)]
 
-    def _states_before(self, options: Sequence[_Held]) -> tuple[list[int], list[int]]:
+    def _states_before(self, options: Sequence[_Held]) -> _StartBytes:
         """Bytes of the random states that are held at the start of each forward and each backward step."""
         n = len(options)
         forward, backward = [0] * n, [0] * n
@@ -1516,7 +838,7 @@ class _Tracing:
                 forward[k] += nbytes
             for k in range(i, n) if until is None else ():
                 backward[k] += nbytes
-        return forward, backward
+        return _StartBytes(forward, backward)
 
     def _collected_bytes(self, g: int) -> int:
         """Bytes that a stage makes in each run and others keep besides its output (features, by a hook)."""
@@ -1524,16 +846,13 @@ class _Tracing:
         returned = self.program.returned.get(g, {})
         return sum(nbytes for op in trace.ops for s, (nbytes, _) in op.made.items() if s in after and s not in returned)
 
-    def _pin_unseen(self, run: _ReplayedRun, base_forward: Sequence[int]) -> None:
+    def _pin_unseen(self, run: _ReplayedRun, bases: _StartBytes) -> None:
         """Pin to the options of `run` what it held beyond the storages that are known."""
-        unexplained, _ = self._unexplained(run)
-        states, _ = self._states_before(self._held_under(run.names))
         hidden = 0
-        for k in range(len(self.segments) - 1):
-            difference = self.resident_bytes + unexplained[k + 1] + states[k + 1] - base_forward[k + 1] - hidden
-            name = run.names[k]
+        for k, (beyond, name) in enumerate(zip(self._beyond(run, bases).forward[1:], run.names, strict=False)):
+            difference = beyond - hidden
             if difference > 0 and name != "keep":
-                self._pin(k, difference, f"{_UNSEEN} {name}", functools.partial(_is_called, name))
+                self._pin(k, difference, f"{_UNSEEN} {name}", [name])
                 hidden += difference
 
     def _workspaces(self, replays: Iterable[Replay]) -> dict[Hashable, int]:
@@ -1546,7 +865,7 @@ class _Tracing:
         return extra
 
     def _options(
-        self, runs: Sequence[_ReplayedRun], bases: tuple[Sequence[int], Sequence[int]], alike: Sequence[Sequence[int]]
+        self, runs: Sequence[_ReplayedRun], bases: _StartBytes, alike: Sequence[Sequence[int]]
     ) -> list[dict[str, Option]] | None:
         """Per stage of the chain, its options by name, with the bytes that they add in the replays.
 
@@ -1565,9 +884,8 @@ class _Tracing:
             return out
         if any(_UNSEEN in storage.name for storage in self.storages):
             return None
-        for group in alike:
-            if not _share(group, out, self.menus):
-                return None
+        if not all(_share(group, out, self.menus) for group in alike):
+            return None
         for menu, options in zip(self.menus, out, strict=True):
             for name, held in menu.items():
                 if held.moves:
@@ -1577,26 +895,17 @@ class _Tracing:
                         return None
         return out
 
-    def _measured(
-        self, run: _ReplayedRun, extra: Mapping[Hashable, int], bases: tuple[Sequence[int], Sequence[int]]
-    ) -> Iterator[Option]:
+    def _measured(self, run: _ReplayedRun, extra: Mapping[Hashable, int], bases: _StartBytes) -> Iterator[Option]:
         """Per stage of the chain, the option that `run` ran under, with the bytes that it adds."""
         options, seen = self._held_under(run.names), run.seen
-        states, before = self._states(options), self._states_before(options)
-        unexplained = self._unexplained(run)
+        states, beyond = self._states(options), self._beyond(run, bases)
         moved = self._moved(options)
         for k, (g, option) in enumerate(zip(self.segments, options, strict=True)):
             # Fewer bytes at the start than known storages have are no saving of this stage's, but for those that it
             # moved itself in this run, which may return only after the start.
             returning = sum(self.storages[s].nbytes for s in option.moved if moved.get(s) == k)
-            forward, backward = (
-                max(self.resident_bytes + unexplained_bytes + state_bytes - base_bytes[k], -returning)
-                + self._rise(table, k, extra)
-                for table, unexplained_bytes, base_bytes, state_bytes in (
-                    (seen.forward, unexplained[0][k], bases[0], before[0][k]),
-                    (seen.backward, unexplained[1][k], bases[1], before[1][k]),
-                )
-            )
+            forward = max(beyond.forward[k], -returning) + self._rise(seen.forward, k, extra)
+            backward = max(beyond.backward[k], -returning) + self._rise(seen.backward, k, extra)
             again = 0
             if "recompute" in self.menus[k]:  # in a segment's sweep it runs again, whether it saves there or not
                 again = self._collected_bytes(g)
@@ -1671,31 +980,28 @@ class _Tracing:
         return out
 
 
-def _share(group: Sequence[int], options: Sequence[dict[str, Option]], menus: Sequence[_Menu]) -> bool:
+def _shape(menu: _Menu) -> list[tuple[Any, ...]]:
+    """What is equal in menus that have the same options, whatever the storages' numbers."""
+    return [(name, len(held.saved), len(held.pinned), held.moves, held.ops) for name, held in menu.items()]
+
+
+def _share(group: Sequence[int], options: list[dict[str, Option]], menus: Sequence[_Menu]) -> bool:
     """Give the stages of `group`, which are alike, each other's options; False if those that they share differ."""
-    bytes_of: dict[str, tuple[int, int]] = {}
+    ran: dict[str, Option] = {}
     for k in group:
         for name, option in options[k].items():
-            if bytes_of.setdefault(name, (option.forward_bytes, option.backward_bytes)) != (
-                option.forward_bytes,
-                option.backward_bytes,
-            ):
+            first = ran.setdefault(name, option)
+            if (first.forward_bytes, first.backward_bytes) != (option.forward_bytes, option.backward_bytes):
                 return False
     for k in group:
-        for name, held in menus[k].items():
-            source = next((options[j][name] for j in group if name in options[j]), None)
-            if source is not None:
-                options[k].setdefault(name, dataclasses.replace(source, saved=held.saved, pinned=held.pinned))
+        options[k] = _as_in(menus[k], ran)
     return True
 
 
-def _are_alike(menu: _Menu, other: _Menu) -> bool:
-    """Whether two menus have the same options, whatever the storages' numbers."""
-    return [(name, len(o.saved), len(o.pinned), o.moves, o.ops) for name, o in menu.items()] == [
-        (name, len(o.saved), len(o.pinned), o.moves, o.ops) for name, o in other.items()
-    ]
-
-
-def _is_called(name: str, other: str, option: _Held) -> bool:
-    """Whether an option called `other` has the name that is wanted."""
-    return other == name
+def _as_in(menu: _Menu, options: Mapping[str, Option]) -> dict[str, Option]:
+    """Those of `options` that `menu` has, with the storages that they hold there."""
+    return {
+        name: dataclasses.replace(options[name], saved=held.saved, pinned=held.pinned)
+        for name, held in menu.items()
+        if name in options
+    }

@@ -161,9 +161,7 @@ class Tracker(FakeWorld):
         The step's; with it the tracker notes where storages and operations are made, and the numbers that autograd
         saves, which take no bytes in its counts, as storages.
     saves : bool
-        False: autograd saves nothing, no numbers either.
-    compares : bool
-        The operations' operands are noted (`OpTrace.reads`).
+        False: autograd saves nothing, no numbers either, and the operations' operands are noted (`OpTrace.reads`).
 
     Attributes
     ----------
@@ -189,10 +187,9 @@ class Tracker(FakeWorld):
         model: nn.Module | None = None,
         *,
         saves: bool = True,
-        compares: bool = False,
     ) -> None:
         super().__init__(target)
-        self._model, self._saves, self._compares = model, saves, compares
+        self._model, self._saves = model, saves
         self._modules = {} if model is None else names_of(model)
         self.origins: dict[Sid, Origin] = {}
         self.returns: list[tuple[int, int, int]] = []
@@ -493,7 +490,7 @@ class Tracker(FakeWorld):
         if not self._on_cuda and (numbers := saved_numbers(func, args)):
             self._save_numbers(numbers)
         first = len(self.changes)
-        reads = self._operands(given) if self._compares else ()
+        reads = () if self._saves else self._operands(given)
         func = self._as_on_real_tensors(func, args)
         key = self._target.op_keys.of(func, args, kwargs, operands)
         in_place = self._accumulates(func, args, kwargs)

@@ -26,10 +26,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any, TypeVar
 
 from ckptplan.core.errors import UnsupportedModelError
-from ckptplan.core.plan import KEEP, Decision
+from ckptplan.core.plan import KEEP, Decision, Decisions
 from ckptplan.profiling.bytes.folding import Periods, Run, UnlikeLayersError, find_runs, quiet, shortened
 from ckptplan.profiling.bytes.origins import Where
-from ckptplan.profiling.bytes.trace import Replay, find_stages, replay
+from ckptplan.profiling.bytes.replays import Replay, find_stages, replay
 from ckptplan.profiling.bytes.tracker import DETACHED, Change, SegmentTrace, Sid
 from ckptplan.profiling.target import Target
 from ckptplan.training.compiled import compiled_modules
@@ -114,7 +114,7 @@ class Folding:
         """Shorten the model while the context is active."""
         return shortened(self._step.model, self._runs)
 
-    def replay(self, choices: tuple[Decision, ...], *, saves: bool, numbered: bool = True) -> Replay:
+    def replay(self, choices: tuple[Decision, ...], *, saves: bool) -> Replay:
         """Return the full model's replay with `choices` for its stages.
 
         The first one has to be one that saves nothing, which is compared with the full model's.
@@ -126,15 +126,15 @@ class Folding:
         """
         if not saves:
             self._made.clear()  # of an earlier trace, before larger storages were known
-        few = self.replay_few(self._chosen(choices), saves=saves, numbered=numbered)
+        written_out = self._written_out(self.replay_few(self._chosen(choices), saves=saves))
         if saves:
-            return self._written_out(few)
-        full = self._replayed(self._stages, choices, saves=False, numbered=numbered)
-        if not _are_equal(self._written_out(few), full):
+            return written_out
+        full = self._replayed(self._stages, choices, saves=False)
+        if not _are_equal(written_out, full):
             raise UnlikeLayersError
         return full
 
-    def replay_few(self, choices: tuple[Decision, ...], *, saves: bool, numbered: bool = True) -> Replay:
+    def replay_few(self, choices: tuple[Decision, ...], *, saves: bool) -> Replay:
         """Return the shortened model's replay with `choices` for its stages; made once.
 
         Raises
@@ -142,10 +142,9 @@ class Folding:
         UnlikeLayersError
             If it fails.
         """
-        key = choices, saves
-        if key not in self._made:
-            self._made[key] = self._few(choices, saves=saves, numbered=numbered)
-        return self._made[key]
+        if (choices, saves) not in self._made:
+            self._made[choices, saves] = self._few(choices, saves=saves)
+        return self._made[choices, saves]
 
     def logged(self, *, inference: bool = False, **options: Any) -> tuple[Replay, tuple[str, ...]]:
         """Return the full model's replay with everything kept and its whole log, and the names of its stages.
@@ -155,14 +154,14 @@ class Folding:
         inference : bool
             Of one forward that saves nothing instead.
         **options
-            `accumulating` and `holds_output`, as in `replay` of trace.py.
+            `accumulating` and `holds_output`, as in `replay` of replays.py.
         """
         step = self._step.without_loss() if inference else self._step
-        options |= {"saves": not inference, "numbered": False, "logs": True}
+        options |= {"saves": not inference, "logs": True}
         if self.folds:
             try:
                 if not self._is_checked:
-                    self.replay((KEEP,) * len(self._stages), saves=False, numbered=False)
+                    self.replay((KEEP,) * len(self._stages), saves=False)
                 self._is_checked = True
                 few = self._few((KEEP,) * len(self.stages), step, **options)
                 return self._written_out(few), self._stages
@@ -187,11 +186,8 @@ class Folding:
     def _replayed(
         self, stages: tuple[str, ...], choices: tuple[Decision, ...], step: TrainingStep | None = None, **options: Any
     ) -> Replay:
-        compares = not (options["saves"] or options.get("logs"))
-        accumulating = options.pop("accumulating", self._step.accumulates)
-        return replay(
-            step or self._step, stages, choices, self._target, accumulating=accumulating, compares=compares, **options
-        )
+        options.setdefault("accumulating", self._step.accumulates)
+        return replay(step or self._step, Decisions(stages, choices), self._target, **options)
 
     def _chosen(self, choices: Sequence[Decision]) -> tuple[Decision, ...]:
         """The decisions for the shortened model's stages."""

@@ -20,9 +20,8 @@ import math
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -165,6 +164,32 @@ class Times:
         return dataclasses.replace(self, glue_forward_s=forward_s, glue_backward_s=backward_s)
 
 
+@dataclass(frozen=True, slots=True)
+class StageWork:
+    """The stages of a step to be timed, and the ways in which they run.
+
+    Parameters
+    ----------
+    kinds : dict
+        Stage name -> kind, in call order; each kind is timed on the first stage that has it.
+    counts : mapping
+        Kind -> its number of stages in the full model, of which the step may run only a few.
+    again : dict
+        Kind -> its recomputing options' saved operations, by rising bytes and so, noise aside, falling time; saving
+        none comes first, unless some must not run again. Empty for a kind that can't be recomputed.
+    rerun_shares : mapping
+        As in `Traced`.
+    differentiated : set of str
+        Stages through which forward itself runs a backward.
+    """
+
+    kinds: dict[str, str]
+    counts: Mapping[str, int]
+    again: dict[str, Again]
+    rerun_shares: Mapping[tuple[str, tuple[int, ...]], float] = field(default_factory=dict)
+    differentiated: Set[str] = frozenset()
+
+
 class _StageCall(NamedTuple):
     """A call of a stage: its module, the module's own forward, and its positional and keyword arguments."""
 
@@ -191,25 +216,16 @@ class _Timing:
     """Rounds of the cut forward, and the times measured in them; parameters as in `time_stages`."""
 
     def __init__(
-        self,
-        step: TrainingStep,
-        kinds: dict[str, str],
-        counts: Mapping[str, int],
-        again: dict[str, Again],
-        device: torch.device,
-        rewind: Callable[[], None],
-        rerun_shares: Mapping[tuple[str, tuple[int, ...]], float],
-        differentiated: frozenset[str],
-        report: Report,
+        self, step: TrainingStep, work: StageWork, device: torch.device, rewind: Callable[[], None], report: Report
     ) -> None:
-        self.differentiated = differentiated
-        self.rerun_shares, self.report, self.number = rerun_shares, report, 0
-        self.step, self.kinds, self.counts, self.again, self.device = step, kinds, counts, again, device
+        self.step, self.device, self.report, self.number = step, device, report, 0
+        self.kinds, self.counts, self.again = work.kinds, work.counts, work.again
+        self.rerun_shares, self.differentiated = work.rerun_shares, work.differentiated
         self.watch = Stopwatch(device)
         parallel = parallel_of(step.model)
         self.undisturbed = parallel.undisturbed if parallel.in_step else contextlib.nullcontext
         self.rewind = rewind
-        self.names = tuple(kinds)
+        self.names = tuple(self.kinds)
         self.samples: dict[tuple[str, Way, str], list[Took]] = {}
         self.otherwise: set[tuple[str, Way]] = set()  # kinds and ways that ran other operations than were traced
         self.unlike: dict[str, str] = {}  # kinds that can't run again -> why
@@ -523,33 +539,20 @@ def _falling(values: Iterable[float]) -> list[float]:
 
 def time_stages(
     step: TrainingStep,
-    kinds: dict[str, str],
-    counts: Mapping[str, int],
-    again: dict[str, Again],
+    work: StageWork,
     device: torch.device,
     rewind: Callable[[], None],
     real: RealStorages | None = None,
-    rerun_shares: Mapping[tuple[str, tuple[int, ...]], float] = MappingProxyType({}),
-    differentiated: Collection[str] = (),
     report: Report = ignore_progress,
 ) -> tuple[Times, Times, dict[str, str]]:
     """Measure `step` stage by stage, and check of each stage that it can run again.
 
     Parameters
     ----------
-    kinds : dict
-        Stage name -> kind, in call order; each kind is timed on the first stage that has it.
-    counts : mapping
-        Kind -> its number of stages in the full model, of which `step` may run only a few.
-    again : dict
-        Kind -> its recomputing options' saved operations, by rising bytes and so, noise aside, falling time; saving
-        none comes first, unless some must not run again. Empty for a kind that can't be recomputed.
     rewind : callable
         Restores buffers and random states between rounds.
     real : RealStorages, optional
         Watches one round's forward.
-    rerun_shares, differentiated
-        As in `Traced`.
     report : callable
         Called with the number of each stage, between what is measured.
 
@@ -565,11 +568,11 @@ def time_stages(
     UnsupportedModelError
         If a stage didn't run.
     """
-    timing = _Timing(step, kinds, counts, again, device, rewind, rerun_shares, frozenset(differentiated), report)
+    timing = _Timing(step, work, device, rewind, report)
     timing.round(tries=True)  # a warm-up as well
     timing.round(watched=real)
     timing.rounds()
-    for name, kind in kinds.items():
+    for name, kind in work.kinds.items():
         if (kind, None, "forward") not in timing.samples:
             raise UnsupportedModelError(
                 f"stage {name!r} ran while the step was traced, and not when it was timed: forward takes another path "

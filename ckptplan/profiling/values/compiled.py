@@ -299,14 +299,12 @@ def _note(
 def _described(name: str, module: nn.Module, trial: _Trial) -> dict[str, Any]:
     """The fields of `Noted` for a call, but for its bytes and its kind."""
     inputs = _tensors((trial.args, trial.keywords))
-    wanting = [*inputs, *module.parameters()]
     buffers = _buffers(module)
     versions = [t._version for t in inputs]
     storages = _Storages()
     storages.add("input", inputs)
     storages.add("own", _own(module))
     saved: list[Lies] = []
-    values: dict[int, torch.Tensor] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         saved.append(storages.find(tensor))
@@ -320,36 +318,12 @@ def _described(name: str, module: nn.Module, trial: _Trial) -> dict[str, Any]:
             "tensor, or leave this module uncompiled"
         )
     leaves, spec = pytree.tree_flatten(output)
-    for number, leaf in enumerate(leaves):
-        if isinstance(leaf, torch.Tensor) and not (leaf.is_floating_point() or leaf.is_complex()):
-            if leaf.numel() > VALUES_LIMIT:
-                raise UnsupportedModelError(
-                    f"compiled module {name!r} returns {leaf.numel()} integers; at most {VALUES_LIMIT} are kept; "
-                    "leave this module uncompiled"
-                )
-            values[number] = leaf.detach().clone()
-    outputs = tuple(
-        values.get(n, Output(storages.find(leaf), leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf)
-        for n, leaf in enumerate(leaves)
-    )
+    outputs = tuple(_described_leaf(name, leaf, storages) for leaf in leaves)
     now = _buffers(module)
     replaced = tuple(key for key, (_, _, buffer, _) in buffers.items() if now[key][2] is not buffer)
     updated = tuple(key for key, (_, _, b, version) in buffers.items() if key not in replaced and b._version != version)
     new = tuple(storages.new)
-    differentiable = [t for t in _tensors(output) if t.requires_grad]
-    gradients: list[Lies | None] = [None] * len(wanting)
-    made: tuple[Layout, ...] = ()
-    if differentiable:
-        given = [torch.ones_like(t) for t in differentiable]
-        first = {id(leaf): n for n, leaf in reversed(list(enumerate(leaves)))}
-        for tensor, gradient in zip(differentiable, given, strict=True):
-            storages.known[_address(gradient)] = ("gradient", first[id(tensor)])
-        sought = [t for t in wanting if t.requires_grad]
-        found = torch.autograd.grad(differentiable, sought, given, allow_unused=True)
-        where = {id(t): None if g is None else storages.find(g) for t, g in zip(sought, found, strict=True)}
-        gradients = [where.get(id(t)) for t in wanting]
-        made = tuple(storages.new[len(new) :])
-        del given, found, sought
+    gradients = _described_gradients(leaves, [*inputs, *module.parameters()], storages)
     return {
         "new": new,
         "outputs": outputs,
@@ -357,9 +331,40 @@ def _described(name: str, module: nn.Module, trial: _Trial) -> dict[str, Any]:
         "saved": tuple(saved),
         "updated": updated,
         "replaced": replaced,
-        "made": made,
-        "gradients": tuple(gradients),
+        "made": tuple(storages.new[len(new) :]),
+        "gradients": gradients,
     }
+
+
+def _described_leaf(name: str, leaf: Any, storages: _Storages) -> Any:
+    """An entry of `Noted.outputs`."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    if leaf.is_floating_point() or leaf.is_complex():
+        return Output(storages.find(leaf), leaf.requires_grad)
+    if leaf.numel() > VALUES_LIMIT:
+        raise UnsupportedModelError(
+            f"compiled module {name!r} returns {leaf.numel()} integers; at most {VALUES_LIMIT} are kept; "
+            "leave this module uncompiled"
+        )
+    return leaf.detach().clone()
+
+
+def _described_gradients(
+    leaves: list[Any], wanting: list[torch.Tensor], storages: _Storages
+) -> tuple[Lies | None, ...]:
+    """`Noted.gradients`, by a backward of the output with these leaves."""
+    differentiable = [t for t in _tensors(leaves) if t.requires_grad]
+    if not differentiable:
+        return (None,) * len(wanting)
+    given = [torch.ones_like(t) for t in differentiable]
+    first = {id(leaf): n for n, leaf in reversed(list(enumerate(leaves)))}
+    for tensor, gradient in zip(differentiable, given, strict=True):
+        storages.known[_address(gradient)] = ("gradient", first[id(tensor)])
+    sought = [t for t in wanting if t.requires_grad]
+    found = torch.autograd.grad(differentiable, sought, given, allow_unused=True)
+    where = {id(t): None if g is None else storages.find(g) for t, g in zip(sought, found, strict=True)}
+    return tuple(where.get(id(t)) for t in wanting)
 
 
 def _measured(trial: _Trial, wanting: list[torch.Tensor], device: torch.device, *, held: bool) -> tuple[int, int, int]:

@@ -20,7 +20,7 @@ from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.core.plan import KEEP, Decision, Decisions
 from ckptplan.distributed import apart
 from ckptplan.profiling.bytes.operations import written_to
-from ckptplan.profiling.bytes.trace import find_stages, replay
+from ckptplan.profiling.bytes.replays import find_stages, replay
 from ckptplan.profiling.bytes.tracker import stage_segment
 from ckptplan.profiling.target import Target
 from ckptplan.profiling.values.answers import (
@@ -130,7 +130,7 @@ def _witness(phase: Phase, answers: Answers, step: TrainingStep, target: Target,
     if phase == "backward":
         names = find_stages(step, target).stages
         rewind()
-        fixed = replay(step, names, (KEEP,) * len(names), target, saves=False).modifies
+        fixed = replay(step, Decisions(names, (KEEP,) * len(names)), target, saves=False).modifies
         rewind()
         choices = tuple(KEEP if stage_segment(j) in fixed else Decision("recompute") for j in range(len(names)))
         one_forward = step.fn is None

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -215,64 +216,10 @@ def _record(
     step: TrainingStep, world: Callable[[], contextlib.AbstractContextManager[Any]], foreign: dict[str, None]
 ) -> list[ModuleCall]:
     """The tree of calls in their order: each after its caller, the model's own first; adds to `foreign`."""
-    model = step.model
-    models = _holds_models(model)
-    no_split = set(getattr(model, "_no_split_modules", None) or ())
-    modules = dict(model.named_modules())
-    # With the storages themselves, since forward may give a parameter other data.
-    held = (*model.parameters(), *model.buffers(), *parallel_of(model).gathered())
-    own = {s._cdata: s for t in held for s in storages_of(t)}
-    calls = [ModuleCall("", member=False)]
-    stack = calls[:]
-    counts: dict[str, int] = {}
-    read = 0
-    met: dict[int, torch.UntypedStorage] = {}  # held, so that they stay distinct
-
-    def sizes(tensors: list[Any]) -> dict[int, int]:
-        out = {}
-        for t in tensors:
-            if isinstance(t, torch.Tensor) and (storage := t.untyped_storage())._cdata not in own:
-                met[storage._cdata] = storage
-                out[storage._cdata] = storage.nbytes()
-        return out
-
-    def own_reads() -> None:
-        """Count the reads since the last call began or ended as those of the call that runs."""
-        nonlocal read
-        read, before = getattr(here, "reads", 0), read
-        stack[-1].reads += read - before
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        found = sizes([tensor])
-        for call in stack:
-            call.saved.update(found)
-        return unowned(tensor)
-
-    def runner(name: str, module: nn.Module) -> Callable[..., Any]:
-        parent = modules.get(name.rpartition(".")[0])
-        listed = isinstance(parent, _CONTAINERS) and len(parent) > 1 and not (models and parent is model)
-        member = listed or type(module).__name__ in no_split
-
-        def run(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if not torch.is_grad_enabled():
-                return original(*args, **kwargs)
-            counts[name] = count = counts.get(name, 0) + 1
-            call = ModuleCall(name if count == 1 else f"{name}#{count}", member, stack[-1], kind=type(module))
-            call.inputs = sizes(leaves := pytree.tree_leaves((args, kwargs)))
-            call.sizes = tuple(t.shape for t in leaves if isinstance(t, torch.Tensor))
-            own_reads()
-            calls.append(call)
-            stack.append(call)
-            try:
-                return original(*args, **kwargs)
-            finally:
-                own_reads()
-                stack.pop()
-
-        return run
-
+    tree = _Tree(step.model)
+    modules = dict(step.model.named_modules())
     patches = [
-        PatchedForward(module, runner(name, module))
+        PatchedForward(module, tree.runner(name, module))
         for name, module in modules.items()
         if name and is_patchable(module)
     ]
@@ -282,7 +229,81 @@ def _record(
         if is_foreign(module, own_modules):
             foreign[type(module).__qualname__] = None
 
-    saving = OwnHooks(pack, lambda tensor: tensor)
-    with register_module_forward_pre_hook(note), installed(patches), world() as here, saving:
+    saving = OwnHooks(tree.pack, lambda tensor: tensor)
+    with register_module_forward_pre_hook(note), installed(patches), world() as tree.world, saving:
         step.forward()
-    return calls
+    return tree.calls
+
+
+class _Tree:
+    """The calls of a model's modules in one forward, and what autograd saves inside each.
+
+    Attributes
+    ----------
+    calls : list of ModuleCall
+        In order, the model's own first.
+    world : context manager
+        The one in which the forward runs.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._modules = model, dict(model.named_modules())
+        self._holds_models = _holds_models(model)
+        # With the storages themselves, since forward may give a parameter other data.
+        held = (*model.parameters(), *model.buffers(), *parallel_of(model).gathered())
+        self._own = {s._cdata: s for t in held for s in storages_of(t)}
+        self._met: dict[int, torch.UntypedStorage] = {}  # held, so that they stay distinct
+        self.calls = [ModuleCall("", member=False)]
+        self._stack = self.calls[:]
+        self._counts: Counter[str] = Counter()
+        self.world: Any = None
+        self._read = 0
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Note a tensor that autograd saves in all calls that run."""
+        found = self._sizes([tensor])
+        for call in self._stack:
+            call.saved.update(found)
+        return unowned(tensor)
+
+    def runner(self, name: str, module: nn.Module) -> Callable[..., Any]:
+        """Return what runs in place of a module's forward."""
+        parent = self._modules.get(name.rpartition(".")[0])
+        listed = isinstance(parent, _CONTAINERS) and len(parent) > 1
+        member = listed and not (self._holds_models and parent is self._model)
+        member = member or type(module).__name__ in (getattr(self._model, "_no_split_modules", None) or ())
+
+        def run(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if not torch.is_grad_enabled():
+                return original(*args, **kwargs)
+            self._counts[name] += 1
+            count = self._counts[name]
+            call = ModuleCall(name if count == 1 else f"{name}#{count}", member, self._stack[-1], kind=type(module))
+            leaves = pytree.tree_leaves((args, kwargs))
+            call.inputs = self._sizes(leaves)
+            call.sizes = tuple(t.shape for t in leaves if isinstance(t, torch.Tensor))
+            self._count_reads()
+            self.calls.append(call)
+            self._stack.append(call)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._count_reads()
+                self._stack.pop()
+
+        return run
+
+    def _sizes(self, leaves: list[Any]) -> dict[int, int]:
+        """Bytes of the tensors' storages that aren't the model's own, by address."""
+        out = {}
+        for t in leaves:
+            if isinstance(t, torch.Tensor) and (storage := t.untyped_storage())._cdata not in self._own:
+                self._met[storage._cdata] = storage
+                out[storage._cdata] = storage.nbytes()
+        return out
+
+    def _count_reads(self) -> None:
+        """Count the reads since the last call began or ended as those of the call that runs."""
+        read, before = getattr(self.world, "reads", 0), self._read
+        self._read = read
+        self._stack[-1].reads += read - before

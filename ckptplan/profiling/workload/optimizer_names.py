@@ -186,29 +186,6 @@ NAMED: Mapping[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 }
 """Name -> function from a model to the optimizer of its parameters that require gradients."""
 
-_OWN_PACKAGE = "its state and update are those of a package that isn't modelled"
-REFUSED: Mapping[str, str] = {
-    "galore": "its state is a projection whose rank is set elsewhere",
-    "apollo": "its state is a projection whose rank is set elsewhere",
-    "lomo": "it updates during backward, so gradients don't exist together",
-    "adalomo": "it updates during backward, so gradients don't exist together",
-    "adamw_torch_xla": "it doesn't run on CUDA",
-    "adamw_torch_npu": "it doesn't run on CUDA",
-    "adamw_apex": "transformers has taken it out; adamw_torch_fused is like it",
-    "adamw_hf": "transformers has taken it out; adamw_torch is like it",
-    "adamw_anyprecision": _OWN_PACKAGE,
-    "schedule_free": _OWN_PACKAGE,
-    "grokadamw": _OWN_PACKAGE,
-    "stable_adamw": _OWN_PACKAGE,
-    "optimi": _OWN_PACKAGE,
-    "adopt": _OWN_PACKAGE,
-    "came": _OWN_PACKAGE,
-    "dion": _OWN_PACKAGE,
-    "flash": _OWN_PACKAGE,
-    "lion_pytorch": _OWN_PACKAGE,
-}
-"""Beginning of a name -> why it isn't counted."""
-
 
 def check_name(name: str) -> str:
     """Return the name of an optimizer in lower case.
@@ -216,17 +193,14 @@ def check_name(name: str) -> str:
     Raises
     ------
     InvalidInputError
-        If it isn't known, or isn't counted.
+        If it isn't known.
     """
-    found = name.lower()
-    if found in NAMED:
-        return found
-    known = f"; counted by name are {', '.join(NAMED)}"
-    other = "; pass an optimizer, its class, or a function from parameters to an optimizer for any other"
-    for beginning, why in REFUSED.items():
-        if found.startswith(beginning):
-            raise InvalidInputError(f"optimizer={name!r} isn't counted: {why}{known}{other}")
-    raise InvalidInputError(f"optimizer={name!r} is not known by name{known}{other}")
+    if name.lower() in NAMED:
+        return name.lower()
+    raise InvalidInputError(
+        f"optimizer={name!r} is not known by name; counted by name are {', '.join(NAMED)}; pass an optimizer, its "
+        "class, or a function from parameters to an optimizer for any other"
+    )
 
 
 def notes_on(optimizer: torch.optim.Optimizer | None) -> list[str]:

@@ -31,7 +31,7 @@ def make_optimizer(optimizer: OptimizerLike, model: nn.Module) -> torch.optim.Op
     Raises
     ------
     InvalidInputError
-        If the name is unknown or its optimizer isn't counted, or the call doesn't return an optimizer.
+        If the name is unknown, or the call doesn't return an optimizer.
     """
     if isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
