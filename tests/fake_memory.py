@@ -71,7 +71,7 @@ class FakeMemory(TorchDispatchMode):
         a = self.allocator
         return {
             f"{kind}_bytes.all.{when}": getattr(a, f"{'peak_' if when == 'peak' else ''}{kind}_bytes")
-            for kind in ("requested", "allocated", "reserved", "inactive_split")
+            for kind in ("requested", "allocated", "reserved")
             for when in ("current", "peak")
         }
 

@@ -253,7 +253,7 @@ def frontier(
             with writing("the plans", output):
                 output.mkdir(parents=True, exist_ok=True)
             for plan in plans:
-                save_plan(plan, output / f"plan_{plan.budget_bytes}.json")
+                save_plan(plan, output / f"plan_{plan.counted_bytes}.json")
             with writing("the frontier", output / "frontier.json"):
                 plans.save(output / "frontier.json")
             typer.echo(f"written to {output / 'frontier.json'}, all of them, for ckptplan report --frontier")
