@@ -7,7 +7,7 @@ dictionary, a set, a deque, the data attributes of a class, an array, an object 
 1. A `Snapshot` stores the contents of cells: arrays as copies, everything else by reference. `put` writes the contents
    back into the cells themselves, so that two modules with one list still share that list afterwards. A container that
    holds tensors with autograd graphs is stored as a copy whose tensors are detached: the snapshot may live as long as a
-   graph, and the original container would keep other graphs alive. So is a plain object, in a shallow snapshot.
+   graph, and the original container would keep other graphs alive.
 2. A *shallow* snapshot has the attributes of the given modules, the attributes of plain objects among these, and the
    contents of containers of any depth in both. That is what a recompute puts back.
 3. A *deep* one follows all references: modules and other objects in containers, functions with their closure
@@ -34,7 +34,6 @@ kept.
 from __future__ import annotations
 
 import collections
-import contextlib
 import copy
 import functools
 import inspect
@@ -238,19 +237,6 @@ def alone(value: Any) -> Any:
     return value.detach().requires_grad_() if graph else value
 
 
-def _empty_like(value: Any) -> Any:
-    """Return an object of the same class without attributes; `value` itself if its class makes none."""
-    kind = type(value)
-    made_in_c: Any = next(c for c in kind.__mro__ if not c.__flags__ & _OF_A_CLASS_STATEMENT)
-    with contextlib.suppress(TypeError):
-        return made_in_c.__new__(kind)  # runs none of the class's own code
-    return value
-
-
-_OF_A_CLASS_STATEMENT = 1 << 9
-"""A flag of classes, Py_TPFLAGS_HEAPTYPE."""
-
-
 def _copied(iterator: Any) -> Any:
     """Return a new iterator that continues from the position of `iterator`."""
     with warnings.catch_warnings():
@@ -273,28 +259,12 @@ def _same(a: Any, b: Any) -> bool:
 
 @dataclass(slots=True)
 class _Cell:
-    """One cell and the contents that it had when the snapshot was taken.
-
-    Attributes
-    ----------
-    owner, name : type or None, str
-        The module's class and the attribute that led to the cell; None if no attribute did.
-    is_replaced : bool
-        Whether the contents have values of the types `_REPLACED`.
-    """
+    """One cell and the contents that it had when the snapshot was taken."""
 
     cell: Any
     kind: Kind
     contents: Any
-    owner: type | None = None
-    name: str = ""
-    is_replaced: bool = False
-
-    @property
-    def where(self) -> str:
-        """The cell's type, and the attribute that leads to it."""
-        led = "" if self.owner is None else f" in {self.owner.__name__}.{self.name}"
-        return f"a {type(self.cell).__name__}{led}"
+    is_replaced: bool = False  # whether the contents have values of the types `_REPLACED`
 
 
 _Attributes = tuple[
@@ -349,7 +319,6 @@ class Snapshot:
 
     def __post_init__(self) -> None:
         self._cells: dict[int, _Cell] = {}
-        self._owner: type | None = None  # of the attributes that are examined now
         self._attributes: list[_Attributes] = []
         self._known: set[int] = set()
         self._iterators: list[Any] = []
@@ -360,7 +329,6 @@ class Snapshot:
             self._known.update(map(id, self.modules))
         for module in self.modules[: self.given]:
             self._look_at(module)
-        self._owner = None
         for other in self.others:
             if self.deep or not isinstance(kind_of(type(other)), Kind):  # type: ignore[arg-type]
                 self._keep("argument", other)
@@ -377,7 +345,6 @@ class Snapshot:
         values: Sequence[Any] = values_in(table)
         is_replaced = False
         if not ATOMS.issuperset(map(type, values)):
-            self._owner = type(module)  # type: ignore[assignment]
             is_replaced = any(isinstance(value, _REPLACED) for value in values)
             values = [self._keep(name, value) for name, value in zip(names, values, strict=True)]
         self._attributes.append((module, all_names, names, values_in, values, is_replaced))
@@ -385,8 +352,8 @@ class Snapshot:
     def _keep(self, name: str, value: Any) -> Any:
         """Examine a value and return what the snapshot stores for it.
 
-        That is the value itself, except for tensors with graphs, which are detached, containers and objects with such
-        tensors, and iterators, which are copied.
+        That is the value itself, except for tensors with graphs, which are detached, containers of such tensors, and
+        iterators, which are copied.
         """
         kind = kind_of(type(value))  # type: ignore[arg-type]
         if kind is None:
@@ -409,9 +376,8 @@ class Snapshot:
                 value = _copied(value)
                 self._iterators.append(value)
         elif not self.deep:
-            if has_attributes(type(value)):  # type: ignore[arg-type]
-                known = self._cells.get(id(value))
-                return self._add(name, value, OBJECT) if known is None else known.cell
+            if has_attributes(type(value)) and id(value) not in self._cells:  # type: ignore[arg-type]
+                self._add(name, value, OBJECT)
         elif kind is _MODULE:
             self._found(value)
         elif isinstance(value, types.MethodType):
@@ -430,18 +396,14 @@ class Snapshot:
 
     def _add(self, name: str, value: Any, kind: Kind, contents: Any = None) -> Any:
         contents = kind.read(value) if contents is None else contents
-        found = self._cells[id(value)] = _Cell(value, kind, contents, self._owner, name)
+        found = self._cells[id(value)] = _Cell(value, kind, contents)
         inside = kind.values(contents)
         if not ATOMS.issuperset(map(type, inside)):
             found.contents = replaced(contents, functools.partial(self._keep_inside, name))
             found.is_replaced = any(isinstance(x, _REPLACED) for x in inside)
-            if not _same(found.contents, contents):  # the original would keep graphs alive
-                if kind not in (OBJECT, CLASS, CLOSURE):
-                    found.cell = copy.copy(value)
-                elif kind is OBJECT and not self.deep:
-                    found.cell = _empty_like(value)
-                if found.cell is not value:
-                    kind.write(found.cell, found.contents)
+            if kind not in (OBJECT, CLASS, CLOSURE) and not _same(found.contents, contents):
+                found.cell = copy.copy(value)  # the original would keep graphs alive
+                kind.write(found.cell, found.contents)
         return found.cell
 
     def _copies(self, array: np.ndarray[Any, Any]) -> bool:
@@ -539,7 +501,7 @@ class Contents:
             self._marks[id(module)][1].update((name, _mark(buffer)) for name, buffer in module._buffers.items())
         for key, each in found._cells.items():
             if key not in left_out:
-                self._marks[key] = each.where, _marks_in(each.contents)
+                self._marks[key] = f"a {type(each.cell).__name__}", _marks_in(each.contents)
 
     @classmethod
     def of(cls, modules: list[nn.Module], others: Iterable[Any] = ()) -> Contents:

@@ -475,7 +475,9 @@ def test_every_name_of_a_trainer_is_counted_or_refused() -> None:
             assert isinstance(made := make_optimizer(name, model), Optimizer)
             assert bool(made.defaults.get("fused")) is name.endswith("fused")
         else:
-            with pytest.raises(InvalidInputError, match=f"{name}' is not known by name; counted by name are sgd.*pass an"):
+            with pytest.raises(
+                InvalidInputError, match=f"{name}' is not known by name; counted by name are sgd.*pass an"
+            ):
                 make_optimizer(name, model)
     with pytest.raises(InvalidInputError, match="'adamv' is not known by name"):
         make_optimizer("adamv", model)

@@ -415,7 +415,7 @@ def toggle(stage: Leaving) -> None:
 
 
 LEFT: dict[str, tuple[Callable[[Leaving], Any], str]] = {
-    "list": (lambda stage: stage.state.append(1.0), "what it keeps in a list in Leaving.state"),
+    "list": (lambda stage: stage.state.append(1.0), "what it keeps in a list"),
     "attribute": (lambda stage: setattr(stage, "last", object()), "what it keeps in Leaving.last"),
     "buffer": (lambda stage: setattr(stage, "scale", stage.scale.clone()), "what it keeps in Leaving._buffers"),
     "hook": (lambda stage: stage.linear.register_forward_hook(print), "what it keeps in Linear._forward_hooks"),
