@@ -163,7 +163,10 @@ class ActivationPlanner(PlanningCallback, pl.Callback):
         """Return what a plan is made for beside the model's modules, in a form that a checkpoint keeps."""
         optimizers = [optimizer_text(getattr(o, "optimizer", o)) for o in trainer.optimizers]
         inputs = [str(tensor) for tensor in batch.tensors]
-        given = json.dumps(dict(module.hparams), sort_keys=True, default=name_of)
+        given: dict[str, str] = {}
+        for name, value in dict(module.hparams).items():
+            with contextlib.suppress(TypeError, ValueError, RecursionError):  # no plain data
+                given[name] = json.dumps(value, sort_keys=True, default=name_of)
         return f"{self.in_text()}; {trainer.precision}; {optimizers}; {inputs}; {given}; {settings_of(module)}"
 
     def state_dict(self) -> dict[str, Any]:

@@ -34,6 +34,7 @@ def layers() -> nn.Sequential:
 class Module(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
+        self.save_hyperparameters({"rates": {(0, 1): 2.0}, "mixed": {0: 1.0, "x": 2.0}})  # which no JSON holds
         self.layers = layers()
         self.losses: list[float] = []
         self.peaks: list[int] = []
