@@ -29,20 +29,24 @@ def is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def check_whole(owner: str, least: int, most: int, of: str = "", /, **values: object) -> None:
+def check_whole(owner: str, least: int, most: int, /, **values: object) -> None:
     """Raise `InvalidInputError` for the first of `values` that isn't a whole number from `least` to `most`.
 
-    Messages begin with `owner`, unless it is empty, and name the unit `of` which the values are a number.
+    Messages begin with `owner`, unless it is empty.
     """
     for name, value in values.items():
         if not is_int(value) or not least <= value <= most:
             raise InvalidInputError(
-                f"{owner and f'{owner}: '}{name}={short_repr(value)} must be a whole number{of}, from {least} to {most}"
+                f"{owner and f'{owner}: '}{name}={short_repr(value)} must be a whole number, from {least} to {most}"
             )
 
 
-def check_number(owner: str, least: float, most: float, of: str = "", /, **values: object) -> None:
-    """Raise `InvalidInputError` for the first of `values` that isn't a number from `least` to `most`."""
+def check_number(owner: str, least: float, most: float, unit: str = "", /, **values: object) -> None:
+    """Raise `InvalidInputError` for the first of `values` that isn't a number from `least` to `most`, of a unit if any.
+
+    Messages begin with `owner`, unless it is empty.
+    """
+    of = unit and f" of {unit}"
     for name, value in values.items():
         if not is_number(value) or not least <= value <= most:  # a comparison with NaN is false
             raise InvalidInputError(
@@ -53,22 +57,30 @@ def check_number(owner: str, least: float, most: float, of: str = "", /, **value
 
 def check_count(**values: object) -> None:
     """Raise `InvalidInputError` for the first of `values` that isn't a whole number, at least 1."""
-    check_whole("", 1, MOST_BYTES, **values)
+    for name, value in values.items():
+        if not (is_int(value) and value >= 1):
+            raise InvalidInputError(f"{name}={value!r} must be a whole number, at least 1")
 
 
 def check_bytes(owner: str, /, **values: int) -> None:
     """Raise `InvalidInputError` for the first of `values` that isn't a whole number of bytes, 0 or more."""
-    check_whole(owner, 0, MOST_BYTES - 1, " of bytes", **values)
+    for name, value in values.items():
+        if not is_int(value) or not 0 <= value < MOST_BYTES:
+            raise InvalidInputError(
+                f"{owner}: {name}={short_repr(value)} must be a whole number of bytes, 0 or more and below 2**60"
+            )
 
 
 def check_seconds(owner: str, /, **values: float) -> None:
     """Raise `InvalidInputError` for the first of `values` that isn't a finite number of seconds, 0 or more."""
-    check_number(owner, 0, MOST_SECONDS, " of seconds", **values)
+    check_number(owner, 0, MOST_SECONDS, "seconds", **values)
 
 
 def check_rates(owner: str, /, **values: float) -> None:
-    """Raise `InvalidInputError` for the first of `values` that isn't a usable number a second."""
-    check_number(owner, LEAST_RATE, MOST_RATE, " a second", **values)
+    """Raise `InvalidInputError` for the first of `values` that isn't a usable rate, of bytes or of operations."""
+    for name, value in values.items():
+        unit = "bytes per second" if "bytes" in name else "operations per second"
+        check_number(owner, LEAST_RATE, MOST_RATE, unit, **{name: value})
 
 
 def check_indices(owner: str, /, **values: tuple[int, ...]) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from ckptplan.core.checks import MOST_BYTES, check_number, check_whole, is_number
+from ckptplan.core.checks import MOST_BYTES, check_whole, is_number
 from ckptplan.core.ddp import DDP
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.fsdp import FSDP
@@ -39,7 +39,6 @@ Report = Callable[[str], None]
 
 AMP_TYPES = {"float16": "float16", "fp16": "float16", "bfloat16": "bfloat16", "bf16": "bfloat16"}
 """Types of autocast by the names that people give them."""
-MOST_GAP = 1e9
 MOST_SEED = (1 << 31) - 1
 """CP-SAT's seed is a signed integer of 32 bits."""
 
@@ -308,7 +307,10 @@ class Limits:
         limit_s = self.time_limit_s
         if not is_number(limit_s) or not 0 < limit_s < math.inf:
             raise InvalidInputError(f"time_limit_s={limit_s!r} must be a finite number of seconds above 0")
-        check_number("", 0, MOST_GAP, gap=self.gap)
+        if not is_number(self.gap) or not 0 <= self.gap < math.inf:
+            raise InvalidInputError(
+                f"gap={self.gap!r} must be a number, 0 or more: 0.01 ends the search at a plan proven to be within 1 %"
+            )
         if self.on_plan is not None and not callable(self.on_plan):
             raise InvalidInputError(f"on_plan={self.on_plan!r} is not callable; pass a function of a plan")
         check_whole("", 0, MOST_SEED, seed=self.seed)
