@@ -6,6 +6,7 @@ import io
 import json
 import pickle
 import re
+import struct
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from rich.console import Console
 from ckptplan import AllocatorSettings, InvalidInputError
 from ckptplan.cli.snapshot import snapshot_tables
 from ckptplan.memory.allocator import BlockInfo, SegmentInfo
+from ckptplan.memory.history.plain_pickle import _PlainUnpickler, load_plain
 from ckptplan.memory.history.reader import (
     TraceEvent,
     events_of,
@@ -279,22 +281,52 @@ def test_snapshot_files_hold_plain_data(tmp_path: Path) -> None:
         path.write_bytes(pickle.dumps(plain, protocol))
         assert load_snapshot(path) == plain
     whole = pickle.dumps(plain)
+    text = b"\x8d" + struct.pack("<Q", 1 << 60)
+    deep = b"\x80\x04}" + b")" + b"\x85" * 1000 + b"K\x01s."
     for data, message in (
-        (pickle.dumps({"segments": Path("x"), "device_traces": []}), r"it holds pathlib\.[\w.]*Path"),
-        (pickle.dumps({"segments": Path("x"), "device_traces": []}, 2), r"it holds pathlib\.[\w.]*Path"),
-        (b"not a pickle", "no pickle"),
-        (b"", "Ran out of input"),
+        (pickle.dumps({"segments": Path("x"), "device_traces": []}), "instruction STACK_GLOBAL"),
+        (pickle.dumps({"segments": Path("x"), "device_traces": []}, 2), "instruction GLOBAL"),
+        (b"not a pickle", "instruction INST|no pickle|read"),
+        (b"", "is empty"),
         (pickle.dumps({"segments": []}), "must be a dict with 'segments'"),
         (pickle.dumps(plain["segments"]), "memory_snapshot\\(\\), without history"),
         (whole[:-50], "cut off"),
+        (b"\x80\x04" + text + b".", "expected 1152921504606846976 bytes .* only 1 remain"),
+        (b"\x80\x02]r\xff\xff\xff\xff.", "place 4294967295 of the memo"),
+        (deep, "the tuple at byte 4 holds other things"),
+        (b"\x80\x02\x8b\x40\x00\x00\x00" + b"\x01" * 64 + b".", "has 505 bits, the limit is 128"),
         (b"\x80\x02}]K\x01s.", "unhashable"),
-        (b"\xff", "invalid load key"),
+        (b"\xff", r"position 0, opcode .*xff.* unknown"),
     ):
         path.write_bytes(data)
         with pytest.raises(InvalidInputError, match=message):
             load_snapshot(path)
     with pytest.raises(InvalidInputError, match="can't be read"):
         load_snapshot(tmp_path)
+    with pytest.raises(pickle.UnpicklingError, match=r"pathlib\.[\w.]*Path"):  # a second lock
+        _PlainUnpickler(io.BytesIO(pickle.dumps(Path("x")))).load()
+
+
+def test_no_more_is_read_than_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "snapshot.pickle"
+    path.write_bytes(pickle.dumps(list(range(1000))))
+    assert load_plain(path) == list(range(1000))
+    monkeypatch.setattr("ckptplan.memory.history.plain_pickle.MOST_OBJECTS", 500)
+    with pytest.raises(InvalidInputError, match="more than 500 objects; record with max_entries"):
+        load_plain(path)
+    monkeypatch.setattr("ckptplan.memory.history.plain_pickle.MOST_FILE_BYTES", 1000)
+    with pytest.raises(InvalidInputError, match=r"the limit is 1000 B; record with max_entries"):
+        load_plain(path)
+    # A thousand devices that share one list are a small file.
+    monkeypatch.undo()
+    monkeypatch.setattr("ckptplan.memory.history.reader._MOST_ENTRIES", 50_000)
+    shared = [entry("snapshot", 0, 0)] * 100
+    path.write_bytes(pickle.dumps({"segments": [], "device_traces": [shared] * 1000}))
+    with pytest.raises(InvalidInputError, match="100000 entries and 0 blocks, the limit is 50000 together"):
+        load_snapshot(path)
+    path.write_bytes(pickle.dumps({"segments": [{"device": 10**9}], "device_traces": []}))
+    with pytest.raises(InvalidInputError, match="names 1000000001 devices; the limit is 1024"):
+        load_snapshot(path)
 
 
 @pytest.mark.parametrize(

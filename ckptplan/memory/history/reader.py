@@ -12,7 +12,6 @@ that other streams had used became free, and which unused segments were released
 
 from __future__ import annotations
 
-import pickle
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,6 +33,7 @@ from ckptplan.memory.allocator import (
     SegmentInfo,
     timeline_of,
 )
+from ckptplan.memory.history.plain_pickle import load_plain
 
 Action = Literal["allocate", "free", "record_stream", "synchronize", "empty_cache", "make_room", "out_of_memory"]
 Frames = Sequence[Mapping[str, Any]]
@@ -43,6 +43,8 @@ _SHRINKS = ("segment_free", "segment_unmap")
 _ACTIONS = (*_GROWS, *_SHRINKS, "alloc", "free_requested", "free_completed", "oom", "snapshot")
 _WAITING = ("active_pending_free", "active_awaiting_free")  # the name in PyTorch's code, and that in its documentation
 _MOST_NUMBER = 1 << 62  # largest address, size or stream
+_MOST_DEVICES = 1024
+_MOST_ENTRIES = 20_000_000  # entries and blocks of all devices; lists may share items, so the file's size is no bound
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,33 +158,17 @@ class SnapshotReplay:
 # --- reading ---
 
 
-class _PlainUnpickler(pickle.Unpickler):
-    """A reader of pickles that hold no classes and functions, through which alone code could run."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"it holds {module}.{name}; only dicts, lists, texts and numbers are read")
-
-
 def load_snapshot(path: str | Path) -> dict[str, Any]:
     """Read a file written by `torch.cuda.memory._dump_snapshot`.
 
-    A pickle can run code when it is read; this reader builds dicts, lists, texts and numbers only. It sets no limit on
-    the memory that they take.
+    A pickle can run code when it is read; this reader builds dicts, lists, texts and numbers only.
 
     Raises
     ------
     InvalidInputError
-        If the file can't be read, or holds anything else, or no snapshot.
+        If the file holds anything else, or no snapshot.
     """
-    try:
-        with open(path, "rb") as file:
-            found = _PlainUnpickler(file).load()
-    except OSError as error:
-        raise InvalidInputError(f"{path} can't be read: {error}") from error
-    except Exception as error:  # damaged pickles raise almost any
-        raise InvalidInputError(
-            f"{path} holds no plain data that can be read (no pickle, or cut off): {error}"
-        ) from error
+    found = load_plain(path)
     if isinstance(found, list) and found and isinstance(found[0], Mapping) and "total_size" in found[0]:
         raise InvalidInputError(
             f"{path} holds the list of torch.cuda.memory_snapshot(), without history; write it with"
@@ -202,15 +188,23 @@ def devices(snapshot: object) -> range:
     Raises
     ------
     InvalidInputError
-        If it isn't a snapshot.
+        If it isn't a snapshot, or larger than the limits.
     """
     if not isinstance(snapshot, Mapping) or not {"segments", "device_traces"} <= set(snapshot):
         raise InvalidInputError("no memory snapshot: it must be a dict with 'segments' and 'device_traces'")
     segments, traces = (_list(snapshot[name], name) for name in ("segments", "device_traces"))
     named = [_whole(_dict(segment, "a segment"), "device", 0) for segment in segments]
-    for trace in traces:
-        _list(trace, "a device's trace")
-    return range(max(len(traces), 1 + max(named, default=-1)))
+    number = max(len(traces), 1 + max(named, default=-1))
+    if number > _MOST_DEVICES:
+        raise InvalidInputError(f"it names {number} devices; the limit is {_MOST_DEVICES}")
+    blocks = sum(len(_list(segment.get("blocks", ()), "blocks")) for segment in segments)
+    entries = sum(len(_list(trace, "a device's trace")) for trace in traces)
+    if entries + blocks > _MOST_ENTRIES:
+        raise InvalidInputError(
+            f"it holds {entries} entries and {blocks} blocks, the limit is {_MOST_ENTRIES} together; record with"
+            " max_entries=1000000"
+        )
+    return range(number)
 
 
 def settings_from_snapshot(snapshot: Mapping[str, Any]) -> AllocatorSettings:
