@@ -29,6 +29,18 @@ class Layer(nn.Module):
         return x + torch.tanh(self.linear(x))
 
 
+def counter() -> Callable[[], int]:
+    """A function that counts its calls in a variable that it encloses."""
+    calls = 0
+
+    def count() -> int:
+        nonlocal calls
+        calls += 1
+        return calls
+
+    return count
+
+
 class Factored(Layer):
     """Its product is multiplied by a number or a tensor that subclasses find in odd ways, anew in every forward."""
 

@@ -8,7 +8,7 @@ import functools
 import itertools
 import random
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from odd.harness import STEPS, WIDTH, Extras, Odd, case, in_steps, loss_of, plain_loop, plain_step, update
-from odd.layers import Factored, Layer, batch, chain, layers_of, passing
+from odd.layers import Factored, Layer, batch, chain, counter, layers_of, passing
 
 # ---------------------------------------------------------------- 1: written without a version counter
 
@@ -486,16 +486,6 @@ def counter_on_the_class() -> Odd:
 @case("2")
 def counter_in_a_function() -> Odd:
     """A function that counts in a variable that it encloses."""
-
-    def counter() -> Callable[[], int]:
-        calls = 0
-
-        def count() -> int:
-            nonlocal calls
-            calls += 1
-            return calls
-
-        return count
 
     class Stage(Factored):
         def set_up(self) -> None:

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
-from odd.layers import Bounded
+from odd.layers import Bounded, counter
 
 BATCH, LENGTH, WIDTH = 8, 8, 32
 """Of what goes from stage to stage: 8 KiB."""
@@ -456,18 +456,7 @@ def _object(m: Any, y: torch.Tensor) -> torch.Tensor:
     return torch.sin(y * m.plain.next())
 
 
-def _counting() -> Callable[[], int]:
-    calls = 0
-
-    def count() -> int:
-        nonlocal calls
-        calls += 1
-        return calls
-
-    return count
-
-
-@part("closure", keeping(count=_counting))
+@part("closure", keeping(count=counter))
 def _closure(m: Any, y: torch.Tensor) -> torch.Tensor:
     return torch.sin(y * (1 + 0.1 * m.count()))
 
