@@ -23,7 +23,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 from unittest import mock
@@ -37,7 +36,7 @@ from ckptplan.core.plan import Plan
 from ckptplan.distributed import is_distributed, parallel_of
 from ckptplan.integrations.training import PlannedBatch, PlanningCallback, replace, unchanged
 from ckptplan.planning.log import say
-from ckptplan.planning.plan_file import name_of, optimizer_text, settings_of
+from ckptplan.planning.plan_file import optimizer_text, plain_text, settings_of
 from ckptplan.profiling.workload.discover import NothingSavedError
 from ckptplan.runtime.handle import Handle
 from ckptplan.tensors.storages import tensors_in
@@ -163,11 +162,8 @@ class ActivationPlanner(PlanningCallback, pl.Callback):
         """Return what a plan is made for beside the model's modules, in a form that a checkpoint keeps."""
         optimizers = [optimizer_text(getattr(o, "optimizer", o)) for o in trainer.optimizers]
         inputs = [str(tensor) for tensor in batch.tensors]
-        given: dict[str, str] = {}
-        for name, value in dict(module.hparams).items():
-            with contextlib.suppress(TypeError, ValueError, RecursionError):  # no plain data
-                given[name] = json.dumps(value, sort_keys=True, default=name_of)
-        return f"{self.in_text()}; {trainer.precision}; {optimizers}; {inputs}; {given}; {settings_of(module)}"
+        settings = f"{plain_text(module.hparams)}; {settings_of(module)}"
+        return f"{self.in_text()}; {trainer.precision}; {optimizers}; {inputs}; {settings}"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the plan and what it was made for."""

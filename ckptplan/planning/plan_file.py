@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import warnings
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,11 +52,18 @@ def settings_of(model: nn.Module) -> str:
     digest = hashlib.sha256()
     for name, module in model.named_modules():
         digest.update(f"{name} {name_of(type(module))}\n".encode())
-        for key, value in vars(module).items():
-            if not key.startswith("_"):
-                with contextlib.suppress(TypeError, ValueError, RecursionError):
-                    digest.update(f"{key} {json.dumps(value, sort_keys=True, default=_plain)}\n".encode())
+        public = {key: value for key, value in vars(module).items() if not key.startswith("_")}
+        digest.update(plain_text(public).encode())
     return digest.hexdigest()[:16]
+
+
+def plain_text(values: Mapping[str, Any]) -> str:
+    """Return a line for each value that is plain data, or an object with plain attributes; others say nothing."""
+    lines = []
+    for key, value in values.items():
+        with contextlib.suppress(TypeError, ValueError, RecursionError):
+            lines.append(f"{key} {json.dumps(value, sort_keys=True, default=_plain)}\n")
+    return "".join(lines)
 
 
 def _plain(value: Any) -> Any:
