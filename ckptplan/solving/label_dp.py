@@ -219,6 +219,7 @@ class LabelDp:
         self.tracker = _Tracker(self.chain)
         link = self.profile.link
         self.rates = link.out_bytes_per_s, link.in_bytes_per_s
+        self._latest_first = [rules.latest_first(storage) for storage in self.profile.storages]
         self.complete = True
         """Whether the last run had time for all its labels."""
         n = len(self.profile.stages)
@@ -402,7 +403,7 @@ class LabelDp:
             t.hold(now, s, k, goes, True)
         for s, goes in held.linked:
             storage = self.profile.storages[s]
-            mine = rules.latest_first(storage) < now.first[0] if inner else True
+            mine = self._latest_first[s] < now.first[0] if inner else True
             if s in t.bit:
                 t.hold(now, s, k, goes, mine)
             elif goes and t.moves(s, k):
@@ -459,7 +460,7 @@ class LabelDp:
         stage, t, copies = self.profile.stages[k], self.tracker, self._sweep[k]
         again = stage.recompute
         assert again is not None
-        born = {s: rules.latest_first(self.profile.storages[s]) for s in (*copies.inputs, *copies.linked)}
+        born = self._latest_first
         for level in range(inner):
             innermost = level == inner - 1
             first = now.first[level]
