@@ -307,6 +307,8 @@ class Snapshot:
         Tensors that were met, with the name of the attribute that led to them.
     generators : list
         Random generators that were met.
+    differs : bool
+        Whether it has other objects than those that were met: detached tensors, or copies of containers or iterators.
     """
 
     modules: list[nn.Module]
@@ -316,6 +318,7 @@ class Snapshot:
     puts: bool = True
     tensors: list[tuple[str, torch.Tensor]] = field(default_factory=list, init=False)
     generators: list[Any] = field(default_factory=list, init=False)
+    differs: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self._cells: dict[int, _Cell] = {}
@@ -359,7 +362,8 @@ class Snapshot:
         if kind is None:
             return value
         if kind is _TENSOR:
-            value = value if self.graphs else alone(value)
+            given, value = value, value if self.graphs else alone(value)
+            self.differs |= value is not given
             self.tensors.append((name, value))
         elif kind is _GENERATOR:
             self.generators.append(value)
@@ -375,6 +379,7 @@ class Snapshot:
             if self.puts:
                 value = _copied(value)
                 self._iterators.append(value)
+                self.differs = True
         elif not self.deep:
             if has_attributes(type(value)) and id(value) not in self._cells:  # type: ignore[arg-type]
                 self._add(name, value, OBJECT)
@@ -404,6 +409,7 @@ class Snapshot:
             if kind not in (OBJECT, CLASS, CLOSURE) and not _same(found.contents, contents):
                 found.cell = copy.copy(value)  # the original would keep graphs alive
                 kind.write(found.cell, found.contents)
+                self.differs = True
         return found.cell
 
     def _copies(self, array: np.ndarray[Any, Any]) -> bool:

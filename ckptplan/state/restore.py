@@ -124,7 +124,7 @@ def kept(
     found = Snapshot(below(model), others, deep=True, graphs=graphs)
     put_read = kept_read([*found.modules, *others], graphs=graphs)
     switches, leaves, hooks = Switches(), Leaves(found.modules), Hooks(found.modules)
-    back = found.put()
+    back = [found.put()] if found.differs else []  # a put takes as long as the search
 
     def put() -> None:
         switches.put()
@@ -133,7 +133,7 @@ def kept(
         put_read()
 
     with contextlib.ExitStack() as stack:
-        for undo in (back, found.put, hooks.put, put):  # the last runs first, and each even if others fail
+        for undo in (*back, found.put, hooks.put, put):  # the last runs first, and each even if others fail
             stack.callback(undo)
         yield found, put
 
