@@ -70,10 +70,8 @@ def test_the_package_and_its_help_load_nothing_heavy(tmp_path: Path) -> None:
 
 CALLS = """
     import no_torch
-    import pickle
     import sys
     import ckptplan
-    from histories import GENERATED, load_history, snapshot_from
 
     mib = 1 << 20
     chain = ckptplan.Profile.from_chain([0.01] * 4, [0.02] * 4, [4 * mib] * 4, [40 * mib] * 4, input_bytes=mib)
@@ -87,8 +85,6 @@ CALLS = """
     assert str(ckptplan.explain(chain, plan))
     assert ckptplan.Device and ckptplan.AllocatorSettings()
     chain.save("profile.json")
-    with open("snapshot.pickle", "wb") as file:
-        pickle.dump(snapshot_from(load_history(GENERATED / "starts_full.json.gz")), file)
 
     from typer.testing import CliRunner
     from ckptplan.cli.app import app
@@ -105,7 +101,6 @@ CALLS = """
         "show plan.json",
         "simulate profile.json plan.json",
         "compare profile.json --budgets 50 --json rows.json",
-        "snapshot snapshot.pickle --json figures.json",
         "--version",
     ):
         done = run(*command.split())

@@ -11,9 +11,14 @@ from typer.core import TyperGroup
 from ckptplan.cli import device, inspect, plan, report
 from ckptplan.cli.output import INTERRUPTED, show_error, show_interrupt, show_users_error
 from ckptplan.cli.subject import is_torch
-from ckptplan.core.errors import CkptPlanError
+from ckptplan.core.errors import CkptPlanError, InvalidInputError
 from ckptplan.core.request import GONE
 from ckptplan.core.version import __version__
+
+GONE_COMMANDS = {
+    "snapshot": "https://pytorch.org/memory_viz shows files of torch.cuda.memory._dump_snapshot, and ckptplan estimate"
+    " --allocator SETTINGS what a training reserves with other settings"
+}
 
 
 class _Commands(TyperGroup):
@@ -22,6 +27,11 @@ class _Commands(TyperGroup):
     An error in the user's code is shown without this package's part of the traceback, with exit code 1. Ctrl-C is one
     line and exit code 130. Anything else is a bug and keeps its traceback.
     """
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if instead := GONE_COMMANDS.get(cmd_name):
+            raise InvalidInputError(f"there is no command {cmd_name} any more: {instead}")
+        return super().get_command(ctx, cmd_name)
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -105,7 +115,6 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "calibrate": device.calibrate,
     "estimate": device.estimate,
     "trace": inspect.trace,
-    "snapshot": inspect.snapshot,
     "fit": device.fit,
 }
 for name, command in COMMANDS.items():

@@ -1,4 +1,4 @@
-"""Commands that show a profile, a plan, a step or a recorded memory history."""
+"""Commands that show a profile, a plan or a step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ckptplan.cli.arguments import ModelSource, PlanFile, ProfileFile, SwapFolder, to_bytes
-from ckptplan.cli.output import check_writable, terminal, writing
+from ckptplan.cli.output import check_writable, terminal
 from ckptplan.cli.subject import model_of
 from ckptplan.cli.tables import right
 from ckptplan.core.display import progress
@@ -116,52 +116,6 @@ def trace(
     found.save(output)
     typer.echo(str(found))
     typer.echo(f"written to {output}")
-
-
-def snapshot(
-    file: Annotated[
-        Path,
-        typer.Argument(
-            metavar="FILE.pickle",
-            help="A file written by [bold]torch.cuda.memory._dump_snapshot[/bold]; no code in it runs.",
-        ),
-    ],
-    limit_gb: Annotated[
-        str | None,
-        typer.Option(
-            metavar="X",
-            help="Limit on the memory that other settings may reserve, in units of 2**30 bytes; default: no limit, for "
-            "garbage_collection_threshold the recorded peak.",
-        ),
-    ] = None,
-    json_file: Annotated[
-        str | None,
-        typer.Option("--json", metavar="FILE.json", help="Also write the figures to this file; - prints them only."),
-    ] = None,
-) -> None:
-    """Explain a recorded CUDA memory history: peaks, the code that causes fragments, and the effect of other settings.
-
-    Example: [bold]ckptplan snapshot snapshot.pickle --json -[/bold]
-    """
-    limit = None if limit_gb is None else to_bytes(limit_gb, "--limit-gb")
-    from ckptplan.cli.snapshot import snapshot_tables
-    from ckptplan.memory.history.reader import load_snapshot
-    from ckptplan.memory.history.summary import summarize, to_json
-
-    with progress(f"reading {file}", console=Console(stderr=True)) as shown:
-        found = summarize(load_snapshot(file), limit_bytes=limit, on_progress=shown)
-    text = to_json(found) + "\n"
-    if json_file == "-":
-        typer.echo(text, nl=False)
-        return
-    console = terminal()
-    for summary in found:
-        console.print(snapshot_tables(summary), crop=False)
-    if not found:
-        typer.echo("nothing reserved or recorded on any device")
-    if json_file is not None:
-        with writing("the figures", Path(json_file)):
-            Path(json_file).write_text(text, encoding="utf-8")
 
 
 def _load(path: Path) -> Profile | Plan:

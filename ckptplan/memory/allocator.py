@@ -49,7 +49,7 @@ Worked example: after `allocate(0, 3 << 20)`, a segment of 20 MiB is reserved an
 for 20 MiB needs a second segment, because only 17 MiB of the first are free; `free(0)` makes the first whole again, and
 `empty_cache()` returns its 20 MiB.
 
-Checked against histories recorded on real GPUs (`ckptplan.memory.history.reader`, `tests/memory/test_histories.py`):
+Checked against histories recorded on real GPUs (`tests/histories.py`, `tests/memory/test_histories.py`):
 with the recorded segments' addresses every block's address and every reserved byte is the same, also with expandable
 segments and in an out-of-memory error. `max_split_size`, garbage collection, divisions, other streams' events and
 private pools occur in no recorded history yet.
@@ -917,11 +917,6 @@ def replay(
         else:
             allocator.allocate(block, nbytes, streams.get(block, 0) if streams else 0)
         figures.append((allocator.allocated_bytes, allocator.requested_bytes, allocator.reserved_bytes))
-    return timeline_of(allocator, figures)
-
-
-def timeline_of(allocator: CachingAllocator, figures: list[tuple[int, int, int]]) -> AllocatorTimeline:
-    """Return the figures (allocated, requested, reserved) after each event as arrays, with the allocator's peaks."""
     allocated, requested, reserved = np.array(figures, dtype=np.int64).reshape(-1, 3).T.copy()
     return AllocatorTimeline(
         allocated,

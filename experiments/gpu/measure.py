@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 import ckptplan
+import experiments.documents  # noqa: F401  (makes the helpers of tests/ importable)
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
-from ckptplan.memory.history.reader import load_snapshot, read_history, replay_history
 from ckptplan.runtime.guard.check import When
 from ckptplan.state.restore import restored
 from ckptplan.training.step import TrainingStep
@@ -327,26 +327,37 @@ def history(bench: Bench, plans: Mapping[str, dict[str, Any]] | None) -> dict[st
         if subject.device.type != "cuda":
             return {**found, "measured": peaks(subject, forward)}
         subject.clear()
-        path = bench.results.folder / "histories" / f"{case.name}.{name}.pickle"
+        path = bench.results.folder / "histories" / f"{case.name}.{name}.json.gz"
         path.parent.mkdir(parents=True, exist_ok=True)
-        torch.cuda.memory._record_memory_history(max_entries=HISTORY, context="alloc", stacks="python")
+        index = subject.device.index or 0
+        before = torch.cuda.memory._snapshot()
+        held = torch.cuda.memory_allocated(index)
+        torch.cuda.memory._record_memory_history(max_entries=HISTORY, context=None, stacks="python")
         try:
-            found["measured"] = peaks(subject, forward)
-            torch.cuda.memory._dump_snapshot(str(path))
+            found["measured"] = peaks(subject, forward)  # which begins to count peaks once the cache is empty
+            peak = max(held, torch.cuda.max_memory_allocated(index))
+            after = torch.cuda.memory._snapshot()
         finally:
             torch.cuda.memory._record_memory_history(enabled=None)
-    return {**found, "history": str(path.relative_to(bench.results.folder)), **replayed(path)}
+    found["history"] = str(path.relative_to(bench.results.folder))
+    return {**found, **replayed(before, after, index, peak, path)}
 
 
-def replayed(path: Path) -> dict[str, Any]:
-    """The allocator's model on the recorded history; a failure is told beside what was measured."""
+def replayed(
+    before: Mapping[str, Any], after: Mapping[str, Any], device: int, peak_allocated: int, path: Path
+) -> dict[str, Any]:
+    """Write the recorded history, and replay it through the allocator's model; a failure is told beside the rest."""
+    from histories import Replay, history_from, save_history
+
     try:
-        found = replay_history(read_history(load_snapshot(path)))
+        history = history_from(before, after, device, peak_allocated=peak_allocated)
+        save_history(history, path)
+        found = Replay(history)
     except Exception as error:
         return {"replay_error": f"{type(error).__name__}: {error}"[:500]}
     return {
-        "recorded_reserved_bytes": found.recorded_peak_reserved_bytes,
-        "replayed_reserved_bytes": found.timeline.peak_reserved_bytes,
+        "recorded_reserved_bytes": history["devices"][0]["recorded_peak_reserved"],
+        "replayed_reserved_bytes": found.allocator.peak_reserved_bytes,
         "addresses_compared": found.allocations,
         "first_difference": found.first_difference,
     }

@@ -52,7 +52,6 @@ def plain(text: str) -> str:
 
 COMMANDS = (
     "demo", "profile", "solve", "frontier", "explain", "show", "simulate", "compare", "calibrate", "estimate", "fit",
-    "snapshot",
 )  # fmt: skip
 
 
@@ -65,6 +64,10 @@ def test_help_names_every_command_each_has_an_example_and_version_prints(run: Ru
     version = run("--version")
     assert version.exit_code == 0
     assert re.fullmatch(r"ckptplan \d+\S*\n", version.stdout)
+
+
+def test_a_command_that_is_gone_says_what_there_is_instead(run: Run) -> None:
+    assert_clean_error(run("snapshot", "file.pickle"), "no command snapshot any more", "memory_viz", "--allocator")
 
 
 def test_solve_writes_a_plan_that_fits_and_simulate_accepts_it(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -9,12 +10,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-
-from ckptplan.memory.history.reader import (
-    load_snapshot,
-    read_history,
-    replay_history,
-)
+from histories import Replay, history_from
 
 RECORDED = """
     import json, os, sys
@@ -22,6 +18,8 @@ RECORDED = """
     import torch
     from torch import nn
 
+    torch.cuda.init()
+    before = torch.cuda.memory._snapshot()
     torch.cuda.memory._record_memory_history(context=None, stacks="python")
     torch.manual_seed(0)
     model = nn.Sequential(
@@ -44,9 +42,10 @@ RECORDED = """
         if step == 3:
             torch.cuda.empty_cache()
     torch.cuda.synchronize()
-    torch.cuda.memory._dump_snapshot(sys.argv[1])
+    after = torch.cuda.memory._snapshot()
     stats = torch.cuda.memory_stats()
-    print(json.dumps([stats["allocated_bytes.all.peak"], stats["reserved_bytes.all.peak"]]))
+    with open(sys.argv[1], "w") as file:
+        json.dump([before, after, stats["allocated_bytes.all.peak"], stats["reserved_bytes.all.peak"]], file)
 """
 
 
@@ -55,10 +54,8 @@ RECORDED = """
     "conf", ["", "expandable_segments:True", "max_split_size_mb:32", "roundup_power2_divisions:[64:8,256:4,>:1]"]
 )
 def test_replay_of_recorded_history(conf: str, tmp_path: Path) -> None:
-    import json
-
-    path = tmp_path / "snapshot.pickle"
-    # In a process of its own: the history has to start before the first allocation.
+    path = tmp_path / "recorded.json"
+    # In a process of its own, which has the settings from the start.
     ran = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(RECORDED), str(path), conf],
         env=os.environ,
@@ -68,8 +65,10 @@ def test_replay_of_recorded_history(conf: str, tmp_path: Path) -> None:
         check=False,
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
-    allocated, reserved = json.loads(ran.stdout.splitlines()[-1])
-    found = replay_history(read_history(load_snapshot(path)))
-    assert found.recorded_peak_reserved_bytes == reserved
-    assert (found.timeline.peak_reserved_bytes, found.timeline.peak_allocated_bytes) == (reserved, allocated)
+    before, after, allocated, reserved = json.loads(path.read_text())
+    history = history_from(before, after, peak_allocated=allocated)
+    assert history["devices"][0]["recorded_peak_reserved"] == reserved
+    found = Replay(history)
     assert found.first_difference is None
+    model = found.allocator
+    assert (model.peak_reserved_bytes, model.peak_allocated_bytes) == (reserved, allocated)

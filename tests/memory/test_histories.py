@@ -9,26 +9,21 @@ from __future__ import annotations
 import gzip
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from histories import GENERATED, load_history, snapshot_from
+from histories import GENERATED, LETTERS, STATES, Replay, history_from, load_history, rows_of, settings_of, start_of
 from make_histories import histories
 
-from ckptplan.memory.allocator import Addresses, CachingAllocator
-from ckptplan.memory.history.reader import (
-    History,
-    Replayer,
-    events_of,
-    laid_out_afresh,
-    read_history,
-    replay_history,
-)
+from ckptplan.memory.allocator import Addresses, CachingAllocator, SegmentInfo
 
 pytestmark = pytest.mark.planning
 
+M = 1 << 20
 GIVEN = os.environ.get("CKPTPLAN_HISTORIES")
+KINDS = {"free": 0, "allocated": 1, "waiting": 2}
 
 
 def of_real_devices() -> list[Any]:
@@ -44,69 +39,66 @@ def of_real_devices() -> list[Any]:
     return found
 
 
-def check_as_recorded(recorded: dict[str, Any], history: History) -> None:
-    found = replay_history(history)
+def as_recorded(segments: Sequence[SegmentInfo]) -> list[dict[str, Any]]:
+    """The state in the form of `final_segments`."""
+    return [
+        {"address": s.address, "size": s.size_bytes, "stream": s.stream, "small": s.pool == "small"}
+        | {"expandable": s.expandable}
+        | {"blocks": [[b.address, b.size_bytes, b.requested_bytes, KINDS[b.state]] for b in s.blocks]}
+        for s in segments
+    ]
+
+
+def check_as_recorded(history: dict[str, Any], number: int) -> None:
+    """Every address, the reserved bytes after every event, the peaks, and every block that is left."""
+    recorded = history["devices"][number]
+    found = Replay(history, number)
     assert found.first_difference is None
     assert found.allocations == recorded["events"]["action"].count("a") > 0
+    model = found.allocator
     peaks = recorded["recorded_peak_reserved"], recorded["peak_allocated"], recorded["peak_requested"]
-    timeline = found.timeline
-    assert (timeline.peak_reserved_bytes, timeline.peak_allocated_bytes, timeline.peak_requested_bytes) == peaks
-    assert found.recorded_peak_reserved_bytes == peaks[0]
-    assert found.timeline.peak_reserved_bytes == found.recorded_peak_reserved_bytes
-
-
-def check_start(recorded: dict[str, Any], history: History) -> None:
-    """The state before the first entry, which follows from undoing the record, is the one that was."""
-    segments = [[s.address, s.size_bytes, s.stream, s.pool == "small", s.expandable] for s in history.start]
-    blocks = [
-        [b.address, b.requested_bytes, b.size_bytes] for s in history.start for b in s.blocks if b.state != "free"
-    ]
-    assert segments == sorted(recorded["initial"]["segments"])
-    assert blocks == sorted(recorded["initial"]["blocks"])
-    assert bool(history.reserved_at_start_bytes) is not recorded["starts_empty"]
+    assert (model.peak_reserved_bytes, model.peak_allocated_bytes, model.peak_requested_bytes) == peaks
+    assert as_recorded(model.snapshot()) == sorted(recorded["final_segments"], key=lambda segment: segment["address"])
 
 
 @pytest.mark.parametrize(("path", "number"), of_real_devices())
 def test_a_history_of_a_real_device_replays_exactly(path: Path, number: int) -> None:
-    recorded = load_history(path)
-    history = read_history(snapshot_from(recorded), number)
-    check_start(recorded["devices"][number], history)
-    check_as_recorded(recorded["devices"][number], history)
+    check_as_recorded(load_history(path), number)
 
 
 @pytest.mark.skipif(not GIVEN, reason="CKPTPLAN_HISTORIES names no folder")
 def test_falling_addresses_predict_the_recorded_peak_of_a_real_device() -> None:
     """Where the peak depends on the order of segments' addresses, and the record needn't say it."""
-    path = Path(GIVEN or "") / "sqattn_partial_releases.json.gz"
-    history = read_history(snapshot_from(load_history(path)))
+    history = load_history(Path(GIVEN or "") / "sqattn_partial_releases.json.gz")
     peaks = {}
     for descending in (True, False):
-        replayer = Replayer(CachingAllocator(history.settings, addresses=Addresses(descending)))
-        for event in (*laid_out_afresh(history), *events_of(history)):
-            replayer.apply(event)
-        peaks[descending] = replayer.allocator.peak_reserved_bytes
-    assert peaks[True] == history.peak_reserved_bytes
-    assert peaks[False] > 1.07 * history.peak_reserved_bytes
+        allocator = CachingAllocator(settings_of(history), addresses=Addresses(descending))
+        for segment in start_of(history["devices"][0]):
+            for block in segment.blocks:
+                if block.block is not None:
+                    assert block.state == "allocated"
+                    allocator.allocate(block.block, block.requested_bytes, segment.stream)
+        for method, *arguments in Replay(history).calls:
+            getattr(allocator, method)(*arguments)
+        peaks[descending] = allocator.peak_reserved_bytes
+    recorded = history["devices"][0]["recorded_peak_reserved"]
+    assert peaks[True] == recorded
+    assert peaks[False] > 1.07 * recorded
 
 
 @pytest.mark.parametrize("name", sorted(histories()))
 def test_a_generated_history_replays_exactly(name: str) -> None:
-    recorded = load_history(GENERATED / f"{name}.json.gz")["devices"][0]
-    history = read_history(snapshot_from(load_history(GENERATED / f"{name}.json.gz")))
-    check_start(recorded, history)
-    check_as_recorded(recorded, history)
+    history = load_history(GENERATED / f"{name}.json.gz")
+    recorded = history["devices"][0]
+    check_as_recorded(history, 0)
     actions = set(recorded["events"]["action"])
     assert actions >= {"a", "f", "c"} | ({"M", "U"} if "expandable" in name else {"A", "F"})
     assert ("o" in actions) is ("out_of_memory" in name)
-    assert recorded["starts_empty"] is ("full" not in name)
+    assert bool(recorded["initial"]["segments"]) is ("full" in name)
     if "full" in name:  # blocks that wait for other streams at the start, and some that are freed in the record
-        assert any(block.state == "waiting" for segment in history.start for block in segment.blocks)
-        freed = {address for address, action in zip(*columns(recorded), strict=True) if action == "f"}
+        assert any(block.state == "waiting" for segment in start_of(recorded) for block in segment.blocks)
+        freed = {address for action, address, _, _ in rows_of(recorded) if action == "f"}
         assert freed & {block[0] for block in recorded["initial"]["blocks"]}
-
-
-def columns(recorded: dict[str, Any]) -> tuple[list[int], str]:
-    return recorded["events"]["address"], recorded["events"]["action"]
 
 
 def test_the_generated_histories_are_those_of_their_script() -> None:
@@ -119,22 +111,127 @@ def test_the_generated_histories_are_those_of_their_script() -> None:
 
 def test_a_difference_is_found_where_it_is() -> None:
     """A record of a device that put one block elsewhere than the rules say."""
-    recorded = load_history(GENERATED / "starts_full.json.gz")
-    snapshot = snapshot_from(recorded)
-    entries = snapshot["device_traces"][0]
-    made = [i for i, entry in enumerate(entries) if entry["action"] == "alloc"]
-    # The last allocation that is alive at the end moves up by 512 bytes, where free memory follows it.
-    index = made[-1]
-    block = next(b for s in snapshot["segments"] for b in s["blocks"] if b["address"] == entries[index]["addr"])
-    assert block["state"] == "active_allocated"
-    segment = next(s for s in snapshot["segments"] if block in s["blocks"])
-    at = segment["blocks"].index(block)
-    assert segment["blocks"][at + 1]["state"] == "inactive"
-    block["address"] += 512
-    segment["blocks"].insert(at, {"address": entries[index]["addr"], "size": 512, "state": "inactive"})
-    segment["blocks"][at + 2]["address"] += 512
-    segment["blocks"][at + 2]["size"] -= 512
-    entries[index]["addr"] += 512
-    found = replay_history(read_history(snapshot))
+    history = load_history(GENERATED / "starts_full.json.gz")
+    recorded = history["devices"][0]
+    events = recorded["events"]
+    # The last allocation moves up by 512 bytes; it is alive at the end.
+    index = events["action"].rindex("a")
+    assert events["address"][index] not in events["address"][index + 1 :]
+    events["address"][index] += 512
+    found = Replay(history)
     assert found.first_difference == index
-    assert found.timeline.peak_reserved_bytes == found.recorded_peak_reserved_bytes
+    assert found.allocator.peak_reserved_bytes == recorded["recorded_peak_reserved"]
+    # Once more: a segment of other size than the rules say.
+    history = load_history(GENERATED / "starts_full.json.gz")
+    events = history["devices"][0]["events"]
+    events["size"][events["action"].index("A")] += 2 * M
+    assert Replay(history).first_difference == events["action"].index("A") + 1
+
+
+# --- by hand ---
+
+A, B, C = 0x7F0000000000, 0x7F0004000000, 0x7F0008000000
+
+
+def by_hand(
+    conf: str, events: Sequence[tuple[str, int, int]], segments: Sequence[Any] = (), blocks: Sequence[Any] = ()
+) -> dict[str, Any]:
+    """A history from events (letter, address, size) of one stream."""
+    action, address, size = zip(*events, strict=True)
+    columns = {"action": "".join(action), "address": address, "size": size, "stream": (0,) * len(events)}
+    initial = {"segments": segments, "blocks": blocks}
+    return {"allocator_conf": conf, "devices": [{"events": columns, "initial": initial, "final_segments": []}]}
+
+
+def test_the_calls_of_a_history() -> None:
+    """12 MiB are freed, wait for another stream and are there again; then all that is unused is released."""
+    first, second = 12 * M - 100, 12 * M
+    events = [("A", A, 12 * M), ("a", A, first), ("A", B, 30 * M), ("a", B, 30 * M), ("f", A, first), ("s", 0, 0)]
+    events += [("A", C, 12 * M), ("a", C, second), ("c", A, first), ("a", A, second)]
+    events += [("f", B, 30 * M), ("c", B, 30 * M), ("F", B, 30 * M)]
+    found = Replay(by_hand("", events))
+    assert found.calls == [
+        ("allocate", 0, first, 0),
+        ("allocate", 1, 30 * M, 0),
+        ("record_stream", 0, -1),
+        ("free", 0),
+        ("allocate", 2, second, 0),
+        ("synchronize", -1),
+        ("allocate", 3, second, 0),
+        ("free", 1),
+        ("empty_cache",),
+    ]
+    assert (found.allocations, found.first_difference) == (4, None)
+    assert (found.allocator.peak_reserved_bytes, found.allocator.reserved_bytes) == (54 * M, 24 * M)
+
+
+def test_a_record_that_begins_in_a_free() -> None:
+    """The block waits when the record starts, and is free for the request that follows."""
+    history = by_hand("", [("c", A, 12 * M), ("a", A, 12 * M)], [[A, 12 * M, 0, False, False]], [[A, 12 * M, 12 * M]])
+    assert [block.state for block in start_of(history["devices"][0])[0].blocks] == ["waiting"]
+    assert Replay(history).first_difference is None
+
+
+def test_a_release_of_some_segments() -> None:
+    """26 MiB don't fit beside 50 and 24 in 80: the 50, oversize, go; the free 24 stay."""
+    events = [("A", A, 50 * M), ("a", A, 50 * M), ("A", C, 24 * M), ("a", C, 24 * M)]
+    events += [("f", A, 50 * M), ("c", A, 50 * M), ("f", C, 24 * M), ("c", C, 24 * M)]
+    events += [("F", A, 50 * M), ("A", A, 26 * M), ("a", A, 26 * M)]
+    found = Replay(by_hand("max_split_size_mb:20", events))
+    assert found.first_difference is None
+    assert ("release", A) in found.calls
+    assert (found.allocator.peak_reserved_bytes, found.allocator.reserved_bytes) == (74 * M, 50 * M)
+
+
+def test_an_expandable_segment_begins_where_the_record_maps_its_lowest_page() -> None:
+    """At the start its first page is unmapped; the lowest room is taken, so it comes back before the fourth does."""
+    start = [[A + 20 * M, 40 * M, 0, False, True]], [[A + 20 * M, 40 * M, 40 * M]]
+    events = [("M", A, 20 * M), ("a", A, 15 * M)]
+    assert Replay(by_hand("expandable_segments:True", events, *start)).first_difference is None
+
+
+# --- from a recording ---
+
+
+def snapshot_of(conf: str, segments: Sequence[dict[str, Any]], trace: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """As `torch.cuda.memory._snapshot()` gives it, of device 1."""
+    made: list[dict[str, Any]] = [
+        {"device": 0, "address": 0, "total_size": M, "stream": 0, "segment_type": "small", "is_expandable": False}
+        | {"blocks": []}
+    ]
+    for segment in segments:
+        blocks = [
+            {"address": at, "size": size, "requested_size": asked, "state": STATES[state], "frames": []}
+            for at, size, asked, state in segment["blocks"]
+        ]
+        kind = "small" if segment["small"] else "large"
+        made.append(
+            {"device": 1, "address": segment["address"], "total_size": segment["size"], "stream": segment["stream"]}
+            | {"segment_type": kind, "is_expandable": segment["expandable"], "blocks": blocks}
+        )
+    settings = {"PYTORCH_CUDA_ALLOC_CONF": conf, "expandable_segments": "expandable_segments:True" in conf}
+    return {"segments": made, "device_traces": [[], list(trace)], "allocator_settings": settings}
+
+
+@pytest.mark.parametrize("name", sorted(histories()))
+def test_what_a_device_recorded_becomes_a_history(name: str) -> None:
+    history = load_history(GENERATED / f"{name}.json.gz")
+    recorded = history["devices"][0]
+    actions = {letter: action for action, letter in LETTERS.items()}
+    trace = [
+        {"action": actions[letter], "device_free" if letter == "o" else "addr": address, "size": size}
+        | {"stream": stream, "frames": [], "pool_id": (0, 0)}
+        for letter, address, size, stream in rows_of(recorded)
+    ]
+    conf = history["allocator_conf"]
+    before = snapshot_of(conf, as_recorded(start_of(recorded))[::-1], [])
+    named = {"action": "annotate", "addr": 0, "size": 0, "stream": 0, "user_metadata": "weights"}
+    after = snapshot_of(conf, recorded["final_segments"], [*trace, named])
+    made = history_from(before, after, 1, peak_allocated=recorded["peak_allocated"])
+    assert made["allocator_conf"] == conf
+    (device,) = made["devices"]
+    assert device == {key: recorded[key] for key in device}
+    assert recorded.keys() - device.keys() == {"device", "entries", "starts_empty"}
+    trace[-1]["pool_id"] = (0, 1)
+    with pytest.raises(ValueError, match="private pools"):
+        history_from(before, snapshot_of(conf, [], trace), 1, peak_allocated=0)

@@ -1,1 +1,0 @@
-"""PyTorch's recorded memory histories: read, undone to events, summed up."""
