@@ -36,6 +36,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Processes that tests start needn't compile the package again, wherever the variable is set.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     if not hasattr(config, "workerinput"):  # once, for all processes that run tests
         folder = tempfile.TemporaryDirectory(prefix="ckptplan-profiles-")
         os.environ["CKPTPLAN_TEST_PROFILES"] = folder.name
