@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from ckptplan.core.budget import Budget
+from ckptplan.core.checks import check_kind, check_whole
 from ckptplan.core.errors import InfeasibleBudgetError, InvalidInputError, PlanMismatchError
 from ckptplan.core.frontier import Frontier, beats
 from ckptplan.core.plan import Plan
@@ -233,7 +234,8 @@ def frontier(
     require_known(frontier, options, SolveKeywords)
     options.setdefault("time_limit_s", FRONTIER_TIME_LIMIT_S)
     together = Limits.of(options)
-    each = replace(together, time_limit_s=together.time_limit_s / max(points, 1))
+    check_whole("frontier()", 2, 1 << 10, points=points)
+    each = replace(together, time_limit_s=together.time_limit_s / points)
     sharding: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if not isinstance(model_or_profile, Profile):
         from ckptplan.planning.model_job import sharded
@@ -300,6 +302,7 @@ def explain(profile: Profile, plan: Plan, **options: Unpack[SearchKeywords]) -> 
     """
     require_known(explain, options, SearchKeywords)
     limits = Limits.of(options)
+    check_kind(Plan, plan=plan)
     plan.require_profile(profile)
     _require_made_from(profile, plan)
     plan = replace(plan, budget_bytes=plan.tensor_budget_bytes)  # that of a step's tensors

@@ -20,7 +20,7 @@ import ckptplan
 from ckptplan.baselines import BASELINES
 from ckptplan.core.checks import MOST_BYTES
 from ckptplan.core.display import progress
-from ckptplan.core.errors import InfeasibleBudgetError
+from ckptplan.core.errors import InfeasibleBudgetError, InvalidInputError
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.request import Report
@@ -282,7 +282,10 @@ def run(
     # The profiler that counts the allocator's bytes writes a line to stderr at each start and stop below this level.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     console = console or Console(highlight=False)
-    where = torch.device(device or default_device())
+    kind = str(device or default_device())
+    if kind.partition(":")[0] not in GREEDY:
+        raise InvalidInputError(f"device={kind!r}: the demo runs on {' or '.join(GREEDY)}; give one of these")
+    where = torch.device(kind)
     size = size or (GPU_SIZE if is_accelerator(where) else Size())
     console.print(
         f"Byte-level model of {2 * size.outer} narrow layers and {size.inner} wide ones on {where}: "

@@ -29,6 +29,13 @@ def is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
+def check_kind(kind: type, /, **values: object) -> None:
+    """Raise `InvalidInputError` for the first of `values` that isn't a `kind`."""
+    for name, value in values.items():
+        if not isinstance(value, kind):
+            raise InvalidInputError(f"{name}={short_repr(value)} must be a {kind.__name__}")
+
+
 def check_whole(owner: str, least: int, most: int, /, **values: object) -> None:
     """Raise `InvalidInputError` for the first of `values` that isn't a whole number from `least` to `most`.
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ckptplan.core import rules
-from ckptplan.core.checks import check_fields, check_number, is_int, short_repr
+from ckptplan.core.checks import check_fields, check_kind, check_number, is_int, short_repr
 from ckptplan.core.errors import InvalidInputError, PlanMismatchError
 from ckptplan.core.files import Saved
 from ckptplan.core.late import late
@@ -383,7 +383,10 @@ class Plan(Saved):
         Raises
         ------
         PlanMismatchError
+        InvalidInputError
+            If it isn't a profile.
         """
+        check_kind(Profile, profile=profile)
         self.fingerprint.require(profile.fingerprint)
         check_stages(self.stages, tuple(stage.name for stage in profile.stages))
 

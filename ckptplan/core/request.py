@@ -311,6 +311,8 @@ class Limits:
             raise InvalidInputError(
                 f"gap={self.gap!r} must be a number, 0 or more: 0.01 ends the search at a plan proven to be within 1 %"
             )
+        if not callable(self.on_progress):
+            raise InvalidInputError(f"on_progress={self.on_progress!r} is not callable; pass a function of a text")
         if self.on_plan is not None and not callable(self.on_plan):
             raise InvalidInputError(f"on_plan={self.on_plan!r} is not callable; pass a function of a plan")
         check_whole("", 0, MOST_SEED, seed=self.seed)

@@ -26,7 +26,7 @@ from ckptplan.planning.applying import apply
 from ckptplan.planning.log import in_words, is_first_rank, planning, say
 from ckptplan.planning.model_job import NoLargestStepError, default_budget
 from ckptplan.planning.plan_file import keep, optimizer_text, plan_in, settings_of
-from ckptplan.runtime.guard.check import When
+from ckptplan.runtime.guard.check import When, require_when
 from ckptplan.runtime.guard.shapes import InputLimits
 from ckptplan.runtime.handle import Handle
 from ckptplan.tensors.objects import MOST_OBJECTS, attributes_of
@@ -72,6 +72,7 @@ class PlanningCallback:
         require_known(type(self), options, PlanKeywords)
         self._wanted = Budget.of(budget_gb, budget)  # for their errors: a loop reaches its first batch late
         self._limits = Limits.of(options)
+        require_when(check)
         self._budget: dict[str, Any] = {"budget_gb": budget_gb, "budget": budget}
         self._swap_dir, self._check, self._options, self._plan_file = swap_dir, check, options, plan_file
         if plan_file is not None:

@@ -33,6 +33,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from ckptplan.core.checks import check_kind
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.link import Link
 from ckptplan.core.option import Option
@@ -138,6 +139,7 @@ def simulate(profile: Profile, plan: Plan | Sequence[Decision], segments: Sequen
     InvalidInputError
         If the decisions break a rule of structure (`validate` lists all violations).
     """
+    check_kind(Profile, profile=profile)
     choices: Sequence[Decision]
     if isinstance(plan, Plan):
         plan.require_profile(profile)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from ckptplan.core.checks import check_bytes, check_kind
 from ckptplan.core.option import ACTIONS, Action, checked_actions
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
@@ -44,8 +45,11 @@ def validate(
     Raises
     ------
     InvalidInputError
-        On unknown actions.
+        On unknown actions, or arguments of another type.
     """
+    check_kind(Profile, profile=profile)
+    check_kind(Plan, plan=plan)
+    check_bytes("validate", budget_bytes=budget_bytes)
     return examine(
         profile,
         plan,

@@ -24,7 +24,7 @@ from ckptplan.distributed import ddp_under, unwrapped
 from ckptplan.runtime.adviser import Adviser
 from ckptplan.runtime.applied import Applied, Replan
 from ckptplan.runtime.controller import Controller
-from ckptplan.runtime.guard.check import WHEN, Checks, When
+from ckptplan.runtime.guard.check import Checks, When, require_when
 from ckptplan.runtime.guard.differences import Differences
 from ckptplan.runtime.guard.engine import OldGraph
 from ckptplan.runtime.guard.fresh_state import FreshState
@@ -235,8 +235,7 @@ def apply(
     for name, value in (("synchronous", swap_options.synchronous), ("strict", strict)):
         if not isinstance(value, bool):
             raise InvalidInputError(f"{name}={value!r}; it is True or False")
-    if check not in WHEN:
-        raise InvalidInputError(f"check={check!r}; it is {', '.join(map(repr, WHEN[:-1]))} or {WHEN[-1]!r}")
+    require_when(check)
     if swap_dir is not None and not isinstance(swap_dir, (str, os.PathLike)):
         raise InvalidInputError(f"swap_dir={swap_dir!r}; pass a directory's path")
     device = model_device(model)

@@ -7,7 +7,7 @@ import time
 from dataclasses import replace
 from itertools import pairwise
 
-from ckptplan.core.checks import is_int, is_number
+from ckptplan.core.checks import is_number
 from ckptplan.core.errors import InfeasibleBudgetError, InvalidInputError
 from ckptplan.core.plan import Plan, status_of
 from ckptplan.core.profile import Profile
@@ -37,7 +37,7 @@ def frontier_profile(profile: Profile, points: int, limits: Limits = NO_LIMITS) 
     Parameters
     ----------
     points : int
-        Most budgets to solve for, the two ends included.
+        Most budgets to solve for, 2 or more: the two ends are included.
     limits : Limits
         The time is for all of them together.
 
@@ -49,10 +49,8 @@ def frontier_profile(profile: Profile, points: int, limits: Limits = NO_LIMITS) 
     Raises
     ------
     InvalidInputError
-        If `points` is below 2, or the other arguments can't be used.
+        If the arguments can't be used.
     """
-    if not is_int(points) or points < 2:
-        raise InvalidInputError(f"points={points!r} must be a whole number, 2 or more: the two ends of the frontier")
     began_s = time.monotonic()
     each = replace(limits, time_limit_s=limits.time_limit_s / (points + 1), on_plan=None)
     limits.on_progress(limited("looking for the smallest peak", each.time_limit_s))

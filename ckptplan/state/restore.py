@@ -124,7 +124,7 @@ def kept(
     found = Snapshot(below(model), others, deep=True, graphs=graphs)
     put_read = kept_read([*found.modules, *others], graphs=graphs)
     switches, leaves, hooks = Switches(), Leaves(found.modules), Hooks(found.modules)
-    back = [found.put()] if found.differs else []  # a put takes as long as the search
+    back: list[Callable[[], Any]] = [found.put()] if found.differs else []  # a put takes as long as the search
 
     def put() -> None:
         switches.put()

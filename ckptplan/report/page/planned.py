@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ckptplan.core.checks import check_kind
 from ckptplan.core.frontier import Frontier
 from ckptplan.core.option import ACTIONS
 from ckptplan.core.plan import Plan
@@ -51,6 +52,10 @@ class Measured:
     trace: Trace | None = None
     verification: object = None
     stats: object = None
+
+    def __post_init__(self) -> None:
+        if self.trace is not None:
+            check_kind(Trace, trace=self.trace)
 
 
 def plan_report(

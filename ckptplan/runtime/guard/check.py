@@ -36,7 +36,7 @@ from torch.autograd import Variable
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
-from ckptplan.core.errors import CheckError
+from ckptplan.core.errors import CheckError, InvalidInputError
 from ckptplan.runtime.guard.spots import INTEGERS, Sheet, Spot, dimensions, is_written_whole, read, spot_of
 from ckptplan.state.cells import Contents, Snapshot
 from ckptplan.state.flags import FLAGS, flags
@@ -59,6 +59,13 @@ if TYPE_CHECKING:
 
 When = Literal["sampled", "always", "off"]
 WHEN: tuple[When, ...] = ("sampled", "always", "off")
+
+
+def require_when(check: object) -> None:
+    """Raise `InvalidInputError` unless `check` is one of `WHEN`."""
+    if check not in WHEN:
+        raise InvalidInputError(f"check={check!r}; it is {', '.join(map(repr, WHEN[:-1]))} or {WHEN[-1]!r}")
+
 
 FIRST = 3
 EVERY = 100
