@@ -1,7 +1,6 @@
 """Three walks through the code: which functions are passed, from where to where (docs/architecture.md).
 
-python experiments/walks.py            # the package of this checkout
-python experiments/walks.py /old/clone  # that of another checkout
+python experiments/walks.py
 
 A walk is the call stacks at a few functions, in the order in which a run first reaches them; each function counts once.
 
@@ -17,16 +16,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(sys.argv[1] if len(sys.argv) > 1 else __file__).resolve()
-ROOT = ROOT if ROOT.is_dir() else ROOT.parent.parent
-sys.path.insert(0, str(ROOT))
+import torch
+from torch import nn
 
-import torch  # noqa: E402
-from torch import nn  # noqa: E402
+import ckptplan
 
-import ckptplan  # noqa: E402
-
-PACKAGE = ROOT / "ckptplan"
+PACKAGE = Path(ckptplan.__file__).parent
 BUDGET = {"Evaluator._lazy"}
 TENSOR = {
     "Packing.pack", "start_leaving", "SwapSession.release", "finish_leaving", "Record.drop", "start_returning",

@@ -28,7 +28,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ckptplan
 from ckptplan.profiling.bytes.kernels import _prefers_cudnn
-from ckptplan.profiling.times.stopwatch import Stopwatch, Took
 from ckptplan.state.restore import restored
 from experiments.gpu.cases import Case
 from experiments.gpu.profiling import Bench
@@ -51,9 +50,6 @@ def run(case: Case, options: Options) -> None:
         "batch-norm": probe.batch_norm,
         "gradient-sums": probe.gradient_sums,
         "launch": probe.launch,
-        "brackets": probe.brackets,
-        "page-locking": probe.page_locking,
-        "links": probe.links,
         "end-to-end": lambda: end_to_end(bench),
     }
     for name, measure in lines.items():
@@ -257,8 +253,6 @@ class Probe:
         if self.cuda:
             behind = min(count, 500)  # more than the device's queue holds would be issued after the delay
             out["device_s"] = self._on_device(lambda: [x.add_(1) for _ in range(behind)]) / behind
-            out["event_record_s"] = _seconds(lambda: [torch.cuda.Event().record() for _ in range(200)]) / 200
-            out["stream_switch_s"] = _seconds(_switches(torch.cuda.Stream(self.device), 200)) / 200
         return out
 
     def _on_device(self, call: Callable[[], Any]) -> float:
@@ -271,176 +265,6 @@ class Probe:
         end.record()
         self.synchronize()
         return begin.elapsed_time(end) / 1e3
-
-    def brackets(self) -> dict[str, Any]:
-        """A block's forward: between synchronisations, behind a delay, on the CPU alone, and as profiles have it."""
-        self.need_cuda()
-        width = 256 if self.small else 2048
-        layer = nn.TransformerEncoderLayer(width, 16, 4 * width, batch_first=True, device=self.device).bfloat16()
-        rows = []
-        watch = Stopwatch(self.device)
-        for tokens in (256, 2048, 16384):
-            x = torch.randn(1, tokens, width, device=self.device, dtype=torch.bfloat16)
-            for _ in range(3):
-                layer(x)
-
-            def bracket(x: Tensor = x) -> float:
-                self.synchronize()
-                began = time.perf_counter()
-                layer(x)
-                self.synchronize()
-                return time.perf_counter() - began
-
-            def issue(x: Tensor = x) -> float:
-                self.synchronize()
-                began = time.perf_counter()
-                layer(x)
-                return time.perf_counter() - began
-
-            def stopped(x: Tensor = x) -> Took:
-                for _ in range(3):  # a delay that was too short grows
-                    span = watch.begin(len(x))
-                    layer(x)
-                    took = watch.end(span)
-                return took
-
-            rows.append(
-                {
-                    "tokens": tokens,
-                    "bracketed_s": statistics.median(bracket() for _ in range(9)),
-                    "device_s": statistics.median(self._on_device(lambda x=x: layer(x)) for _ in range(5)),  # type: ignore[misc]
-                    "cpu_s": statistics.median(issue() for _ in range(9)),
-                    "stopwatch": stopped()._asdict(),
-                }
-            )
-        return {"rows": rows}
-
-    def page_locking(self) -> dict[str, Any]:
-        """Seconds per GiB to register memory that was touched before and that was not, by how many threads at once;
-        and to take it from PyTorch's pinned allocator."""
-        self.need_cuda()
-        size = 64 * MIB if self.small else 2 * GIB
-        runtime = torch.cuda.cudart()
-        rows = []
-        for touched, threads in itertools.product((False, True), (1, 2, 4, 8, 16)):
-            area = torch.empty(size + PAGE, dtype=torch.uint8)
-            area = area[-area.data_ptr() % PAGE :]  # parts of two threads must have no page in common
-            if touched:
-                area.fill_(1)
-            part = size // threads
-            codes = [0] * threads
-
-            def register(i: int, area: Tensor = area, part: int = part, codes: list[int] = codes) -> None:
-                torch.cuda.set_device(self.device)
-                codes[i] = int(runtime.cudaHostRegister(area.data_ptr() + i * part, part, 1))
-
-            began = time.perf_counter()
-            workers = [threading.Thread(target=register, args=(i,)) for i in range(threads)]
-            for worker in workers:
-                worker.start()
-            for worker in workers:
-                worker.join()
-            took_s = time.perf_counter() - began
-            began = time.perf_counter()
-            for i in range(threads):
-                if codes[i] == 0:
-                    runtime.cudaHostUnregister(area.data_ptr() + i * part)
-            if any(codes):
-                with contextlib.suppress(RuntimeError):
-                    torch.zeros(1, device=self.device)  # takes up the error, which the next kernel would report else
-            rows.append(
-                {
-                    "touched": touched,
-                    "threads": threads,
-                    "codes": codes,
-                    "s_per_gib": took_s * GIB / size,
-                    "unlock_s_per_gib": (time.perf_counter() - began) * GIB / size,
-                }
-            )
-            del area
-        began = time.perf_counter()
-        taken = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        own_s = time.perf_counter() - began
-        del taken
-        return {"bytes": size, "rows": rows, "pinned_allocator_s_per_gib": own_s * GIB / size}
-
-    def links(self) -> dict[str, Any]:
-        """Bytes per second by size of copy: each way alone, both at once, and each under matrix products in bf16."""
-        self.need_cuda()
-        largest = (1 if self.small else 256) * MIB
-        sizes = [s for s in (64 << 10, 256 << 10, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB) if s <= largest]
-        host = [torch.empty(largest, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-        there = [torch.empty(largest, dtype=torch.uint8, device=self.device) for _ in range(2)]
-        streams = [torch.cuda.Stream(self.device) for _ in range(2)]
-        side = 1024 if self.small else 8192
-        a = torch.ones(side, side, device=self.device, dtype=torch.bfloat16)
-        product = torch.empty_like(a)
-
-        def copies(way: int, size: int, count: int) -> tuple[Any, Any]:
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            source, target = (there[0], host[0]) if way == 0 else (host[1], there[1])
-            with torch.cuda.stream(streams[way]):
-                begin.record()
-                for _ in range(count):
-                    target[:size].copy_(source[:size], non_blocking=True)
-                end.record()
-            return begin, end
-
-        def products(count: int) -> tuple[Any, Any]:
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            for _ in range(count):
-                torch.mm(a, a, out=product)
-            end.record()
-            return begin, end
-
-        def idle(count: int) -> float:
-            self.synchronize()
-            events = products(count)
-            self.synchronize()
-            return events[0].elapsed_time(events[1]) / 1e3
-
-        idle(3)
-        alone_s = idle(10) / 10
-        rows = []
-        for size in sizes:
-            count = max(4, min(256, 4 * largest // size))
-            row: dict[str, Any] = {"bytes": size, "copies": count}
-            for name, ways, busy in (
-                ("out", (0,), False),
-                ("in", (1,), False),
-                ("both", (0, 1), False),
-                ("out_busy", (0,), True),
-                ("in_busy", (1,), True),
-            ):
-                best = []
-                for _ in range(3):
-                    self.synchronize()
-                    work = products(max(4, int(count * size / 40e9 / alone_s * 1.5))) if busy else None
-                    events = [copies(way, size, count) for way in ways]
-                    self.synchronize()
-                    best.append(max(b.elapsed_time(e) for b, e in events) / 1e3)
-                    if work is not None:
-                        row[f"{name}_products_s"] = work[0].elapsed_time(work[1]) / 1e3
-                row[f"{name}_bytes_per_s"] = count * size / statistics.median(best)
-            rows.append(row)
-        flops = 2 * side**3
-        return {"product_s": alone_s, "product_flops_per_s": flops / alone_s, "rows": rows}
-
-
-def _seconds(call: Callable[[], Any]) -> float:
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began
-
-
-def _switches(stream: Any, count: int) -> Callable[[], None]:
-    def call() -> None:
-        for _ in range(count):
-            with torch.cuda.stream(stream):
-                pass
-
-    return call
 
 
 def end_to_end(bench: Bench) -> dict[str, Any]:

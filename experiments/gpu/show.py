@@ -134,30 +134,9 @@ def _said(name: str, data: dict[str, Any]) -> str:
     if name in ("attention", "batch-norm"):
         alike = sum(row["alike"] for row in data["rows"])
         return f"{data.get('kernels', '')} real and fake alike in {alike} of {len(data['rows'])}"
-    if name == "links":
-        return (
-            ", ".join(
-                f"{format_bytes(r['bytes'])} {r['out_bytes_per_s'] / 1e9:.1f}/{r['in_bytes_per_s'] / 1e9:.1f}"
-                for r in data["rows"]
-            )
-            + " GB/s out/in"
-        )
-    if name == "page-locking":
-        return (
-            ", ".join(f"{r['threads']}{'t' if r['touched'] else ''}: {r['s_per_gib']:.3f}" for r in data["rows"])
-            + " s/GiB by threads"
-        )
     if name == "gradient-sums":
         sums = [f"{operation} by {thread}" for operation, thread in data["operations"] if "add" in operation]
         return f"{', '.join(sums)}; peak {data['peak_bytes']} of {data['tensor_bytes']}-byte tensors"
-    if name == "brackets":
-        return (
-            "; ".join(
-                f"{r['tokens']}: {r['bracketed_s'] * 1e6:.0f}/{r['device_s'] * 1e6:.0f}/{r['cpu_s'] * 1e6:.0f}"
-                for r in data["rows"]
-            )
-            + " us bracketed/device/CPU"
-        )
     if name == "end-to-end":
         return ", ".join(f"{k} {'equal' if v else 'DIFFERS'}" for k, v in _equal(data).items())
     return ", ".join(f"{k} {v}" for k, v in data.items() if isinstance(v, (int, float)) and k != "seconds")

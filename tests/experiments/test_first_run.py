@@ -116,11 +116,11 @@ def test_the_probe_says_what_it_can_here(tmp_path: Path) -> None:
 
     probe = Probe(torch.device("cpu"), small=True)
     results = Results(tmp_path)
-    for name in ("versions", "gradient_sums", "launch", "links", "batch_norm"):
+    for name in ("versions", "gradient_sums", "launch", "workspaces", "batch_norm"):
         results.run(name, getattr(probe, name))
     assert results.ok("versions") is not None
-    assert results.read("links") is not None
-    assert results.read("links")["status"] == "skipped"  # type: ignore[index]
+    assert results.read("workspaces") is not None
+    assert results.read("workspaces")["status"] == "skipped"  # type: ignore[index]
     sums = results.ok("gradient_sums")
     assert sums is not None
     assert any(operation.startswith("aten.add") for operation, _ in sums["operations"])
