@@ -42,7 +42,7 @@ from ckptplan.profiling.values.answers import Answers
 from ckptplan.profiling.values.real_run import answered
 from ckptplan.profiling.workload.optimizer_names import notes_on
 from ckptplan.profiling.workload.optimizers import make_optimizer
-from ckptplan.runtime.guard.check import BENCH_BYTES
+from ckptplan.runtime.guard.digests import BENCH_BYTES
 from ckptplan.runtime.guard.spots import SHEET_BYTES
 from ckptplan.state.process import in_own_context
 from ckptplan.state.restore import restored

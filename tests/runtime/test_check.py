@@ -28,7 +28,7 @@ from ckptplan.core.plan import Plan
 from ckptplan.core.segment import Segment
 from ckptplan.profiling.times import timing
 from ckptplan.profiling.values.watched import WatchedState
-from ckptplan.runtime.guard import check, spots
+from ckptplan.runtime.guard import digests, spots
 from ckptplan.runtime.guard.check import FIRST, Checks
 from ckptplan.runtime.handle import apply
 from ckptplan.runtime.recompute import call as recompute
@@ -229,7 +229,7 @@ def test_a_step_with_digests_or_spots_takes_no_more_memory(what: str) -> None:
 
 
 def test_digests_are_read_early_where_many_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check, "_DIGESTS", 7)
+    monkeypatch.setattr(digests, "_DIGESTS", 7)
     model, inputs = build("transformer")
     with apply(model, swapped_and_recomputed("transformer", "segment"), check="always") as handle:
         step(model, inputs)

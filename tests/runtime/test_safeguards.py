@@ -50,7 +50,8 @@ from ckptplan.profiling.times import timing
 from ckptplan.profiling.values import watched
 from ckptplan.runtime import patching
 from ckptplan.runtime.guard import fused_steps
-from ckptplan.runtime.guard.check import Checks, Digest, Spots, StageCheck, StageSpots
+from ckptplan.runtime.guard.check import Checks, Spots, StageCheck, StageSpots
+from ckptplan.runtime.guard.digests import Digest
 from ckptplan.runtime.recompute import call, frames, module_tables, segments, selective
 from ckptplan.runtime.swap import packing, users_hooks
 from ckptplan.runtime.swap.stores import arena, disk

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.core.plan import Decision
-from ckptplan.runtime.guard.check import undisturbed
+from ckptplan.runtime.guard.digests import undisturbed
 from ckptplan.runtime.guard.paths import Paths
 from ckptplan.runtime.guard.spots import Sinks
 from ckptplan.runtime.observe.counters import Counters

@@ -28,7 +28,8 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils import _pytree as pytree
 
 from ckptplan.core.errors import PlanMismatchError
-from ckptplan.runtime.guard.check import Digest, StageCheck, StageSpots
+from ckptplan.runtime.guard.check import StageCheck, StageSpots
+from ckptplan.runtime.guard.digests import Digest
 from ckptplan.runtime.swap.packing import Held
 from ckptplan.tensors.positions import has_position
 from ckptplan.tensors.private import TorchDispatchMode
