@@ -14,6 +14,8 @@ from torch import nn
 
 import ckptplan
 from ckptplan.core.errors import InvalidInputError, PlanMismatchError, UnsupportedModelError
+from ckptplan.runtime.swap.users_hooks import OwnHooks
+from ckptplan.tensors.private import saved_tensors_hooks
 
 X = torch.randn(512, 16)
 
@@ -233,3 +235,15 @@ def test_wrappers_that_plans_can_not_cover_are_refused_by_name() -> None:
     engine = type("DeepSpeedEngine", (Model,), {"__module__": "deepspeed.runtime.engine"})()
     with pytest.raises(UnsupportedModelError, match="DeepSpeed"):
         ckptplan.solve(engine, 1, inputs=X)
+
+
+def test_hooks_that_a_ctrl_c_leaves_behind_are_taken_off() -> None:
+    """It may come at the very beginning of `__exit__`: then nothing ends the context but the end of its object."""
+    with OwnHooks(torch.clone, torch.clone):
+        outer = saved_tensors_hooks(False)
+        left = OwnHooks(torch.clone, torch.clone)
+        left.__enter__()
+        assert saved_tensors_hooks(False) != outer
+        del left
+        assert saved_tensors_hooks(False) == outer
+    assert saved_tensors_hooks(False) is None

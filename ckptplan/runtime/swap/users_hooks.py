@@ -59,8 +59,14 @@ class OwnHooks(torch.autograd.graph.saved_tensors_hooks):
         super().__enter__()
 
     def __exit__(self, *args: object) -> None:
-        del self._mark["_user_hooks"]  # which a graph would hold with the hook
         super().__exit__(*args)
+        self._mark.pop("_user_hooks", None)  # which a graph would hold with the hook
+
+    def __del__(self) -> None:
+        """Leave a context that a Ctrl-C has left without its end: autograd would go on calling the hooks."""
+        hooks = saved_tensors_hooks(False) if "_user_hooks" in self._mark else None
+        if hooks is not None and hooks[0] is self.pack_hook:
+            super().__exit__()
 
 
 class Kept(Protocol):
