@@ -12,6 +12,7 @@ step, and their sum is the same.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -143,7 +144,8 @@ def _uncalled(model: nn.Module, stages: set[str], called: set[str], but: set[str
         above = list(itertools.accumulate(name.split("."), "{}.{}".format))[:-1]
         if name in called or not stages.intersection(above) or but.intersection(above) or found.intersection(above):
             continue
-        if type(module).forward is not nn.Module.forward:  # a container has none
+        # A container has none; a scripted module's can't be read from its class.
+        if inspect.getattr_static(type(module), "forward") is not nn.Module.forward:
             found.add(name)
             yield name
 
