@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import Transformer, assert_same, gradients, plan_of, scheduled, states_of_swapped
+from small_models import Transformer, assert_same, decided, gradients, plan_of, states_of_swapped
 from torch import nn
 
 from ckptplan.core.errors import PlanMismatchError
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
-from ckptplan.core.segment import Segment
 from ckptplan.profiling.profiler import profile
 from ckptplan.runtime.guard import unplanned
 from ckptplan.runtime.guard.differences import Differences
@@ -109,13 +108,7 @@ def chain(make: Make) -> Profile:
 
 @functools.cache
 def planned(make: Make, what: str) -> Plan:
-    stages = chain(make).stages
-    if what == "segment":
-        able = [i for i, stage in enumerate(stages) if stage.find("recompute") is not None]
-        options = [stage.find("recompute") or stage.keep for stage in stages]
-        plan = scheduled(chain(make), options, (Segment(able[0], able[-1]),))
-    else:
-        plan = plan_of(chain(make), ["recompute" if what == "selective" else what] * len(stages))  # type: ignore[list-item]
+    plan = decided(chain(make), what)
     if what == "selective":  # the first product of each stage is saved
         modules = dict(built(make)[0].named_modules())
         ops = [() if isinstance(modules.get(n.partition("#")[0]), nn.Dropout) else (0,) for n in plan.stages]

@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 import torch
 from fake_memory import DEVICE, FakeMemory
-from small_models import build, measured, plan_of
+from small_models import build, measured, plan_of, planned
 from torch import nn
 
 import ckptplan
-from ckptplan import Plan
 from ckptplan.core.measured import DeviceBytes
 from ckptplan.core.units import format_bytes
 from ckptplan.report.predicted import planned_bytes
@@ -35,10 +34,6 @@ CUDA_TEXT = (
 
 
 pytestmark = pytest.mark.usefixtures("no_leak")
-
-
-def planned(name: str, action: Any) -> Plan:
-    return plan_of(measured(name), [action] * len(measured(name).stages))
 
 
 def step_of(model: nn.Module, inputs: torch.Tensor) -> Callable[[], torch.Tensor]:

@@ -19,7 +19,7 @@ import pytest
 import torch
 from counting import calls_in
 from made_plans import one_transfer
-from small_models import build, measured, plan_of, scheduled, states_of_swapped
+from small_models import build, decided, measured, scheduled, states_of_swapped
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -28,7 +28,6 @@ from ckptplan.core.errors import InfeasibleBudgetError, InvalidInputError, PlanM
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.request import Training
-from ckptplan.core.segment import Segment
 from ckptplan.core.stage import InputTensor
 from ckptplan.planning import model_job
 from ckptplan.profiling.profiler import profile
@@ -50,21 +49,12 @@ from ckptplan.training.step import default_loss, make_step
 @functools.cache
 def planned(name: str, what: str) -> Plan:
     chain = measured(name)
-    stages = chain.stages
     if what == "menu":
         rng = random.Random(f"{name} menu 0")
-        return scheduled(chain, [rng.choice(stage.options) for stage in stages])
-    if what == "segment":
-        modules = [i for i, stage in enumerate(stages) if stage.find("recompute") is not None]
-        first, last = modules[0], modules[-1]
-        inside = range(first, last + 1)
-        options = [(s.find("recompute") or s.keep) if i in inside else s.keep for i, s in enumerate(stages)]
-        return scheduled(chain, options, (Segment(first, last),))
+        return scheduled(chain, [rng.choice(stage.options) for stage in chain.stages])
     if what == "selective":
-        return scheduled(chain, [next((o for o in s.options if o.ops), s.keep) for s in stages])
-    if "+" in what:
-        return scheduled(chain, [stage.find(what) or stage.keep for stage in stages])
-    return plan_of(chain, [what] * len(stages))  # type: ignore[list-item]
+        return scheduled(chain, [next((o for o in s.options if o.ops), s.keep) for s in chain.stages])
+    return decided(chain, what)
 
 
 def results(model: nn.Module, inputs: torch.Tensor, *, by_name: bool = False) -> list[torch.Tensor]:
@@ -506,8 +496,6 @@ def test_shapes_in_turn_are_met_by_two_plans_that_are_kept(profiles: list[str]) 
 
 def test_what_can_not_be_planned_anew_is_refused_at_once() -> None:
     model = made()
-    with pytest.raises(InvalidInputError, match="on_larger='bigger'; it is 'follow' or 'replan'"):
-        ckptplan.apply(model, text_plan(4, 16, 0.7), on_larger="bigger")  # type: ignore[arg-type]
     plan = ckptplan.solve(model, 1.0, step=lambda: default_loss(model(text(2, 8))), menus=False)
     with pytest.raises(InvalidInputError, match="plan was made for a step="):
         applied(model, plan)

@@ -15,7 +15,7 @@ import torch
 from fake_cuda import DEVICE
 from fake_kernels import Device
 from kinds_of_tensors import TENSORS
-from small_models import build, plan_for
+from small_models import build, plan_for, step
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,9 +25,7 @@ from ckptplan.runtime.guard import check, spots
 from ckptplan.runtime.guard.check import FIRST, Checks, StageSpots
 from ckptplan.runtime.handle import apply
 from ckptplan.runtime.recompute import call as recompute
-from ckptplan.runtime.swap.stores import disk
 from ckptplan.state.variables import Variables
-from ckptplan.training.step import default_loss
 
 WIDTH, LATE, STEPS = 32, 4, 6
 
@@ -101,45 +99,13 @@ class Saving(nn.Module):
         return self.run(self, x)
 
 
-class Scaled(torch.autograd.Function):
-    """Its backward alone reads what it saves, beside its result."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        result = x.clone()
-        ctx.save_for_backward(scale, result)
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        scale, _ = ctx.saved_tensors
-        return gradient * scale, None
-
-
-STAGES: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], int]] = {
-    "chain": (lambda m, x: m.c(torch.relu(m.b(torch.tanh(m.a(x))))), 1),
-    "branches": (lambda m, x: torch.tanh(m.a(x)) + torch.sigmoid(m.b(x)), 2),
-    "joined": (lambda m, x: torch.relu(torch.tanh(m.a(x)) + torch.sigmoid(m.b(x))), 1),
-    "beside": (lambda m, x: (torch.tanh(m.b(x)), m.a(torch.sin(x)))[1], 2),
-    "scalar": (lambda m, x: torch.tanh(m.a(x)) * torch.tanh(m.a(x).mean()), 2),
-    "Python's": (lambda m, x: torch.tanh(Scaled.apply(m.a(x), torch.full_like(x, 2.0))), 3),  # type: ignore[no-untyped-call]
-}
-
-
-@pytest.mark.parametrize("name", STAGES)
-def test_of_a_stage_the_last_tensors_are_compared(name: str) -> None:
-    run, count = STAGES[name]
-    torch.manual_seed(0)
-    model, x = nn.Sequential(Saving(run), nn.Linear(8, 8)), torch.randn(4, 8)
-    with apply(model, plan_for(model, x, "recompute")) as handle:
-        model(x).sum().backward()
-        assert len(handle._applied.controller._planned[0].sinks.numbers) == count
-
-
 def test_paths_of_a_stage_are_learned() -> None:
     """Each is compared from its second time on; until then what it shares with the others is."""
     torch.manual_seed(0)
-    model, x = nn.Sequential(Saving(STAGES["chain"][0]), nn.Linear(8, 8)), torch.randn(4, 8)
+    model, x = (
+        nn.Sequential(Saving(lambda m, x: m.c(torch.relu(m.b(torch.tanh(m.a(x)))))), nn.Linear(8, 8)),
+        torch.randn(4, 8),
+    )
     with apply(model, plan_for(model, x, "recompute"), check="always") as handle:
         sinks = handle._applied.controller._planned[0].sinks
         model(x).sum().backward()
@@ -326,24 +292,6 @@ def trained(kind: type[Stage], what: str | None, check: Any = "sampled") -> list
     return found
 
 
-def test_a_copy_that_comes_back_damaged_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, inputs = build("mlp")
-    real, spoils = disk._read, False
-
-    def spoilt(fd: int, view: memoryview, offset: int) -> None:
-        real(fd, view, offset)
-        if spoils:
-            view[:] = bytes(len(view))
-
-    monkeypatch.setattr(disk, "_read", spoilt)
-    with apply(model, plan_for(model, inputs, "swap")):
-        for _ in range(LATE):
-            step(model, inputs)
-        spoils = True
-        with pytest.raises(CheckError, match="that it had swapped out"):
-            step(model, inputs)
-
-
 # Nothing differs
 
 
@@ -418,11 +366,6 @@ def test_graphs_that_are_used_again_are_compared_again() -> None:
         model[1].scale.data.mul_(2)
         with pytest.raises(CheckError):
             loss.backward()
-
-
-def step(model: nn.Module, inputs: Any) -> None:
-    model.zero_grad()
-    default_loss(model(**inputs) if isinstance(inputs, dict) else model(inputs)).backward()
 
 
 # On the emulated device

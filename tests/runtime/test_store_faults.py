@@ -176,12 +176,6 @@ def test_synchronous_mode_leaves_no_copy_under_way(
     store.close()
 
 
-def test_synchronous_copies_of_an_applied_plan() -> None:
-    model, inputs = build("mlp")
-    with apply(model, planned("mlp", "swap"), synchronous=True):
-        assert_same(clean_step(model, inputs), plain_step("mlp"))
-
-
 # Threads that die, interrupts
 
 

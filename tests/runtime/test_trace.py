@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_models import build, measured, plan_of, scheduled
+from small_models import build, measured, planned
 from typer.testing import CliRunner
 
 import ckptplan
@@ -14,26 +14,9 @@ from ckptplan.cli.app import app
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.measured import StageTimes
 from ckptplan.core.plan import Plan
-from ckptplan.core.segment import Segment
 from ckptplan.core.trace import Trace
 from ckptplan.referee import simulate
 from ckptplan.report.predicted import drawn
-
-
-def planned(name: str, what: str) -> Plan:
-    chain = measured(name)
-    n = len(chain.stages)
-    if what == "mixed":
-        return plan_of(chain, [("swap", "recompute", "keep")[i % 3] for i in range(n)])
-    if what == "segment":
-        modules = [i for i, stage in enumerate(chain.stages) if not stage.is_glue]
-        first, last = modules[1], modules[-2]
-        options = [
-            stage.recompute if first <= i <= last and stage.recompute else stage.keep
-            for i, stage in enumerate(chain.stages)
-        ]
-        return scheduled(chain, options, (Segment(first, last),))
-    return plan_of(chain, [what] * n)  # type: ignore[list-item]
 
 
 def traced(name: str, what: str) -> tuple[Trace, Plan]:

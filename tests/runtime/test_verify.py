@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from fake_memory import DEVICE, WORKSPACE_BYTES, FakeMemory
-from small_models import build, measured, plan_of
+from small_models import build, plan_of, planned
 from torch import nn
 
 import ckptplan
@@ -34,11 +34,6 @@ from ckptplan.tensors import accelerator
 from ckptplan.tensors.storages import same_bits, unique_bytes
 from ckptplan.training.measure import StepPeaks, held_tensors, recorded_allocations, step_peaks
 from ckptplan.training.step import TrainingStep, default_loss, make_step
-
-
-@functools.cache
-def planned(name: str, action: Any) -> Plan:
-    return plan_of(measured(name), [action] * len(measured(name).stages))
 
 
 @pytest.fixture
