@@ -104,7 +104,6 @@ class Module:
         self.held = SimpleNamespace(requested=300, allocated=320, reserved=400)
         self.peak = self.held
         self.calls: list[Any] = []
-        self.pool = (0, 0)
         self.code = 0
         self.fraction = 1.0
         self.states = [torch.tensor([1]), torch.tensor([2])]
@@ -129,9 +128,6 @@ class Module:
 
     def get_per_process_memory_fraction(self, device: torch.device) -> float:
         return self.fraction
-
-    def memory_snapshot(self) -> list[dict[str, Any]]:
-        return [{"device": 1, "segment_pool_id": (7, 7)}, {"device": 0, "segment_pool_id": self.pool}]
 
     def is_available(self) -> bool:
         return True
@@ -200,14 +196,6 @@ def test_the_peak_of_a_call_is_its_own(module: Module) -> None:
         return run + device
 
     assert accelerator.allocated_by(CUDA, call, 70, run="a", device="b") == ("ab", 70)
-
-
-def test_workspaces_stay_beside_captured_graphs(module: Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: module.allocate(-64), raising=False)
-    assert accelerator.clear_library_workspaces(CUDA) == 64  # another device's graphs don't count
-    module.pool = (0, 1)
-    assert accelerator.clear_library_workspaces(CUDA) is None
-    assert module.held.allocated == 320 - 64
 
 
 def test_page_locking_asks_for_all_devices_and_takes_up_its_error(

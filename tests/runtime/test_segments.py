@@ -187,21 +187,6 @@ def test_gradients_and_runs(name: str, how: str) -> None:
     check(model, inputs, stages, choices, shapes[how]())
 
 
-@pytest.mark.parametrize(
-    ("name", "stages"),
-    [
-        ("nested", [f"layers.{i}" for i in range(4)]),
-        ("routed", ["0", "1", "2", "3"]),
-        ("shared", ["blocks.0", "blocks.0#2", "blocks.0#3", "blocks.1"]),
-    ],
-)
-def test_models_unlike_a_chain(name: str, stages: list[str]) -> None:
-    last = len(stages) - 1
-    context = functools.partial(torch.autocast, "cpu", dtype=torch.bfloat16, enabled=name == "shared")
-    inner = (Segment(0, last - 1, (Segment(0, last - 2),)),)
-    check(*build(name), stages, segments=[Segment(0, last, inner)], run=functools.partial(train, context=context))
-
-
 def test_frozen_stages_and_inputs_that_need_gradients() -> None:
     model, x, stages = make("loop")
     for p in (*model.layers[0].parameters(), *model.layers[3].parameters()):

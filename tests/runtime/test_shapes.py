@@ -201,23 +201,6 @@ def test_what_moves_when_other_storages_are_saved(given: list[int], moved: list[
     assert [i for i, x in enumerate(packed) if x.record is not None and x.record.state is Whereabouts.LEAVING] == moved
 
 
-def test_what_has_left_and_is_still_there_is_saved_by_the_same_record() -> None:
-    now = session([])
-    packing, tensor = now.packing(), torch.zeros(64)
-    first = packing.pack(tensor)
-    now._planned = ()
-    now.leave(0, packing.saved, one_transfer((0,)))
-    now.release(0)
-    packing = now.packing()
-    again = packing.pack(tensor)
-    now.leave(1, packing.saved, ())
-    assert first.record is not None
-    assert again.record is first.record
-    assert first.record.state is Whereabouts.AWAY
-    del tensor
-    assert first.record.is_gone
-
-
 # What a call is compared with
 
 
@@ -402,29 +385,6 @@ def test_larger_inputs_are_planned_for(profiles: list[str]) -> None:
         assert len(handle.replans) == 1
         assert handle.stats().forwards == 7
     assert "forward" not in model.__dict__
-
-
-def accumulating(model: nn.Module) -> None:
-    for x in (text(4, 16), text(4, 20), text(2, 16)):
-        default_loss(model(x)).backward()
-
-
-def with_a_graph_from_before(model: nn.Module) -> None:
-    first = default_loss(model(text(4, 16)))
-    (first + default_loss(model(text(4, 20)))).backward()
-
-
-@pytest.mark.parametrize("run", [accumulating, with_a_graph_from_before])
-def test_gradients_graphs_and_random_states_survive(run: Callable[[nn.Module], None], profiles: list[str]) -> None:
-    def found(model: nn.Module) -> list[torch.Tensor]:
-        torch.manual_seed(5)
-        run(model)
-        return [*(p.grad for p in model.parameters() if p.grad is not None), torch.rand(3)]
-
-    model = made()
-    with applied(model, text_plan(4, 16, 0.7)), pytest.warns(RuntimeWarning, match="goes beyond"):
-        assert same(found(model), found(made()))
-    assert profiles == ["[4, 20]"]
 
 
 def test_positions_that_end_are_planned_for_exactly(profiles: list[str]) -> None:
