@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import gc
 import itertools
 import random
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -17,7 +15,7 @@ import torch
 from kinds_of_tensors import TENSORS
 from odd.harness import BATCH, WIDTH
 from odd.layers import buffer, layer_of
-from small_models import assert_same, build, gradients, plan_for, planned, step
+from small_models import build, plan_for, planned, step
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -180,35 +178,6 @@ def test_digests_are_read_early_where_many_are_under_way(monkeypatch: pytest.Mon
     with apply(model, planned("transformer", "segment"), check="always") as handle:
         step(model, inputs)
         assert handle.stats().compared_tensors > 7
-
-
-def remembering(m: Any, x: torch.Tensor) -> torch.Tensor:
-    """Has state of its own, and draws nothing, which threads share."""
-    m.seen.append(len(m.seen))
-    return m.norm(torch.tanh(m.linear(x))) * (1 + 0.1 * len(m.seen))  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize(("what", "how"), [("recompute", "threads"), ("swap", "in turn")])
-def test_models_trained_at_once(what: str, how: str) -> None:
-    """Each with a plan of its own."""
-    kind = layer_of(remembering, norm=lambda: nn.BatchNorm1d(WIDTH), seen=list)
-    models, x = [model_of(kind)[0] for _ in range(3)], torch.randn(BATCH, WIDTH)
-    twins = [copy.deepcopy(model) for model in models]
-    found = [default_loss(model(x)) for model in twins]
-    with contextlib.ExitStack() as plans:
-        for model in models:
-            plans.enter_context(apply(model, plan_for(model, x, what), check="always"))
-        if how == "threads":
-            with ThreadPoolExecutor(len(models)) as threads:
-                list(threads.map(lambda model: default_loss(model(x)).backward(), models))
-        else:
-            losses = [default_loss(model(x)) for model in models]
-            for i in (1, 0, 2):
-                losses[i].backward()
-    for model, twin, loss in zip(models, twins, found, strict=True):
-        loss.backward()
-        assert_same(gradients(model), gradients(twin))
-        assert [m.seen for m in model] == [m.seen for m in twin] == [[0]] * 3
 
 
 def test_checks_go_with_the_plan() -> None:

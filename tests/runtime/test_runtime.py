@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import errno
@@ -152,71 +151,6 @@ def test_what_the_program_still_holds_is_gone_when_it_lets_go(release: int, monk
 
 
 # Autograd used in unusual ways
-
-
-def two_backwards(model: nn.Module, inputs: Any) -> list[Any]:
-    loss = call(model, inputs)
-    loss.backward(retain_graph=True)
-    first = gradients(model)
-    loss.backward()
-    return [first, gradients(model), dict(model.named_buffers())]
-
-
-def double_backward(model: nn.Module, inputs: torch.Tensor) -> list[Any]:
-    x = inputs.clone().requires_grad_()
-    (slope,) = torch.autograd.grad(call(model, x), x, create_graph=True)
-    slope.square().sum().backward()
-    found = gradients(model)
-    assert any(g.abs().sum() > 0 for g in found.values())
-    return [slope.detach(), x.grad, found]
-
-
-def a_part_first(model: Any, inputs: torch.Tensor) -> list[Any]:
-    """The gradient of one stage's output first, then the whole; and a graph that never runs backward."""
-    kept: list[torch.Tensor] = []
-    hook = model[1].register_forward_hook(lambda _, __, output: kept.append(output))
-    loss = call(model, inputs)
-    hook.remove()
-    part = torch.autograd.grad(kept[0].sum(), list(model[1].parameters()), retain_graph=True)
-    loss.backward()
-    call(model, inputs)
-    return [list(part), gradients(model)]
-
-
-def several_forwards(model: nn.Module, inputs: Any) -> list[Any]:
-    losses = [call(model, inputs) for _ in range(3)]
-    (losses[0] + losses[2] - losses[1]).backward()
-    call(model, inputs).backward()  # accumulates
-    return [gradients(model), dict(model.named_buffers())]
-
-
-@pytest.mark.parametrize(
-    ("run", "name", "what", "recomputes"),
-    [
-        (two_backwards, "nested", "mixed 0", 2), (two_backwards, "routed", "recompute", 2),
-        (two_backwards, "shared", "swap", 2), (double_backward, "mlp", "recompute", None),
-        (double_backward, "nested", "mixed 0", None), (double_backward, "unet", "swap", None),
-        (double_backward, "mlp", "segment", None), (a_part_first, "mlp", "recompute", None),
-        (a_part_first, "mlp", "swap", None), (a_part_first, "mlp", "segment", None),
-        (two_backwards, "conv_norm", "segment", None), (several_forwards, "conv_norm", "segment", None),
-        (several_forwards, "conv_norm", "recompute", 4), (several_forwards, "routed", "mixed 0", 4),
-        (several_forwards, "tied", "swap", 4),
-    ],
-)  # fmt: skip
-def test_autograd_used_in_unusual_ways(
-    run: Callable[[nn.Module, Any], list[Any]], name: str, what: str, recomputes: int | None
-) -> None:
-    def seeded(model: nn.Module, inputs: Any) -> list[Any]:
-        torch.manual_seed(1)
-        return run(model, inputs)
-
-    want = seeded(*build(name))
-    model, inputs = build(name)
-    own_graph = pytest.warns(RuntimeWarning, match="makes a graph of its own")
-    with apply(model, planned(name, what)) as handle, own_graph if run is double_backward else contextlib.nullcontext():
-        assert_same(seeded(model, inputs), want)
-        if recomputes is not None:
-            assert handle.stats().recomputed_stages == recomputes * handle.stats().planned_recomputed_stages
 
 
 @pytest.mark.filterwarnings("ignore:the peak may exceed the budget. a forward without gradients")
