@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +14,6 @@ from torch import nn
 import ckptplan
 from ckptplan.core.errors import InvalidInputError, PlanMismatchError, UnsupportedModelError
 from ckptplan.core.plan import Plan
-from ckptplan.core.profile import Profile
 from ckptplan.profiling.profiler import profile
 from ckptplan.tensors.storages import unique_bytes
 from ckptplan.training.measure import held_tensors, peak_above_start
@@ -134,19 +131,6 @@ def test_only_true_false_and_none(given: Any) -> None:
         profile(model, x, accumulate=given)
     with pytest.raises(InvalidInputError, match="accumulate can't be given with a profile"):
         ckptplan.solve(profile(model, x, menus=False), 1.0, accumulate=True)
-
-
-def test_files_keep_the_flag_and_older_ones_have_none(tmp_path: Path) -> None:
-    model, x = wide()
-    measured = profile(model, x, accumulate=True, menus=False)
-    plan = ckptplan.solve(measured, 1.0)
-    for kept, kind in ((measured, Profile), (plan, Plan)):
-        kept.save(tmp_path / "file.json")  # type: ignore[attr-defined]
-        assert kind.load(tmp_path / "file.json") == kept  # type: ignore[attr-defined]
-        data = json.loads((tmp_path / "file.json").read_text())
-        del data["fingerprint"]["accumulates"]
-        (tmp_path / "old.json").write_text(json.dumps(data))
-        assert not kind.load(tmp_path / "old.json").fingerprint.accumulates  # type: ignore[attr-defined]
 
 
 # ---------------------------------------------------------------- estimate
