@@ -185,44 +185,6 @@ def test_a_mode_is_put_back_without_being_entered_anew() -> None:
 # Hooks and forwards of modules inside of a stage
 
 
-def test_hooks_in_backward_alone() -> None:
-    def loop(model: Chain) -> Any:
-        loss = loss_of(model)
-        for stage in model:
-            stage.linear.register_forward_hook(lambda module, args, output: output * 2)  # type: ignore[union-attr]
-            stage.linear.register_forward_pre_hook(  # type: ignore[union-attr]
-                lambda module, args, kwargs: ((args[0] * 2,), kwargs), with_kwargs=True
-            )
-        loss.backward()
-        counts = [(len(s.linear._forward_hooks), len(s.linear._forward_pre_hooks_with_kwargs)) for s in model]  # type: ignore[union-attr]
-        assert counts == [(1, 1)] * DEPTH
-        return gradients(model)
-
-    check(loop, "recompute")
-
-
-@pytest.mark.parametrize(("plan", "stays"), [("recompute", True), ("segment", False)])
-def test_a_stage_that_registers_a_hook_in_every_forward(plan: str, stays: bool) -> None:
-    def run(stage: Stage, x: torch.Tensor) -> torch.Tensor:
-        stage.linear.register_forward_hook(lambda module, args, output: output * 1.1)
-        return product(stage, x)
-
-    def loop(model: Chain) -> Any:
-        found = []
-        tables = [module._forward_hooks for module in model.modules() if isinstance(module, nn.Linear)]
-        for _ in range(3):
-            model.zero_grad()
-            loss = loss_of(model)
-            for table in tables:
-                if not stays:
-                    table.clear()
-            loss.backward()
-            found.append([gradients(model), list(map(len, tables))])
-        return found
-
-    check(loop, plan, run)
-
-
 def on_a_weight_once(stage: Stage) -> None:
     if not stage.linear.weight._backward_hooks:
         stage.linear.weight.register_hook(lambda gradient: gradient * 0.5)

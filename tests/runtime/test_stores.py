@@ -281,32 +281,6 @@ def test_what_a_stage_before_holds_leaves_as_well(store: DiskStore) -> None:
     assert torch.equal(torch.autograd.grad(loss, x)[0], want)
 
 
-def test_aliases_share_one_copy(store: DiskStore) -> None:
-    """One copy of all views, each restored with its shape, strides and offset; the device bytes are freed."""
-    x = torch.randn(64, 64, requires_grad=True)
-    run = session(store)
-    with run.stage(0, one_transfer((0, 1))):
-        base = x * 1
-        left, right, flat = base[:, :10], base.t()[3:], base[0].expand(64, 64)
-        loss = (
-            (left * left).sum()
-            + (right.exp() * right).sum()
-            + (flat * base).sum()
-            + base.view(torch.float32).square().sum()
-        )
-    counters = run._counters
-    watch = torch.multiprocessing.reductions.StorageWeakRef(base.untyped_storage())
-    want = torch.autograd.grad(loss, x, retain_graph=True)[0]
-    del base, left, right, flat
-    run.release(0)
-    assert watch.expired(), "the device bytes are gone"
-    nbytes = 4 * (64 * 64 + 61 * 64)  # the base, and the exponential
-    assert counters.swapped_out_bytes == nbytes
-    for _ in range(2):
-        assert torch.equal(torch.autograd.grad(loss, x, retain_graph=True)[0], want)
-    assert counters.swapped_in_bytes == nbytes
-
-
 def test_an_address_used_again_is_another_storage(store: DiskStore) -> None:
     """After a round trip the storage is a new one; what comes to lie at the old address must not be taken for it."""
     x = torch.linspace(0, 1, 4096, requires_grad=True)

@@ -12,11 +12,9 @@ from typer.testing import CliRunner
 import ckptplan
 from ckptplan.cli.app import app
 from ckptplan.core.errors import InvalidInputError
-from ckptplan.core.measured import StageTimes
 from ckptplan.core.plan import Plan
 from ckptplan.core.trace import Trace
 from ckptplan.referee import simulate
-from ckptplan.report.predicted import drawn
 
 
 def traced(name: str, what: str) -> tuple[Trace, Plan]:
@@ -179,15 +177,6 @@ def test_what_is_no_step_isn_t_traced() -> None:
         with pytest.raises(InvalidInputError, match="ran 2 training forwards"):
             handle.trace(lambda: [model(inputs).mean().backward() for _ in range(2)])
         assert handle.trace(lambda: model(inputs).mean().backward(), inputs=inputs).measured.spans
-
-
-def test_predicted_memory_is_the_referee_s() -> None:
-    chain, plan = measured("transformer"), planned("transformer", "segment")
-    steps = simulate(chain, plan).steps
-    step = drawn(chain, plan)
-    assert [nbytes for _, nbytes in step.memory] == [s.peak_bytes for s in steps]
-    assert [at_s for at_s, _ in step.memory] == sorted(at_s for at_s, _ in step.memory)
-    assert StageTimes(1.0, 2.0, 3.0, 4.0).total_s == 10.0
 
 
 def test_command_line_writes_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
