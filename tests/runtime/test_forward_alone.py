@@ -13,6 +13,8 @@ from unittest import mock
 import pytest
 import torch
 from by_hand import CPU, WAYS, run_again
+from odd.harness import WIDTH
+from odd.layers import DEPTH, layer_of, layers_of
 from odd.surroundings import SineForTanh, SmallerTanh
 from small_models import assert_same, gradients
 from torch import nn
@@ -24,30 +26,18 @@ from ckptplan.runtime.guard.fused_steps import STEPS
 from ckptplan.runtime.recompute.frames import Handed, hold
 from ckptplan.state.flags import FLAGS, flags, set_flags
 
-WIDTH, DEPTH = 8, 3
 STAGES = [str(i) for i in range(DEPTH)]
+Chain = nn.Sequential
+Run = Callable[[Any, torch.Tensor], torch.Tensor]
+Loop = Callable[[Chain], Any]
 
 
-Loop = Callable[["Chain"], Any]
+def chain(run: Run) -> Chain:
+    kind = layer_of(lambda m, x: x + torch.tanh(run(m, x)), norm=lambda: nn.LayerNorm(WIDTH), handle=lambda: None)
+    return nn.Sequential(*layers_of(kind))
 
 
-class Stage(nn.Module):
-    def __init__(self, run: Callable[[Stage, torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.run = run
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.norm = nn.LayerNorm(WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.tanh(self.run(self, x))
-
-
-class Chain(nn.Sequential):
-    def __init__(self, run: Callable[[Stage, torch.Tensor], torch.Tensor]) -> None:
-        super().__init__(*(Stage(run) for _ in range(DEPTH)))
-
-
-def product(stage: Stage, x: torch.Tensor) -> torch.Tensor:
+def product(stage: Any, x: torch.Tensor) -> torch.Tensor:
     return stage.norm(stage.linear(x))
 
 
@@ -72,10 +62,10 @@ def around_forward(context: Callable[[], contextlib.AbstractContextManager[Any]]
     return loop
 
 
-def check(loop: Loop, plan: str, run: Callable[[Stage, torch.Tensor], torch.Tensor] = product) -> None:
+def check(loop: Loop, plan: str, run: Run = product) -> None:
     """`loop` gives the same with and without the plan, under which stages ran again."""
     torch.manual_seed(0)
-    plain = Chain(run)
+    plain = chain(run)
     model = copy.deepcopy(plain)
     wanted = loop(plain)
     with run_again(model, plan, STAGES) as controller:
@@ -173,7 +163,7 @@ def test_modes(plan: str, mode: Any, where: str) -> None:
 
 
 def test_a_mode_is_put_back_without_being_entered_anew() -> None:
-    model = Chain(product)
+    model = chain(product)
     with run_again(model, "recompute", STAGES):
         with FlopCounterMode(display=False) as counter:
             loss = loss_of(model)
@@ -185,12 +175,12 @@ def test_a_mode_is_put_back_without_being_entered_anew() -> None:
 # Hooks and forwards of modules inside of a stage
 
 
-def on_a_weight_once(stage: Stage) -> None:
+def on_a_weight_once(stage: Any) -> None:
     if not stage.linear.weight._backward_hooks:
         stage.linear.weight.register_hook(lambda gradient: gradient * 0.5)
 
 
-def on_a_weight_anew(stage: Stage) -> None:
+def on_a_weight_anew(stage: Any) -> None:
     if stage.handle is not None:
         stage.handle.remove()
     stage.handle = stage.linear.weight.register_hook(lambda gradient: gradient * 0.5)
@@ -200,12 +190,12 @@ def halve(p: torch.Tensor) -> None:
     p.grad *= 0.5  # type: ignore[operator]
 
 
-def behind_accumulation(stage: Stage) -> None:
+def behind_accumulation(stage: Any) -> None:
     if stage.handle is None:
         stage.handle = stage.linear.weight.register_post_accumulate_grad_hook(halve)
 
 
-def on_the_stage_itself(stage: Stage) -> None:
+def on_the_stage_itself(stage: Any) -> None:
     if stage.handle is None:
         stage.handle = stage.register_full_backward_pre_hook(lambda module, gradients: (gradients[0] * 0.5,))
 
@@ -217,15 +207,13 @@ def on_the_stage_itself(stage: Stage) -> None:
         ("recompute", on_the_stage_itself),
     ],
 )  # fmt: skip
-def test_a_stage_that_registers_a_hook_on_its_gradients(plan: str, register: Callable[[Stage], None]) -> None:
-    def run(stage: Stage, x: torch.Tensor) -> torch.Tensor:
+def test_a_stage_that_registers_a_hook_on_its_gradients(plan: str, register: Callable[[Any], None]) -> None:
+    def run(stage: Any, x: torch.Tensor) -> torch.Tensor:
         register(stage)
         return product(stage, x)
 
     def loop(model: Chain) -> Any:
         found = []
-        for stage in model:
-            stage.handle = None
         for _ in range(3):
             model.zero_grad()
             model(torch.ones(4, WIDTH, requires_grad=True)).square().sum().backward()
@@ -236,7 +224,7 @@ def test_a_stage_that_registers_a_hook_on_its_gradients(plan: str, register: Cal
 
 
 def test_a_class_with_another_forward_since() -> None:
-    model = Chain(product)
+    model = chain(product)
     with run_again(model, "recompute", STAGES):
         with mock.patch.object(nn.LayerNorm, "forward", lambda module, x: x * 2):
             loss = loss_of(model)
@@ -296,7 +284,7 @@ def test_hooks_around_a_stage_decide_as_without_a_plan(plan: str) -> None:
 
 
 def test_hooks_that_draw_random_numbers() -> None:
-    model = Chain(product)
+    model = chain(product)
     with run_again(model, "segment", STAGES):
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t * random.random(), lambda t: t):
             loss = loss_of(model)
@@ -312,7 +300,7 @@ def test_hooks_that_fail_in_backward_are_named() -> None:
             raise KeyError("closed")
         return tensor
 
-    model = Chain(product)
+    model = chain(product)
     with run_again(model, "segment", STAGES):
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             loss = loss_of(model)

@@ -42,22 +42,6 @@ def test_every_draw_is_seen_and_taken_back(kind: str, what: str, in_memory: bool
             assert np.array_equal(draw(generator), drawn)  # type: ignore[arg-type]
 
 
-def test_a_normal_number_that_waits_moves_no_word() -> None:
-    """The second of a pair comes from the first draw, and two states with equal words differ by it."""
-    generator = np.random.RandomState(1)
-    access = numpys(generator)
-    generator.standard_normal()
-    waiting, state = generator.get_state(), access.get()
-    second = generator.standard_normal()
-    assert not access.same(access.get(), state)
-    without = access.get()
-    generator.set_state(waiting)
-    assert access.same(access.get(), state)
-    assert not access.same(access.get(), without)
-    access.put(state)
-    assert generator.standard_normal() == second
-
-
 @pytest.fixture
 def numpys_own() -> Iterator[None]:
     bits = np.random.get_bit_generator()  # type: ignore[attr-defined]

@@ -140,24 +140,6 @@ def test_extents_survive_an_interrupt_anywhere() -> None:
     assert number > 10
 
 
-def test_close_waits_for_living_blocks(tmp_path: Path) -> None:
-    gc.collect()
-    before, files = swap_threads(), open_files()
-    store = DiskStore(tmp_path, capacity_bytes=100_000)
-    assert len(swap_threads()) == len(before) + 2
-    tensor = torch.randn(5000)
-    ticket = store.start_out(tensor)
-    store.close()
-    target = torch.empty(5000)
-    store.start_in(ticket, target)
-    store.finish_in(ticket)
-    assert torch.equal(target, tensor)
-    store.free(ticket)
-    assert swap_threads() == before
-    assert open_files() == files
-    store.close()  # again: nothing happens
-
-
 def test_a_dropped_store_ends_its_threads(tmp_path: Path) -> None:
     before, files = swap_threads(), open_files()
     store = DiskStore(tmp_path)
