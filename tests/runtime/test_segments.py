@@ -17,6 +17,8 @@ import pytest
 import torch
 from by_hand import AGAIN, CPU, carried_out
 from counting import Log
+from odd.harness import BATCH, WIDTH
+from odd.layers import Around, layer_of
 from small_models import assert_same, build, call, gradients
 from small_models import train as trained
 from torch import nn
@@ -81,63 +83,21 @@ def check(
 # Models
 
 
-class Loop(nn.Module):
+def loop(glue: bool = False) -> Any:
     """`for layer in self.layers`, with dropout, and operations between the calls if wanted."""
 
-    def __init__(self, depth: int = 6, width: int = 64, *, glue: bool = False) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width), nn.Dropout(0.1))
-            for _ in range(depth)
-        )
-        self.glue = glue
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = x + torch.tanh(layer(x)) if self.glue else layer(x)
+    def forward(layers: Any, x: torch.Tensor) -> torch.Tensor:
+        for layer in layers:
+            x = x + torch.tanh(layer(x)) if glue else layer(x)
         return x
 
-
-class UNet(nn.Module):
-    """Outputs of early stages used by the next one and by a late one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-
-        def block(a: int, b: int) -> nn.Module:
-            return nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.GroupNorm(2, b), nn.SiLU(), nn.Dropout(0.1))
-
-        self.down = nn.ModuleList([block(3, 8), block(8, 8), block(8, 8)])
-        self.middle = block(8, 8)
-        self.up = nn.ModuleList([_Join(block(16, 8)), _Join(block(16, 8)), _Join(block(16, 4))])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        skips = []
-        for down in self.down:
-            x = down(x)
-            skips.append(x)
-        x = self.middle(x)
-        for up in self.up:
-            x = up(x, skips.pop())
-        return x
-
-
-class _Join(nn.Module):
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
-
-    def forward(self, x: torch.Tensor, skip: torch.Tensor) -> torch.Tensor:
-        return self.block(torch.cat([x, skip], 1))
-
-
-def loop() -> Any:
-    return Loop(), torch.randn(32, 64), [f"layers.{i}" for i in range(6)]
+    blocks = (nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64), nn.Dropout(0.1)) for _ in range(6))
+    return Around(blocks, forward), torch.randn(32, 64), [f"layers.{i}" for i in range(6)]
 
 
 def glued() -> Any:
-    stages = [name for i in range(6) for name in (f"layers.{i}", f"(after layers.{i})")]
-    return Loop(glue=True), torch.randn(32, 64), stages
+    model, x, stages = loop(glue=True)
+    return model, x, [name for stage in stages for name in (stage, f"(after {stage})")]
 
 
 def conv() -> Any:
@@ -149,8 +109,20 @@ def shared() -> Any:
 
 
 def unet() -> Any:
-    stages = ["down.0", "down.1", "down.2", "middle", "up.0", "up.1", "up.2"]
-    return UNet(), torch.randn(2, 3, 16, 16), stages
+    """Outputs of early stages used by the next one and by a late one."""
+
+    def forward(layers: Any, x: torch.Tensor) -> torch.Tensor:
+        skips: list[torch.Tensor] = []
+        for i, layer in enumerate(layers):
+            x = layer(x) if i < 4 else layer(x, skips.pop())
+            skips += [x] * (i < 3)
+        return x
+
+    def block(m: Any, x: torch.Tensor, *skip: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(torch.tanh(m.norm(m.linear(sum(skip, x)))), 0.1)
+
+    blocks = (layer_of(block, norm=lambda: nn.LayerNorm(WIDTH))() for _ in range(7))
+    return Around(blocks, forward), torch.randn(BATCH, WIDTH), [f"layers.{i}" for i in range(7)]
 
 
 MODELS = {f.__name__: f for f in (loop, glued, conv, shared, unet)}
