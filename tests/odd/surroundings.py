@@ -108,22 +108,19 @@ class SmallerTanh(TorchDispatchMode):
         return result * 0.5 if func is torch.ops.aten.tanh.default else result
 
 
-@case("3")
-def function_mode() -> Odd:
-    """A mode on PyTorch's functions around forward alone."""
-    return chain(Layer, one_forward_around(SineForTanh))
+def _around(name: str, about: str, *surroundings: Callable[[], Any]) -> None:
+    """Register plain layers whose forward, or whose backward, something surrounds."""
+
+    def build() -> Odd:
+        return chain(Layer, one_forward_around(*surroundings))
+
+    build.__name__, build.__doc__ = name, about
+    case("3")(build)
 
 
-@case("3")
-def dispatch_mode() -> Odd:
-    """A mode on operations around forward alone."""
-    return chain(Layer, one_forward_around(SmallerTanh))
-
-
-@case("3")
-def dispatch_mode_in_backward() -> Odd:
-    """A mode on operations around backward alone, which has none of those that it changes."""
-    return chain(Layer, one_forward_around(contextlib.nullcontext, SmallerTanh))
+_around("function_mode", "A mode on PyTorch's functions around forward alone.", SineForTanh)
+_around("dispatch_mode", "A mode on operations around forward alone.", SmallerTanh)
+_around("dispatch_mode_in_backward", "A mode on operations around backward.", contextlib.nullcontext, SmallerTanh)
 
 
 @case("3")
@@ -243,10 +240,7 @@ def larger_products() -> Iterator[None]:
         yield
 
 
-@case("3")
-def hook_on_all_modules() -> Odd:
-    """A hook on all modules in forward alone."""
-    return chain(Layer, one_forward_around(larger_products))
+_around("hook_on_all_modules", "A hook on all modules in forward alone.", larger_products)
 
 
 @case("3")

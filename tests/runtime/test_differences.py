@@ -497,17 +497,6 @@ def test_a_kind_is_warned_of_once_for_each_plan() -> None:
     assert differences.counts["a"] == 4
 
 
-def test_counted_alone_or_raised() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        differences = Differences()
-        differences.note("a", "one")
-    assert differences.counts == {"a": 1}
-    for strict in (Differences("raise"),) * 2:
-        with pytest.raises(PlanMismatchError, match=r"^one$"):
-            strict.note("a", "one")
-
-
 def test_statistics_say_what_differed() -> None:
     model, x = built(plain)
     with apply(model, planned(plain, "recompute")) as handle:

@@ -430,10 +430,6 @@ def test_a_plan_for_another_model() -> None:
     model, _ = build("mlp")
     with pytest.raises(PlanMismatchError, match="model"):
         apply(model, planned("transformer", "swap"))
-    model[0][0].weight.requires_grad_(False)
-    with pytest.raises(PlanMismatchError, match="parameters"):
-        apply(model, planned("mlp", "swap"))
-    model, _ = build("mlp")
     wrong = planned("mlp", "recompute")
     wrong = dataclasses.replace(wrong, stages=("elsewhere", *wrong.stages[1:]))
     with pytest.raises(PlanMismatchError, match="'elsewhere' names no module"):

