@@ -5,6 +5,7 @@ Each builder returns the model (in training mode) and its inputs, as `profile` t
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import random
@@ -32,6 +33,7 @@ from ckptplan.runtime.patching import PatchedForward, installed
 from ckptplan.runtime.recompute.selective import NumberedOps
 from ckptplan.runtime.swap.record import Whereabouts
 from ckptplan.state.restore import restored
+from ckptplan.training.step import default_loss
 
 Built = tuple[nn.Module, Any]
 
@@ -333,18 +335,65 @@ def uniform(model: nn.Module, inputs: Any, action: Action) -> Plan:
     return plan_of(chain, [action] * len(chain.stages))
 
 
-def plan_for(model: nn.Module, inputs: Any, what: str, op: int = 0) -> Plan:
-    """Every stage with the same action, all as one "segment", or "selective": the output of operation `op` is saved."""
-    chain = profile(model, inputs, menus=False)
+def decided(chain: Profile, what: str, op: int = 0) -> Plan:
+    """Every stage with the same option, or one after the other ("mixed", or "mixed 1", which begins with the second).
+
+    Or all as one "segment", or "selective": the output of operation `op` is saved.
+    """
+    stages = chain.stages
+    if what.startswith("mixed"):
+        first = int(what.removeprefix("mixed") or 0)
+        return plan_of(chain, [("swap", "recompute", "keep")[(first + i) % 3] for i in range(len(stages))])  # type: ignore[misc]
     if what == "segment":
-        real = [i for i, stage in enumerate(chain.stages) if not stage.is_glue]
-        options = [stage.find("recompute") or stage.keep for stage in chain.stages]
-        return scheduled(chain, options, (Segment(real[0], real[-1]),))
-    plan = plan_of(chain, ["recompute" if what == "selective" else what] * len(chain.stages))  # type: ignore[list-item]
+        able = [i for i, stage in enumerate(stages) if not stage.is_glue and stage.recompute]
+        options = [stage.find("recompute") or stage.keep for stage in stages]
+        return scheduled(chain, options, (Segment(able[0], able[-1]),))
+    plan = plan_of(chain, ["recompute" if what == "selective" else what] * len(stages))  # type: ignore[list-item]
     if what == "selective":
         choices = tuple(Decision("recompute", ops=(op,)) if c.action == "recompute" else c for c in plan.choices)
         plan = replace(plan, choices=choices)
     return plan
+
+
+@functools.cache
+def planned(name: str, what: str) -> Plan:
+    """For `build(name)`, as `decided` has it."""
+    return decided(measured(name), what)
+
+
+def plan_for(model: nn.Module, inputs: Any, what: str, op: int = 0) -> Plan:
+    """For a model, as `decided` has it."""
+    return decided(profile(model, inputs, menus=False), what, op)
+
+
+def call(model: nn.Module, inputs: Any) -> torch.Tensor:
+    """A forward's loss."""
+    return default_loss(model(**inputs) if isinstance(inputs, dict) else model(inputs))
+
+
+def step(model: nn.Module, inputs: Any, loss_of: Callable[[nn.Module, Any], torch.Tensor] = call) -> list[Any]:
+    """Loss and gradients of a step that begins without gradients."""
+    model.zero_grad()
+    loss = loss_of(model, inputs)
+    loss.backward()
+    return [loss.detach(), gradients(model)]
+
+
+def train(
+    model: nn.Module, inputs: Any, steps: int = 3, context: Callable[[], Any] = contextlib.nullcontext
+) -> list[Any]:
+    """Loss, gradients and buffers of each step, parameters updated in between; then the generator's next numbers."""
+    torch.manual_seed(7)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    out: list[Any] = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        with context():
+            loss = call(model, inputs)
+        loss.backward()
+        out.append([loss.detach(), gradients(model), {n: b.clone() for n, b in model.named_buffers()}])
+        optimizer.step()
+    return [*out, [torch.rand(3)]]
 
 
 def state_of(model: nn.Module) -> tuple[Any, ...]:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from odd.harness import BATCH, STEPS, WIDTH, Extras, Odd, case, in_steps, loss_of, plain_step
-from odd.layers import Around, Bounded, Layer, around, batch, chain, layers_of, passing
+from odd.layers import Around, Bounded, Layer, around, batch, chain, layer_of, layers_of, passing
 
 # ---------------------------------------------------------------- weights
 
@@ -20,24 +20,22 @@ from odd.layers import Around, Bounded, Layer, around, batch, chain, layers_of, 
 def weight_data_in_forward() -> Odd:
     """`weight.data = ...` in a layer's forward."""
 
-    class Stage(Layer):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.linear.weight.data = self.linear.weight.data.clamp(-0.1, 0.1) * 0.9
-            return super().forward(x)
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        m.linear.weight.data = m.linear.weight.data.clamp(-0.1, 0.1) * 0.9
+        return x + torch.tanh(m.linear(x))
 
-    return chain(Stage)
+    return chain(layer_of(forward))
 
 
 @case("4")
 def weight_data_written_in_forward() -> Odd:
     """`weight.data.mul_()` in a layer's forward."""
 
-    class Stage(Layer):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.linear.weight.data.mul_(0.9)
-            return super().forward(x)
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        m.linear.weight.data.mul_(0.9)
+        return x + torch.tanh(m.linear(x))
 
-    return chain(Stage)
+    return chain(layer_of(forward))
 
 
 @case("4")
@@ -57,13 +55,6 @@ def weights_written_behind_each_layer() -> Odd:
 def optimizer_in_backward() -> Odd:
     """Every parameter is updated as soon as it has its gradient, the bias at a layer's end first."""
 
-    class Stage(Layer):
-        def set_up(self) -> None:
-            self.bias = nn.Parameter(torch.zeros(WIDTH))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x) + self.bias
-
     def loop(model: nn.Module, x: torch.Tensor) -> Iterator[Extras]:
         for p in model.parameters():
             optimizer = torch.optim.SGD([p], lr=0.5)
@@ -76,16 +67,13 @@ def optimizer_in_backward() -> Odd:
         for _ in range(STEPS):
             yield [plain_step(model, x)]
 
-    return chain(Stage, loop)
+    stage = layer_of(lambda m, x: x + torch.tanh(m.linear(x)) + m.bias, bias=lambda: nn.Parameter(torch.zeros(WIDTH)))
+    return chain(stage, loop)
 
 
 @case("errors")
 def cached_parametrization() -> Odd:
     """`parametrize.cached()` around two forwards of layers that use a weight twice, and around one of two backwards."""
-
-    class Stage(Layer):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + torch.tanh(self.linear(torch.sin(self.linear(x))))
 
     @in_steps
     def loop(model: nn.Module, x: torch.Tensor) -> Extras:
@@ -95,9 +83,9 @@ def cached_parametrization() -> Odd:
         losses[1].backward()
         return [loss.detach() for loss in losses]
 
-    odd = chain(Stage, loop)
-    for layer in odd.model:  # type: ignore[union-attr]
-        parametrize.register_parametrization(layer.linear, "weight", Bounded())
+    odd = chain(layer_of(lambda m, x: x + torch.tanh(m.linear(torch.sin(m.linear(x))))), loop)
+    for each in odd.model:  # type: ignore[union-attr]
+        parametrize.register_parametrization(each.linear, "weight", Bounded())
     return odd
 
 
@@ -108,12 +96,11 @@ def cached_parametrization() -> Odd:
 def backward_inside_forward() -> Odd:
     """A layer that runs `backward` for a loss of its own."""
 
-    class Stage(Layer):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            torch.tanh(self.linear(x.detach())).square().mean().backward()
-            return super().forward(x)
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        torch.tanh(m.linear(x.detach())).square().mean().backward()
+        return x + torch.tanh(m.linear(x))
 
-    return chain(Stage)
+    return chain(layer_of(forward))
 
 
 @case("errors", says=("autograd.grad",))
@@ -147,18 +134,17 @@ def gradient_between_layers() -> Odd:
 def retained_gradient() -> Odd:
     """`retain_grad` on what a layer makes, and its gradient read behind backward."""
 
-    class Stage(Layer):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.made = torch.tanh(self.linear(x))
-            self.made.retain_grad()
-            return x + torch.sin(self.made)
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        m.made = torch.tanh(m.linear(x))
+        m.made.retain_grad()
+        return x + torch.sin(m.made)
 
     @in_steps
     def loop(model: nn.Module, x: torch.Tensor) -> Extras:
         loss = plain_step(model, x)
-        return [loss, *(layer.made.grad for layer in model)]  # type: ignore[attr-defined]
+        return [loss, *(each.made.grad for each in model)]  # type: ignore[attr-defined]
 
-    return chain(Stage, loop)
+    return chain(layer_of(forward), loop)
 
 
 class _ReadsTwice(torch.autograd.Function):
@@ -176,12 +162,7 @@ class _ReadsTwice(torch.autograd.Function):
 @case("errors")
 def saved_tensors_read_twice() -> Odd:
     """A custom function that reads `ctx.saved_tensors` more than once."""
-
-    class Stage(Layer):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + _ReadsTwice.apply(self.linear(x))
-
-    return chain(Stage)
+    return chain(layer_of(lambda m, x: x + _ReadsTwice.apply(m.linear(x))))
 
 
 # ---------------------------------------------------------------- arguments and outputs
@@ -197,63 +178,53 @@ class _Place:
 def mutated_dataclass_argument() -> Odd:
     """An object that the layers are given and count in."""
 
-    class Stage(Layer):
-        def forward(self, x: torch.Tensor, calls: _Place) -> torch.Tensor:
-            calls.number += 1
-            return x + torch.tanh(self.linear(x) * calls.number)
+    def forward(m: Any, x: torch.Tensor, calls: _Place) -> torch.Tensor:
+        calls.number += 1
+        return x + torch.tanh(m.linear(x) * calls.number)
 
-    return passing(Stage, lambda: (_Place(),))
+    return passing(layer_of(forward), lambda: (_Place(),))
 
 
 @case("errors")
 def object_replaced_between_layers() -> Odd:
     """An object that the layers read, and the model writes to between them."""
 
-    class Stage(Layer):
-        def forward(self, place: Any) -> torch.Tensor:
-            return super().forward(place.x)
-
     def forward(layers: Any, x: torch.Tensor) -> torch.Tensor:
         place = _Place(x)
-        for layer in layers:
-            place.x = layer(place)
+        for each in layers:
+            place.x = each(place)
         return place.x
 
-    return around(forward, Stage)
+    return around(forward, layer_of(lambda m, place: place.x + torch.tanh(m.linear(place.x))))
 
 
 @case("errors")
 def object_returned() -> Odd:
     """Layers from object to object."""
 
-    class Stage(Layer):
-        def forward(self, place: Any) -> Any:
-            return _Place(super().forward(place.x), place.number + 1)
-
     def forward(layers: Any, x: torch.Tensor) -> torch.Tensor:
         place = _Place(x)
-        for layer in layers:
-            place = layer(place)
+        for each in layers:
+            place = each(place)
         return place.x
 
-    return around(forward, Stage)
+    return around(forward, layer_of(lambda m, place: _Place(place.x + torch.tanh(m.linear(place.x)), place.number + 1)))
 
 
 @case("errors")
 def nothing_returned() -> Odd:
     """Layers that put their output in a list."""
 
-    class Stage(Layer):
-        def forward(self, box: list[torch.Tensor]) -> None:  # type: ignore[override]
-            box[0] = super().forward(box[0])
+    def in_box(m: Any, box: list[torch.Tensor]) -> None:
+        box[0] = box[0] + torch.tanh(m.linear(box[0]))
 
     def forward(layers: Any, x: torch.Tensor) -> torch.Tensor:
         box = [x]
-        for layer in layers:
-            layer(box)
+        for each in layers:
+            each(box)
         return box[0]
 
-    return around(forward, Stage)
+    return around(forward, layer_of(in_box))
 
 
 @case("errors", says=("sparse",))
@@ -287,23 +258,15 @@ def nested_tensors_inside() -> Odd:
 @case("errors", says=("one forward", "Lazy"))
 def lazy_linear() -> Odd:
     """`LazyLinear`, which has no weights before the first forward."""
-
-    class Stage(Layer):
-        def set_up(self) -> None:
-            self.linear = nn.LazyLinear(WIDTH)
-
-    return chain(Stage)
+    return chain(layer_of(lambda m, x: x + torch.tanh(m.linear(x)), linear=lambda: nn.LazyLinear(WIDTH)))
 
 
 @case("errors")
 def scripted_module() -> Odd:
     """A scripted module in a layer."""
-
-    class Stage(Layer):
-        def set_up(self) -> None:
-            self.linear = torch.jit.script(nn.Linear(WIDTH, WIDTH))
-
-    return chain(Stage)
+    return chain(
+        layer_of(lambda m, x: x + torch.tanh(m.linear(x)), linear=lambda: torch.jit.script(nn.Linear(WIDTH, WIDTH)))
+    )
 
 
 @case("errors")
@@ -315,14 +278,7 @@ def forward_that_is_a_property() -> Odd:
         def forward(self) -> Any:
             return torch.sin
 
-    class Stage(Layer):
-        def set_up(self) -> None:
-            self.function = Sine()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + self.function(self.linear(x))
-
-    return chain(Stage)
+    return chain(layer_of(lambda m, x: x + m.function(m.linear(x)), function=Sine))
 
 
 @case("errors", says=("itself", "recursi"))
@@ -333,29 +289,25 @@ def layers_that_call_each_other() -> Odd:
         def forward(self, layer: nn.Module, x: torch.Tensor, depth: int) -> torch.Tensor:
             return layer(x, depth)  # type: ignore[no-any-return]
 
-    class Stage(Layer):
-        def set_up(self) -> None:
-            self.way = Way()
-
-        def forward(self, x: torch.Tensor, depth: int = 2) -> torch.Tensor:
-            y = super().forward(x)
-            return self.way(self, y, depth - 1) if depth else y
+    def again(m: Any, x: torch.Tensor, depth: int = 2) -> torch.Tensor:
+        y = x + torch.tanh(m.linear(x))
+        return m.way(m, y, depth - 1) if depth else y
 
     def forward(layers: Any, x: torch.Tensor) -> torch.Tensor:
-        for layer in (*layers, *layers):
-            x = layer(x)
+        for each in (*layers, *layers):
+            x = each(x)
         return x
 
-    return Odd(Around((Stage() for _ in range(2)), forward), batch())
+    stage = layer_of(again, way=Way)
+    return Odd(Around((stage() for _ in range(2)), forward), batch())
 
 
 @case("errors", says=("torch.func",))
 def functional_gradient_inside() -> Odd:
     """`torch.func.grad` in a layer."""
 
-    class Stage(Layer):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            slope = torch.func.grad(lambda y: torch.tanh(self.linear(y)).sum())(x)
-            return x + torch.tanh(self.linear(x) * slope)
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        slope = torch.func.grad(lambda y: torch.tanh(m.linear(y)).sum())(x)
+        return x + torch.tanh(m.linear(x) * slope)
 
-    return chain(Stage)
+    return chain(layer_of(forward))

@@ -125,21 +125,26 @@ def in_steps(step: Callable[[nn.Module, Any], Extras]) -> Loop:
 plain_loop = in_steps(lambda model, x: [plain_step(model, x)])
 
 
-def one_forward_around(
-    surroundings: Callable[[], contextlib.AbstractContextManager[Any]],
-    of_backward: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
-) -> Loop:
-    """Return a loop whose forwards run inside `surroundings()`, and backwards inside `of_backward()`."""
+Around = Callable[..., contextlib.AbstractContextManager[Any]]
+
+
+def one_forward_of(surroundings: Around, of_backward: Around = contextlib.nullcontext) -> Loop:
+    """Return a loop whose forwards run inside `surroundings(model)`, and backwards inside `of_backward()`."""
 
     @in_steps
     def loop(model: nn.Module, x: Any) -> Extras:
-        with surroundings():
+        with surroundings(model):
             loss = loss_of(model(x))
         with of_backward():
             loss.backward()
         return [loss.detach()]
 
     return loop
+
+
+def one_forward_around(surroundings: Around, of_backward: Around = contextlib.nullcontext) -> Loop:
+    """The same with surroundings that the model is no part of."""
+    return one_forward_of(lambda model: surroundings(), of_backward)
 
 
 def between(change: Callable[[Any], object], back: Callable[[Any], object] = lambda model: None) -> Loop:

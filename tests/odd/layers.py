@@ -41,24 +41,34 @@ def counter() -> Callable[[], int]:
     return count
 
 
-class Factored(Layer):
-    """Its product is multiplied by a number or a tensor that subclasses find in odd ways, anew in every forward."""
-
-    def factor(self) -> Any:
-        raise NotImplementedError
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.tanh(self.linear(x) * self.factor())
+Run = Callable[..., Any]
 
 
-class Normed(Layer):
-    """With a norm behind the product, whose weights are read in every recompute, be the product saved or not."""
+def layer_of(run: Run, **kept: Callable[[], Any]) -> type[Layer]:
+    """A class of layers that have what is made by `kept`; `run` is their forward, of the layer and its arguments."""
 
-    def set_up(self) -> None:
-        self.norm = nn.LayerNorm(WIDTH)
+    class Stage(Layer):
+        def set_up(self) -> None:
+            for name, make in kept.items():
+                setattr(self, name, make())
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.tanh(self.norm(self.linear(x)))
+        def forward(self, *args: Any) -> Any:
+            return run(self, *args)
+
+    return Stage
+
+
+def factored(factor: Callable[[Any], Any], **kept: Callable[[], Any]) -> type[Layer]:
+    """Layers whose product is multiplied by what `factor` finds in odd ways, anew in every forward."""
+    return layer_of(lambda m, x: x + torch.tanh(m.linear(x) * factor(m)), **kept)
+
+
+def buffer(make: Callable[[], torch.Tensor] = lambda: torch.zeros(WIDTH)) -> Callable[[], torch.Tensor]:
+    return lambda: nn.Buffer(make())
+
+
+normed = layer_of(lambda m, x: x + torch.tanh(m.norm(m.linear(x))), norm=lambda: nn.LayerNorm(WIDTH))
+"""With a norm behind the product, whose weights are read in every recompute, be the product saved or not."""
 
 
 class Bounded(nn.Module):

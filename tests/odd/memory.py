@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from odd.harness import STEPS, Extras, Loop, Odd, case, plain_step
-from odd.layers import DEPTH, Around, Folded, Layer, around, batch, layers_of
+from odd.layers import DEPTH, Around, Folded, Layer, around, batch, chain, layer_of, layers_of
 
 
 def _wide() -> tuple[nn.Module, torch.Tensor]:
@@ -79,16 +79,12 @@ def fold() -> Odd:
 def output_kept_for_the_next_step() -> Odd:
     """Layers that keep what they gave, detached, for their next forward."""
 
-    class Remembering(Layer):
-        def set_up(self) -> None:
-            self.memory: torch.Tensor | None = None
+    def remembering(m: Any, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(m.linear(x) if m.memory is None else m.linear(x) + 0.1 * m.memory)
+        m.memory = y.detach().clone()
+        return x + torch.sin(y)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = torch.tanh(self.linear(x) if self.memory is None else self.linear(x) + 0.1 * self.memory)
-            self.memory = y.detach().clone()
-            return x + torch.sin(y)
-
-    return _with_momentum(nn.Sequential(*layers_of(Remembering)), batch())
+    return _with_momentum(chain(layer_of(remembering, memory=lambda: None)).model, batch())
 
 
 class _SavesMore(torch.autograd.Function):
@@ -124,11 +120,8 @@ def _resized(x: torch.Tensor) -> torch.Tensor:
 def _with(odd: Callable[[torch.Tensor], torch.Tensor]) -> Odd:
     """Layers that do something odd in between, and plain ones."""
 
-    class Between(Layer):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return odd(torch.tanh(self.linear(x)))
-
-    model = nn.Sequential(Layer(), Between(), Between(), Layer())
+    between = layer_of(lambda m, x: odd(torch.tanh(m.linear(x))))
+    model = nn.Sequential(Layer(), between(), between(), Layer())
     return _with_momentum(model, batch())
 
 
@@ -160,35 +153,32 @@ def resized_in_place() -> Odd:
 def activations_in_objects() -> Odd:
     """Layers that are given an activation, and objects which hold that one and others."""
 
-    class Holding(Layer):
-        def forward(self, x: torch.Tensor, given: Any) -> torch.Tensor:
-            return x + torch.tanh(self.linear(x) * given.mask) + given.x
+    holding = layer_of(lambda m, x, given: x + torch.tanh(m.linear(x) * given.mask) + given.x)
 
     def forward(layers: Any, x: torch.Tensor) -> torch.Tensor:
         for layer in layers:
             x = layer(x, types.SimpleNamespace(x=x, mask=torch.ones(1)))
         return x
 
-    return _with_momentum(Around((Holding() for _ in range(2 * DEPTH)), forward), batch())
+    return _with_momentum(Around((holding() for _ in range(2 * DEPTH)), forward), batch())
 
 
 @case("7", measured=True)
 def norm_made_in_first_forward() -> Odd:
     """A layer called four times, with a norm that its first forward makes, between what is saved and may leave."""
 
-    class Late(Layer):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = self.linear(x)
-            if not hasattr(self, "norm"):
-                self.norm = nn.LayerNorm(x.shape[-1])
-            return F.relu_(x + self.norm(y))
+    def late(m: Any, x: torch.Tensor) -> torch.Tensor:
+        y = m.linear(x)
+        if not hasattr(m, "norm"):
+            m.norm = nn.LayerNorm(x.shape[-1])
+        return F.relu_(x + m.norm(y))
 
     def forward(layers: Any, x: torch.Tensor) -> torch.Tensor:
         for _ in range(4):
             x = layers[1](x)
         return x
 
-    return _with_momentum(Around((Layer(), Late()), forward), batch())
+    return _with_momentum(Around((Layer(), layer_of(late)()), forward), batch())
 
 
 @case("10", measured=True)
@@ -199,16 +189,15 @@ def tensor_in_an_argument_object() -> Odd:
     class Shift:
         amount: torch.Tensor
 
-    class Shifted(Layer):
-        def forward(self, x: torch.Tensor, shift: Shift) -> torch.Tensor:
-            return super().forward(x * shift.amount)
+    def shifted(m: Any, x: torch.Tensor, shift: Shift) -> torch.Tensor:
+        return Layer.forward(m, x * shift.amount)
 
     def forward(layers: Any, x: torch.Tensor) -> torch.Tensor:
         for layer in layers:
             x = layer(x, Shift(x.detach() / 2))
         return x
 
-    return around(forward, Shifted)
+    return around(forward, layer_of(shifted))
 
 
 @case("11", measured=True)

@@ -1,7 +1,8 @@
-"""Parameters that change before the recompute (item 4), copies of layers (6), and models that register late (7)."""
+"""Parameters that change before the recompute (item 4), and copies of layers (6)."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,13 +19,13 @@ from odd.harness import (
     Odd,
     between,
     case,
-    in_steps,
     loss_of,
+    one_forward_of,
     plain_loop,
     plain_step,
     update,
 )
-from odd.layers import Layer, Normed, chain
+from odd.layers import Layer, chain, layer_of, normed
 
 # ---------------------------------------------------------------- 4: changed before the recompute
 
@@ -49,7 +50,7 @@ def _two_backwards(make: Callable[[Any], torch.optim.Optimizer]) -> Loop:
 @case("4")
 def fused_sgd_between_two_backwards() -> Odd:
     """Fused SGD steps between two backwards through one forward."""
-    return chain(Normed, _two_backwards(lambda parameters: torch.optim.SGD(parameters, lr=0.5, fused=True)))
+    return chain(normed, _two_backwards(lambda parameters: torch.optim.SGD(parameters, lr=0.5, fused=True)))
 
 
 @case("4")
@@ -61,7 +62,7 @@ def fused_sgd_between_two_backwards_of_halves() -> Odd:
         with hooks:
             yield from _two_backwards(lambda parameters: torch.optim.SGD(parameters, lr=0.5, fused=True))(model, x)
 
-    return chain(Normed, two_backwards)
+    return chain(normed, two_backwards)
 
 
 class _Outside(torch.optim.Optimizer):
@@ -79,13 +80,13 @@ class _Outside(torch.optim.Optimizer):
 @case("4")
 def other_optimizer_between_two_backwards() -> Odd:
     """An optimizer with a kernel of its own steps between two backwards through one forward."""
-    return chain(Normed, _two_backwards(_Outside))
+    return chain(normed, _two_backwards(_Outside))
 
 
 @case("4")
 def parameter_data_between_forward_and_backward() -> Odd:
     """`p.data.mul_()` between forward and backward."""
-    return chain(Normed, between(lambda model: [p.data.mul_(0.5) for p in model.parameters()]))
+    return chain(normed, between(lambda model: [p.data.mul_(0.5) for p in model.parameters()]))
 
 
 @case("4")
@@ -96,7 +97,7 @@ def parameter_data_replaced_before_backward() -> Odd:
         for p in model.parameters():
             p.data = p.data * 0.5
 
-    return chain(Normed, between(replace))
+    return chain(normed, between(replace))
 
 
 @case("4")
@@ -105,25 +106,21 @@ def parameters_replaced_before_backward() -> Odd:
     former: list[nn.Parameter] = []
 
     def replace(model: Any) -> None:
-        former[:] = [layer.norm.weight for layer in model]
-        for layer in model:
-            layer.norm.weight = nn.Parameter(torch.full((WIDTH,), 0.5))
+        former[:] = [each.norm.weight for each in model]
+        for each in model:
+            each.norm.weight = nn.Parameter(torch.full((WIDTH,), 0.5))
 
     def back(model: Any) -> None:
-        for layer, weight in zip(model, former, strict=True):
-            layer.norm.weight = weight
+        for each, weight in zip(model, former, strict=True):
+            each.norm.weight = weight
 
-    return chain(Normed, between(replace, back))
+    return chain(normed, between(replace, back))
 
 
-class _Scaled(Layer):
-    """With a parameter as large as an activation: what is saved for either looks alike."""
-
-    def set_up(self) -> None:
-        self.scale = nn.Parameter(torch.randn(BATCH, WIDTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.linear(x) * self.scale)
+_scaled = layer_of(
+    lambda m, x: torch.tanh(m.linear(x) * m.scale), scale=lambda: nn.Parameter(torch.randn(BATCH, WIDTH))
+)
+"""With a parameter as large as an activation: what is saved for either looks alike."""
 
 
 def _frozen(model: Any, frozen: bool) -> None:
@@ -134,21 +131,19 @@ def _frozen(model: Any, frozen: bool) -> None:
 def frozen_in_forward_and_thawed_of_equal_shapes() -> Odd:
     """A parameter that doesn't require gradients in forward and does in backward."""
 
-    @in_steps
-    def loop(model: nn.Module, x: torch.Tensor) -> Extras:
+    @contextlib.contextmanager
+    def frozen(model: nn.Module) -> Iterator[None]:
         _frozen(model, True)
-        loss = loss_of(model(x))
+        yield
         _frozen(model, False)
-        loss.backward()
-        return [loss.detach()]
 
-    return chain(_Scaled, loop)
+    return chain(_scaled, one_forward_of(frozen))
 
 
 @case("4")
 def trained_in_forward_and_frozen_of_equal_shapes() -> Odd:
     """A parameter that requires gradients in forward and doesn't in backward."""
-    return chain(_Scaled, between(lambda model: _frozen(model, True), lambda model: _frozen(model, False)))
+    return chain(_scaled, between(lambda model: _frozen(model, True), lambda model: _frozen(model, False)))
 
 
 # ---------------------------------------------------------------- 6: copies
@@ -169,36 +164,3 @@ def copied_layer_that_is_trained() -> Odd:
             yield [loss, other, twin.linear.weight.grad, twin.linear.weight.detach()]
 
     return chain(Layer, loop)
-
-
-# ---------------------------------------------------------------- 7: registered late
-
-
-@case("7")
-def layer_made_in_first_forward() -> Odd:
-    """A module that the first forward makes, of the size that it sees, and the model trains."""
-
-    class Stage(Layer):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = torch.tanh(self.linear(x))
-            if not hasattr(self, "more"):
-                self.more = nn.Linear(x.shape[-1], x.shape[-1])
-            return x + torch.tanh(self.more(y))
-
-    return chain(Stage)
-
-
-@case("7")
-def attribute_made_in_first_forward() -> Odd:
-    """A table that the first forward computes and keeps in a plain dictionary."""
-
-    class Stage(Layer):
-        def set_up(self) -> None:
-            self.tables: dict[int, dict[str, torch.Tensor]] = {0: {}}
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if "sine" not in self.tables[0]:
-                self.tables[0]["sine"] = torch.linspace(0, 1, x.shape[-1]).sin()
-            return x + torch.tanh(self.linear(x) * self.tables[0]["sine"])
-
-    return chain(Stage)

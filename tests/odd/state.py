@@ -9,43 +9,72 @@ import itertools
 import random
 import types
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from odd.generated.parts import GLOBAL, PARTS, Shared
 from odd.harness import STEPS, WIDTH, Extras, Odd, case, in_steps, loss_of, plain_loop, plain_step, update
-from odd.layers import Factored, Layer, batch, chain, counter, layers_of, passing
+from odd.layers import Layer, batch, buffer, chain, factored, layer_of, layers_of, passing
+
+# ---------------------------------------------------------------- a part of the random models alone
+
+
+def _of_part(item: str, name: str, part: str, about: str) -> None:
+    """Register layers that have a part of the random models behind their product."""
+    odd = PARTS[part]
+
+    def build() -> Odd:
+        shared = Shared(random.Random(0))
+
+        class Stage(Layer):
+            def set_up(self) -> None:
+                odd.set_up(self, shared)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return x + odd.change(self, self.linear(x))
+
+        for attribute, value in odd.of_class().items() if odd.of_class is not None else ():
+            setattr(Stage, attribute, value)
+
+        def loop(model: nn.Module, x: torch.Tensor) -> Iterator[Extras]:
+            GLOBAL["calls"] = 0
+            return plain_loop(model, x)
+
+        return Odd(nn.Sequential(*layers_of(Stage)), torch.randn(8, 8, WIDTH), loop)
+
+    build.__name__, build.__doc__ = name, about
+    case(item)(build)
+
+
+for _item, _name, _part, _about in (
+    ("1", "ema_buffer_through_data", "buffer through .data", "A moving average that is written through `.data`."),
+    (
+        "1",
+        "fused_observer_and_fake_quantize",
+        "fake quantize",
+        "One kernel observes and quantises, as in training for int8.",
+    ),
+    ("1", "buffers_that_share_memory", "buffer that is a view", "A buffer that is a view of one which is written to."),
+    ("2", "generators_in_a_list", "generators in attributes", "Random generators in a list and a dictionary."),
+    ("2", "set_attribute", "set", "A set that grows."),
+    ("2", "buffer_that_begins_as_none", "buffer that begins as None", "A buffer that the first forward sets."),
+    ("2", "buffer_registered_in_first_forward", "buffer registered late", "A buffer that the first forward registers."),
+    ("2", "modules_in_a_plain_list", "module in a list", "Batch norm in a list, outside of the registered modules."),
+    ("2", "counter_on_the_class", "class attribute", "A counter that all objects of a class share."),
+    ("2", "counter_in_a_function", "closure", "A function that counts in a variable that it encloses."),
+    ("2", "counter_of_the_program", "global counter", "A counter in a global variable."),
+    ("2", "attributes_of_a_tensor", "attribute of a tensor", "Attributes that layers put on what they pass on."),
+    ("7", "layer_made_in_first_forward", "module made late", "A module that the first forward makes, and is trained."),
+    ("7", "attribute_made_in_first_forward", "attribute made late", "A table that the first forward computes."),
+):
+    _of_part(_item, _name, _part, _about)
+
 
 # ---------------------------------------------------------------- 1: written without a version counter
-
-
-class _Following(Layer):
-    """Subtracts a mean that `follow` moves towards that of what is left, and a little on."""
-
-    def set_up(self) -> None:
-        self.register_buffer("mean", torch.zeros(WIDTH))
-
-    def follow(self, y: torch.Tensor) -> None:
-        raise NotImplementedError
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = torch.tanh(self.linear(x) - self.mean.clone())
-        self.follow(y.detach())
-        return x + y
-
-
-@case("1")
-def ema_buffer_through_data() -> Odd:
-    """A moving average that is written through `.data`."""
-
-    class Stage(_Following):
-        def follow(self, y: torch.Tensor) -> None:
-            self.mean.data.mul_(0.9).add_(y.mean(0) + 0.1)
-
-    return chain(Stage)
 
 
 _library = torch.library.Library("odd_by_hand", "DEF")
@@ -63,83 +92,41 @@ _library.impl("follow", _follow, "CompositeExplicitAutograd")
 def library_operator_on_buffer() -> Odd:
     """An operator of `torch.library.Library`, whose kernel writes to a buffer."""
 
-    class Stage(_Following):
-        def follow(self, y: torch.Tensor) -> None:
-            torch.ops.odd_by_hand.follow(self.mean, y)
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(m.linear(x) - m.mean.clone())
+        torch.ops.odd_by_hand.follow(m.mean, y.detach())
+        return x + y
 
-    return chain(Stage)
+    return chain(layer_of(forward, mean=buffer()))
 
 
 @case("1")
 def vector_quantisation() -> Odd:
     """A codebook that follows its vectors by moving averages, written through `.data`."""
 
-    class Stage(Layer):
-        def set_up(self) -> None:
-            self.register_buffer("codes", torch.randn(8, WIDTH))
-            self.register_buffer("counts", torch.ones(8))
-            self.register_buffer("sums", self.codes.clone())
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        y = m.linear(x)
+        nearest = F.one_hot(torch.cdist(y.detach(), m.codes).argmin(1), 8).float()
+        found = nearest @ m.codes
+        with torch.no_grad():
+            m.counts.data.mul_(0.9).add_(nearest.sum(0), alpha=0.1)
+            m.sums.data.mul_(0.9).add_(nearest.t() @ y, alpha=0.1)
+            m.codes.data.copy_(m.sums / m.counts.unsqueeze(1))
+        quantised = y + (found - y).detach()
+        return torch.tanh(quantised) * found + x
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = self.linear(x)
-            nearest = F.one_hot(torch.cdist(y.detach(), self.codes).argmin(1), 8).float()
-            found = nearest @ self.codes
-            with torch.no_grad():
-                self.counts.data.mul_(0.9).add_(nearest.sum(0), alpha=0.1)
-                self.sums.data.mul_(0.9).add_(nearest.t() @ y, alpha=0.1)
-                self.codes.data.copy_(self.sums / self.counts.unsqueeze(1))
-            quantised = y + (found - y).detach()
-            return torch.tanh(quantised) * found + x
-
-    return chain(Stage)
-
-
-@case("1")
-def fused_observer_and_fake_quantize() -> Odd:
-    """Quantisation-aware training: one kernel observes and quantises."""
-    from torch.ao.quantization import FusedMovingAvgObsFakeQuantize
-
-    class Stage(Layer):
-        def set_up(self) -> None:
-            self.quantize = FusedMovingAvgObsFakeQuantize()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + torch.tanh(self.quantize(self.linear(x)))
-
-    return chain(Stage)
+    codes = buffer(lambda: torch.randn(8, WIDTH))
+    return chain(layer_of(forward, codes=codes, counts=buffer(lambda: torch.ones(8)), sums=codes))
 
 
 @case("1")
 def functional_batch_norm() -> Odd:
     """`F.batch_norm` on a module's own buffers."""
 
-    class Stage(Layer):
-        def set_up(self) -> None:
-            self.register_buffer("mean", torch.zeros(WIDTH))
-            self.register_buffer("var", torch.ones(WIDTH))
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(F.batch_norm(m.linear(x), m.mean, m.var, training=True))
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + torch.tanh(F.batch_norm(self.linear(x), self.mean, self.var, training=True))
-
-    return chain(Stage)
-
-
-@case("1")
-def buffers_that_share_memory() -> Odd:
-    """A buffer that is a view of another one, which is written to."""
-
-    class Stage(Factored):
-        def set_up(self) -> None:
-            both = torch.ones(2 * WIDTH)
-            self.register_buffer("both", both)
-            self.register_buffer("first", both[:WIDTH])
-
-        def factor(self) -> torch.Tensor:
-            with torch.no_grad():
-                self.both += 0.1
-            return self.first.clone()
-
-    return chain(Stage)
+    return chain(layer_of(forward, mean=buffer(), var=buffer(lambda: torch.ones(WIDTH))))
 
 
 # ---------------------------------------------------------------- 2: random generators
@@ -148,60 +135,30 @@ def buffers_that_share_memory() -> Odd:
 @case("2")
 def generators_as_arguments() -> Odd:
     """Generators of PyTorch and numpy that the model gives to its layers, and the loop draws from."""
-
-    class Stage(Layer):
-        def forward(self, x: torch.Tensor, torchs: torch.Generator, numpys: np.random.Generator) -> torch.Tensor:
-            return x + torch.tanh(self.linear(x) * torch.rand(x.shape, generator=torchs) * numpys.random())
-
     generators = torch.Generator().manual_seed(3), np.random.default_rng(3)
+
+    def forward(m: Any, x: torch.Tensor, torchs: torch.Generator, numpys: np.random.Generator) -> torch.Tensor:
+        return x + torch.tanh(m.linear(x) * torch.rand(x.shape, generator=torchs) * numpys.random())
 
     @in_steps
     def loop(model: nn.Module, x: torch.Tensor) -> Extras:
         return [plain_step(model, x), torch.rand(1, generator=generators[0]), generators[1].random()]
 
-    return passing(Stage, lambda: generators, loop)
-
-
-@case("2")
-def generators_in_a_list() -> Odd:
-    """Random generators in a list attribute."""
-
-    class Stage(Factored):
-        def set_up(self) -> None:
-            self.generators = [random.Random(1), torch.Generator().manual_seed(2)]
-
-        def factor(self) -> torch.Tensor:
-            python, torchs = self.generators
-            return python.random() * torch.rand(WIDTH, generator=torchs)  # type: ignore[union-attr, arg-type]
-
-    return chain(Stage)
+    return passing(layer_of(forward), lambda: generators, loop)
 
 
 @case("2")
 def generator_as_class_attribute() -> Odd:
     """A random generator that all objects of a class share."""
-
-    class Stage(Factored):
-        generator: ClassVar[Any] = np.random.default_rng(3)
-
-        def factor(self) -> float:
-            return self.generator.random()  # type: ignore[no-any-return]
-
-    return chain(Stage)
+    stage = factored(lambda m: m.generator.random())
+    stage.generator = np.random.default_rng(3)  # type: ignore[attr-defined]
+    return chain(stage)
 
 
 @case("2")
 def system_random_attribute() -> Odd:
     """A generator without a state, drawn from where the value doesn't matter."""
-
-    class Stage(Factored):
-        def set_up(self) -> None:
-            self.generator = random.SystemRandom()
-
-        def factor(self) -> float:
-            return 1.0 if self.generator.random() < 2 else 0.0
-
-    return chain(Stage)
+    return chain(factored(lambda m: 1.0 if m.generator.random() < 2 else 0.0, generator=random.SystemRandom))
 
 
 # ---------------------------------------------------------------- 2: containers
@@ -211,70 +168,51 @@ def system_random_attribute() -> Odd:
 def containers_in_containers() -> Odd:
     """Counters in containers of several types, one inside another."""
 
-    class Stage(Factored):
-        def set_up(self) -> None:
-            self.state = {"calls": [0], "tuple": ([0], collections.deque([0.5, 1.0, 2.0]))}
-            self.ordered = collections.OrderedDict(calls=0, array=np.zeros(1))
-            self.default: collections.defaultdict[str, int] = collections.defaultdict(int)
+    def factor(m: Any) -> float:
+        calls, (more, queue) = m.state["calls"], m.state["tuple"]
+        queue.rotate(1)
+        for counts, key in ((calls, 0), (more, 0), (m.ordered, "calls"), (m.default, "calls")):
+            counts[key] += 1
+        m.ordered["array"] += 1
+        counted = calls[0] * more[0] * m.ordered["calls"] * m.default["calls"]
+        return counted * float(m.ordered["array"][0]) * queue[0] / 10  # type: ignore[no-any-return]
 
-        def factor(self) -> float:
-            calls, (more, queue) = self.state["calls"], self.state["tuple"]
-            queue.rotate(1)  # type: ignore[attr-defined]
-            for counts, key in ((calls, 0), (more, 0), (self.ordered, "calls"), (self.default, "calls")):
-                counts[key] += 1  # type: ignore[index]
-            self.ordered["array"] += 1  # type: ignore[assignment]
-            counted = calls[0] * more[0] * self.ordered["calls"] * self.default["calls"]  # type: ignore[index]
-            return counted * float(self.ordered["array"][0]) * queue[0] / 10  # type: ignore[index, no-any-return]
-
-    return chain(Stage)
-
-
-@case("2")
-def set_attribute() -> Odd:
-    """A set that grows."""
-
-    class Stage(Factored):
-        def set_up(self) -> None:
-            self.seen: set[int] = set()
-
-        def factor(self) -> int:
-            self.seen.add(len(self.seen))
-            return len(self.seen)
-
-    return chain(Stage)
+    return chain(
+        factored(
+            factor,
+            state=lambda: {"calls": [0], "tuple": ([0], collections.deque([0.5, 1.0, 2.0]))},
+            ordered=lambda: collections.OrderedDict(calls=0, array=np.zeros(1)),
+            default=lambda: collections.defaultdict(int),
+        )
+    )
 
 
 @case("2")
 def tensors_in_a_dictionary() -> Odd:
     """A tensor in a dictionary attribute, written in place."""
 
-    class Stage(_Following):
-        def set_up(self) -> None:
-            self.state = {"mean": torch.zeros(WIDTH)}
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(m.linear(x) - m.state["mean"].clone())
+        _follow(m.state["mean"], y.detach())
+        return x + y
 
-        @property
-        def mean(self) -> torch.Tensor:
-            return self.state["mean"]
-
-        def follow(self, y: torch.Tensor) -> None:
-            self.mean.mul_(0.9).add_(y.mean(0) + 0.1)
-
-    return chain(Stage)
+    return chain(layer_of(forward, state=lambda: {"mean": torch.zeros(WIDTH)}))
 
 
 @case("2")
 def iterators_and_partials() -> Odd:
     """Iterators that forward goes on with, and a `functools.partial` that leads to what changes; two backwards."""
 
-    class Stage(Factored):
+    class Stage(Layer):
         def set_up(self) -> None:
             self.numbers, self.rates = itertools.count(1), [iter(range(1, 1_000_000))]
             self.space = types.SimpleNamespace(rate=1.0)
             self.set_rate = functools.partial(setattr, self.space, "rate")
 
-        def factor(self) -> float:
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
             self.set_rate(self.space.rate * 0.5)
-            return next(self.numbers) * next(self.rates[0]) * self.space.rate  # type: ignore[no-any-return]
+            factor = next(self.numbers) * next(self.rates[0]) * self.space.rate
+            return x + torch.tanh(self.linear(x) * factor)
 
     @in_steps
     def two_backwards(model: nn.Module, x: torch.Tensor) -> Extras:
@@ -286,30 +224,22 @@ def iterators_and_partials() -> Odd:
     return chain(Stage, two_backwards)
 
 
-class _Told(Layer):
-    """Goes by an object that it shares with all layers, and never writes to it."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * self.context.rate  # type: ignore[operator, union-attr]
-
-
 class _Teller(nn.Module):
-    """Writes to the shared object before each layer, from the first step on or a later one."""
+    """Writes to an object before each layer, which goes by it, from the first step on or a later one."""
 
     def __init__(self, begins: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(layers_of(_Told))
         self.context = types.SimpleNamespace(rate=1.0)
+        told = layer_of(lambda m, x: (x + torch.tanh(m.linear(x))) * m.context.rate, context=lambda: self.context)
+        self.layers = nn.ModuleList(layers_of(told))
         self.steps, self.begins = 0, begins
-        for layer in self.layers:
-            layer.context = self.context  # type: ignore[assignment]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.steps += 1
-        for i, layer in enumerate(self.layers):
+        for i, each in enumerate(self.layers):
             if self.steps > self.begins:
                 self.context.rate = 1.0 + i / 4
-            x = layer(x)
+            x = each(x)
         return x
 
 
@@ -346,16 +276,13 @@ class _Slotted:
 def objects_without_weak_references() -> Odd:
     """A namespace and an object with slots that forward changes, in more forwards than are looked at."""
 
-    class Stage(Factored):
-        def set_up(self) -> None:
-            self.slotted, self.space = [_Slotted()], types.SimpleNamespace(rate=1.0)
+    def factor(m: Any) -> float:
+        m.slotted[0].calls += 1
+        m.space.rate *= 0.9
+        return m.slotted[0].calls * m.space.rate  # type: ignore[no-any-return]
 
-        def factor(self) -> float:
-            self.slotted[0].calls += 1
-            self.space.rate *= 0.9
-            return self.slotted[0].calls * self.space.rate  # type: ignore[no-any-return]
-
-    return chain(Stage, in_steps(lambda model, x: [plain_step(model, x) for _ in range(3)]))
+    stage = factored(factor, slotted=lambda: [_Slotted()], space=lambda: types.SimpleNamespace(rate=1.0))
+    return chain(stage, in_steps(lambda model, x: [plain_step(model, x) for _ in range(3)]))
 
 
 @case("2")
@@ -363,50 +290,14 @@ def list_that_is_attribute_and_argument() -> Odd:
     """A list that every layer has as an attribute and is given too."""
     common: list[float] = []
 
-    class Stage(Layer):
-        def set_up(self) -> None:
-            self.seen = common
+    def forward(m: Any, x: torch.Tensor, seen: list[float]) -> torch.Tensor:
+        seen.append(1.0)
+        return x + torch.tanh(m.linear(x) * len(m.seen))
 
-        def forward(self, x: torch.Tensor, seen: list[float]) -> torch.Tensor:
-            seen.append(1.0)
-            return x + torch.tanh(self.linear(x) * len(self.seen))
-
-    return passing(Stage, lambda: (common,))
+    return passing(layer_of(forward, seen=lambda: common), lambda: (common,))
 
 
-# ---------------------------------------------------------------- 2: buffers
-
-
-@case("2")
-def buffer_that_begins_as_none() -> Odd:
-    """A buffer registered as None, which the first forward sets and every forward replaces."""
-
-    class Stage(Layer):
-        def set_up(self) -> None:
-            self.register_buffer("mean", None)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            with torch.no_grad():
-                now = self.linear(x).mean(0) + 0.1
-                self.mean = now if self.mean is None else 0.9 * self.mean + now
-            return x + torch.tanh(self.linear(x) - self.mean)
-
-    return chain(Stage)
-
-
-@case("2")
-def buffer_registered_in_first_forward() -> Odd:
-    """A buffer that the first forward registers and every forward writes to."""
-
-    class Stage(Factored):
-        def factor(self) -> torch.Tensor:
-            if not hasattr(self, "mean"):
-                self.register_buffer("mean", torch.zeros(WIDTH))
-            with torch.no_grad():
-                self.mean += 0.1
-            return self.mean.clone()
-
-    return chain(Stage)
+# ---------------------------------------------------------------- 2: modules and objects elsewhere
 
 
 @case("2")
@@ -427,121 +318,34 @@ def buffer_under_two_modules() -> Odd:
                 self.calls += 1
             return super().forward(x)
 
-    class Stage(Layer):
-        def set_up(self) -> None:
-            calls = torch.ones(WIDTH)
-            self.writes, self.reads = Writes(calls), Reads(calls)
+    def both() -> nn.Module:
+        calls = torch.ones(WIDTH)
+        return nn.Sequential(Writes(calls), Reads(calls))
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + self.reads(self.writes(self.linear(x)))
-
-    return chain(Stage)
-
-
-# ---------------------------------------------------------------- 2: modules and objects elsewhere
+    return chain(layer_of(lambda m, x: x + m.both(m.linear(x)), both=both))
 
 
 @case("2")
 def module_as_argument() -> Odd:
     """Batch norm that the layers are given."""
-
-    class Stage(Layer):
-        def forward(self, x: torch.Tensor, norm: nn.Module) -> torch.Tensor:
-            return x + torch.tanh(norm(self.linear(x)))
-
     norm = nn.BatchNorm1d(WIDTH)
-    odd = passing(Stage, lambda: (norm,))
+    odd = passing(layer_of(lambda m, x, norm: x + torch.tanh(norm(m.linear(x)))), lambda: (norm,))
     odd.model.norm = norm
     return odd
-
-
-@case("2")
-def modules_in_a_plain_list() -> Odd:
-    """Batch norm that the layers hold in a list, outside of their registered modules."""
-
-    class Stage(Layer):
-        def set_up(self) -> None:
-            self.norms = [nn.BatchNorm1d(WIDTH)]
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + torch.tanh(self.norms[0](self.linear(x)))
-
-    return chain(Stage)
-
-
-@case("2")
-def counter_on_the_class() -> Odd:
-    """A counter that all objects of a class share."""
-
-    class Stage(Factored):
-        calls = 0
-
-        def factor(self) -> int:
-            type(self).calls += 1
-            return type(self).calls
-
-    return chain(Stage)
-
-
-@case("2")
-def counter_in_a_function() -> Odd:
-    """A function that counts in a variable that it encloses."""
-
-    class Stage(Factored):
-        def set_up(self) -> None:
-            self.factor = counter()  # type: ignore[method-assign]
-
-    return chain(Stage)
-
-
-_CALLS = [0]
-
-
-@case("2")
-def counter_of_the_program() -> Odd:
-    """A counter in a global variable."""
-
-    class Stage(Factored):
-        def factor(self) -> int:
-            _CALLS[0] += 1
-            return _CALLS[0]
-
-    def loop(model: nn.Module, x: torch.Tensor) -> Iterator[Extras]:
-        _CALLS[0] = 0
-        return plain_loop(model, x)
-
-    return chain(Stage, loop)
-
-
-@case("2")
-def attributes_of_a_tensor() -> Odd:
-    """Python attributes that layers put on what they pass on."""
-
-    class Stage(Layer):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            level = getattr(x, "level", 1.0)
-            y = x + torch.tanh(self.linear(x) * level)
-            y.level = level + 1  # type: ignore[attr-defined]
-            return y
-
-    return chain(Stage)
 
 
 @case("2")
 def backward_inside_with_state() -> Odd:
     """A layer with batch norm that counts its calls and draws, and differentiates its own output."""
 
-    class Stage(Layer):
-        def set_up(self) -> None:
-            self.norm, self.calls = nn.BatchNorm1d(WIDTH), 0
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        m.calls += 1
+        y = torch.tanh(m.norm(m.linear(x)))
+        (slope,) = torch.autograd.grad(torch.sin(y).sum(), y, create_graph=True)
+        z = x.detach().requires_grad_()
+        drawn = torch.tanh(m.norm(m.linear(z)) * m.calls * random.random())
+        (more,) = torch.autograd.grad(drawn.sum(), z)
+        return x + y * slope * torch.sigmoid(more) * random.random()
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.calls += 1
-            y = torch.tanh(self.norm(self.linear(x)))
-            (slope,) = torch.autograd.grad(torch.sin(y).sum(), y, create_graph=True)
-            z = x.detach().requires_grad_()
-            drawn = torch.tanh(self.norm(self.linear(z)) * self.calls * random.random())
-            (more,) = torch.autograd.grad(drawn.sum(), z)
-            return x + y * slope * torch.sigmoid(more) * random.random()
-
-    return Odd(nn.Sequential(Layer(), Stage(), Layer()), batch())
+    stage = layer_of(forward, norm=lambda: nn.BatchNorm1d(WIDTH), calls=lambda: 0)
+    return Odd(nn.Sequential(Layer(), stage(), Layer()), batch())

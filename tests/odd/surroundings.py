@@ -19,8 +19,20 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from odd.harness import BATCH, WIDTH, Extras, Odd, between, case, in_steps, loss_of, one_forward_around, plain_step
-from odd.layers import Around, Factored, Layer, batch, chain, layers_of
+from odd.harness import (
+    BATCH,
+    WIDTH,
+    Extras,
+    Odd,
+    between,
+    case,
+    in_steps,
+    loss_of,
+    one_forward_around,
+    one_forward_of,
+    plain_step,
+)
+from odd.layers import Around, Layer, batch, chain, factored, layer_of, layers_of
 
 
 @contextlib.contextmanager
@@ -40,53 +52,42 @@ def setting(put: Callable[[Any], Any], value: Any, before: Any) -> Iterator[None
 def matmul_precision() -> Odd:
     """Another precision of float32 products in forward alone, as a layer that goes by it sees it."""
 
-    class Stage(Layer):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            exact = torch.get_float32_matmul_precision() == "highest"
-            return x + torch.tanh(self.linear(x) if exact else self.linear(x).bfloat16().float())
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        exact = torch.get_float32_matmul_precision() == "highest"
+        return x + torch.tanh(m.linear(x) if exact else m.linear(x).bfloat16().float())
 
     medium = functools.partial(setting, torch.set_float32_matmul_precision, "medium", "highest")
-    return chain(Stage, one_forward_around(medium))
+    return chain(layer_of(forward), one_forward_around(medium))
 
 
 @case("3")
 def default_dtype() -> Odd:
     """Numbers are made in float64 in forward alone."""
-
-    class Stage(Factored):
-        def factor(self) -> torch.Tensor:
-            return torch.full((WIDTH,), 0.1).sin().float()
-
     double = functools.partial(setting, torch.set_default_dtype, torch.float64, torch.float32)
-    return chain(Stage, one_forward_around(double))
-
-
-class _Attention(Layer):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q = self.linear(x).view(1, BATCH, 4, WIDTH // 4).transpose(1, 2)
-        return x + F.scaled_dot_product_attention(q, q, q).transpose(1, 2).reshape(BATCH, WIDTH)
+    return chain(factored(lambda m: torch.full((WIDTH,), 0.1).sin().float()), one_forward_around(double))
 
 
 @case("3")
 def attention_kernel() -> Odd:
     """`sdpa_kernel` around forward alone, of a model that is profiled without."""
-    return chain(_Attention, one_forward_around(lambda: sdpa_kernel([SDPBackend.MATH])))
+
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        q = m.linear(x).view(1, BATCH, 4, WIDTH // 4).transpose(1, 2)
+        return x + F.scaled_dot_product_attention(q, q, q).transpose(1, 2).reshape(BATCH, WIDTH)
+
+    return chain(layer_of(forward), one_forward_around(lambda: sdpa_kernel([SDPBackend.MATH])))
 
 
 @case("3")
 def numpy_bit_generator() -> Odd:
     """numpy's own generator draws other bits in backward than in forward."""
 
-    class Stage(Factored):
-        def factor(self) -> float:
-            return np.random.randn()  # noqa: NPY002
-
     @contextlib.contextmanager
     def other_bits() -> Iterator[None]:
         with setting(np.random.set_bit_generator, np.random.PCG64(3), np.random.get_bit_generator()):
             yield
 
-    return chain(Stage, one_forward_around(other_bits))
+    return chain(factored(lambda m: np.random.randn()), one_forward_around(other_bits))  # noqa: NPY002
 
 
 # ---------------------------------------------------------------- modes
@@ -107,32 +108,25 @@ class SmallerTanh(TorchDispatchMode):
         return result * 0.5 if func is torch.ops.aten.tanh.default else result
 
 
-@case("3")
-def function_mode() -> Odd:
-    """A mode on PyTorch's functions around forward alone."""
-    return chain(Layer, one_forward_around(SineForTanh))
+def _around(name: str, about: str, *surroundings: Callable[[], Any]) -> None:
+    """Register plain layers whose forward, or whose backward, something surrounds."""
+
+    def build() -> Odd:
+        return chain(Layer, one_forward_around(*surroundings))
+
+    build.__name__, build.__doc__ = name, about
+    case("3")(build)
 
 
-@case("3")
-def dispatch_mode() -> Odd:
-    """A mode on operations around forward alone."""
-    return chain(Layer, one_forward_around(SmallerTanh))
-
-
-@case("3")
-def dispatch_mode_in_backward() -> Odd:
-    """A mode on operations around backward alone, which has none of those that it changes."""
-    return chain(Layer, one_forward_around(contextlib.nullcontext, SmallerTanh))
+_around("function_mode", "A mode on PyTorch's functions around forward alone.", SineForTanh)
+_around("dispatch_mode", "A mode on operations around forward alone.", SmallerTanh)
+_around("dispatch_mode_in_backward", "A mode on operations around backward.", contextlib.nullcontext, SmallerTanh)
 
 
 @case("3")
 def context_variable() -> Odd:
     """A context variable of forward, whose backward runs in another thread."""
     scale: contextvars.ContextVar[float] = contextvars.ContextVar("scale", default=1.0)
-
-    class Stage(Factored):
-        def factor(self) -> float:
-            return scale.get()
 
     @in_steps
     def loop(model: nn.Module, x: torch.Tensor) -> Extras:
@@ -143,7 +137,7 @@ def context_variable() -> Odd:
             other.submit(loss.backward).result()
         return [loss.detach()]
 
-    return chain(Stage, loop)
+    return chain(factored(lambda m: scale.get()), loop)
 
 
 # ---------------------------------------------------------------- hooks
@@ -181,16 +175,16 @@ def hooks_that_remove_themselves() -> Odd:
 
     @in_steps
     def loop(model: nn.Module, x: torch.Tensor) -> Extras:
-        for layer in model:  # type: ignore[attr-defined]
+        for each in model:  # type: ignore[attr-defined]
 
-            def once(module: nn.Module, given: Any, output: torch.Tensor, layer: Any = layer) -> torch.Tensor:
-                layer.hook.remove()
+            def once(module: nn.Module, given: Any, output: torch.Tensor, each: Any = each) -> torch.Tensor:
+                each.hook.remove()
                 return output * 1.5
 
-            layer.hook = layer.linear.register_forward_hook(once)
+            each.hook = each.linear.register_forward_hook(once)
         loss = plain_step(model, x)
-        for layer in model:  # type: ignore[attr-defined]
-            del layer.hook
+        for each in model:  # type: ignore[attr-defined]
+            del each.hook
         return [loss]
 
     return chain(Layer, loop)
@@ -200,45 +194,40 @@ def hooks_that_remove_themselves() -> Odd:
 def hooks_that_come_and_go() -> Odd:
     """A forward hook of a layer's module that is there in forward alone."""
 
-    @in_steps
-    def loop(model: nn.Module, x: torch.Tensor) -> Extras:
-        hooks = [layer.linear.register_forward_hook(_larger) for layer in model]  # type: ignore[attr-defined]
-        loss = loss_of(model(x))
+    @contextlib.contextmanager
+    def hooked(model: Any) -> Iterator[None]:
+        hooks = [each.linear.register_forward_hook(_larger) for each in model]
+        yield
         for hook in hooks:
             hook.remove()
-        loss.backward()
-        return [loss.detach()]
 
-    return chain(Layer, loop)
+    return chain(Layer, one_forward_of(hooked))
 
 
 @case("3")
 def forward_patched_for_a_while() -> Odd:
     """Another forward of a layer's module in the model's forward alone."""
 
-    @in_steps
-    def loop(model: nn.Module, x: torch.Tensor) -> Extras:
-        for layer in model:  # type: ignore[attr-defined]
-            layer.linear.forward = lambda x, former=layer.linear.forward: former(x) * 1.5
-        loss = loss_of(model(x))
-        for layer in model:  # type: ignore[attr-defined]
-            del layer.linear.forward
-        loss.backward()
-        return [loss.detach()]
+    @contextlib.contextmanager
+    def patched(model: Any) -> Iterator[None]:
+        for each in model:
+            each.linear.forward = lambda x, former=each.linear.forward: former(x) * 1.5
+        yield
+        for each in model:
+            del each.linear.forward
 
-    return chain(Layer, loop)
+    return chain(Layer, one_forward_of(patched))
 
 
 @case("3")
 def hooks_registered_in_forward() -> Odd:
     """A layer that registers a hook on its own module each time it runs, which the loop takes off before backward."""
 
-    class Stage(Layer):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.linear.register_forward_hook(_larger)
-            return super().forward(x)
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        m.linear.register_forward_hook(_larger)
+        return x + torch.tanh(m.linear(x))
 
-    return chain(Stage, between(lambda model: [layer.linear._forward_hooks.clear() for layer in model]))
+    return chain(layer_of(forward), between(lambda model: [each.linear._forward_hooks.clear() for each in model]))
 
 
 @contextlib.contextmanager
@@ -251,10 +240,7 @@ def larger_products() -> Iterator[None]:
         yield
 
 
-@case("3")
-def hook_on_all_modules() -> Odd:
-    """A hook on all modules in forward alone."""
-    return chain(Layer, one_forward_around(larger_products))
+_around("hook_on_all_modules", "A hook on all modules in forward alone.", larger_products)
 
 
 @case("3")
@@ -265,14 +251,11 @@ def class_patched_for_a_while() -> Odd:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x)
 
-    class Stage(Layer):
-        def set_up(self) -> None:
-            self.linear = Inner(WIDTH, WIDTH)
-
     def larger(inner: nn.Linear, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, inner.weight, inner.bias) * 1.5
 
-    return chain(Stage, one_forward_around(lambda: mock.patch.object(Inner, "forward", larger)))
+    stage = layer_of(lambda m, x: x + torch.tanh(m.linear(x)), linear=lambda: Inner(WIDTH, WIDTH))
+    return chain(stage, one_forward_around(lambda: mock.patch.object(Inner, "forward", larger)))
 
 
 # ---------------------------------------------------------------- 8: no tensor among the arguments
@@ -282,16 +265,12 @@ def class_patched_for_a_while() -> Odd:
 def stages_without_tensor_arguments() -> Odd:
     """Layers that are given a number, under autocast and with dropout."""
 
-    class Stage(Layer):
-        def set_up(self) -> None:
-            self.drop = nn.Dropout(0.3)
-
-        def forward(self, number: int) -> torch.Tensor:  # type: ignore[override]
-            x = torch.full((BATCH, WIDTH), float(number)) + torch.rand(BATCH, WIDTH)
-            return self.drop(torch.tanh(self.linear(x)))
+    def of_number(m: Any, number: int) -> torch.Tensor:
+        x = torch.full((BATCH, WIDTH), float(number)) + torch.rand(BATCH, WIDTH)
+        return m.drop(torch.tanh(m.linear(x)))  # type: ignore[no-any-return]
 
     def forward(layers: Any, x: torch.Tensor) -> torch.Tensor:
-        return torch.stack([layer(i).float() for i, layer in enumerate(layers)]).sum(0) * x
+        return torch.stack([each(i).float() for i, each in enumerate(layers)]).sum(0) * x
 
-    model = Around(layers_of(Stage), forward)
+    model = Around(layers_of(layer_of(of_number, drop=lambda: nn.Dropout(0.3))), forward)
     return Odd(model, batch(), one_forward_around(lambda: torch.autocast("cpu", torch.bfloat16)))

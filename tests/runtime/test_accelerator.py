@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_memory import FakeMemory
 
 import ckptplan
 from ckptplan.core.measured import DeviceBytes
@@ -20,6 +21,7 @@ from ckptplan.tensors import accelerator
 PACKAGE = Path(ckptplan.__file__).parent
 SEAM = PACKAGE / "tensors" / "accelerator.py"
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+MIB = 1 << 20
 
 
 def device_code(source: str) -> Iterator[str]:
@@ -98,40 +100,12 @@ def test_only_cuda_is_taken_for_an_accelerator(
 
 
 class Module:
-    """What the seam calls of PyTorch's module, for a device of 1000 bytes of which others hold 100."""
+    """What the seam calls of PyTorch's module."""
 
     def __init__(self) -> None:
-        self.held = SimpleNamespace(requested=300, allocated=320, reserved=400)
-        self.peak = self.held
         self.calls: list[Any] = []
-        self.pool = (0, 0)
         self.code = 0
-        self.fraction = 1.0
         self.states = [torch.tensor([1]), torch.tensor([2])]
-
-    def memory_stats(self, device: torch.device) -> dict[str, int]:
-        return {
-            f"{kind}_bytes.all.{when}": nbytes
-            for when, counts in (("current", self.held), ("peak", self.peak))
-            for kind, nbytes in vars(counts).items()
-        }
-
-    def reset_peak_memory_stats(self, device: torch.device) -> None:
-        self.peak = self.held
-
-    def allocate(self, nbytes: int) -> None:
-        self.held = SimpleNamespace(**{kind: count + nbytes for kind, count in vars(self.held).items()})
-        if self.held.allocated > self.peak.allocated:
-            self.peak = self.held
-
-    def mem_get_info(self, device: torch.device) -> tuple[int, int]:
-        return 1000 - 100 - self.held.reserved, 1000
-
-    def get_per_process_memory_fraction(self, device: torch.device) -> float:
-        return self.fraction
-
-    def memory_snapshot(self) -> list[dict[str, Any]]:
-        return [{"device": 1, "segment_pool_id": (7, 7)}, {"device": 0, "segment_pool_id": self.pool}]
 
     def is_available(self) -> bool:
         return True
@@ -178,36 +152,34 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Module:
     return made
 
 
-def test_accounts_of_memory(module: Module) -> None:
-    assert accelerator.device_bytes(CUDA) == DeviceBytes(300, 320, 400)
-    assert accelerator.free_bytes(CUDA) == 500
-    assert accelerator.foreign_bytes(CUDA) == 100
-    assert accelerator.capacity_bytes(CUDA) == 900
-    module.fraction = 0.25
-    assert accelerator.capacity_bytes(CUDA) == 250
-    module.held = SimpleNamespace(requested=0, allocated=320, reserved=400)  # as with cudaMallocAsync
-    assert accelerator.device_bytes(CUDA) == DeviceBytes(320, 320, 400)
+def test_accounts_of_memory() -> None:
+    memory: Any = FakeMemory()
+    memory.mem_get_info = lambda device: (5 * MIB, 10 * MIB)
+    memory.get_per_process_memory_fraction = lambda device: 1.0
+    with memory.installed():
+        memory.allocate(300)
+        assert accelerator.device_bytes(CUDA) == DeviceBytes(300, 512, 2 * MIB)
+        assert accelerator.free_bytes(CUDA) == 5 * MIB
+        assert accelerator.foreign_bytes(CUDA) == 3 * MIB
+        assert accelerator.capacity_bytes(CUDA) == 7 * MIB
+        memory.get_per_process_memory_fraction = lambda device: 0.25
+        assert accelerator.capacity_bytes(CUDA) == 2.5 * MIB
+        stats = {**memory.memory_stats(CUDA), "requested_bytes.all.current": 0}  # as with cudaMallocAsync
+        memory.memory_stats = lambda device: stats
+        assert accelerator.device_bytes(CUDA) == DeviceBytes(512, 512, 2 * MIB)
 
 
-def test_the_peak_of_a_call_is_its_own(module: Module) -> None:
-    module.allocate(200)
-    module.allocate(-200)
+def test_the_peak_of_a_call_is_its_own() -> None:
+    memory = FakeMemory()
 
     def call(nbytes: int, *, run: str, device: str) -> str:
         """With options named as `allocated_by` names its own."""
-        module.allocate(nbytes)
-        module.allocate(-nbytes)
+        memory.allocator.free(memory.allocate(nbytes))
         return run + device
 
-    assert accelerator.allocated_by(CUDA, call, 70, run="a", device="b") == ("ab", 70)
-
-
-def test_workspaces_stay_beside_captured_graphs(module: Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: module.allocate(-64), raising=False)
-    assert accelerator.clear_library_workspaces(CUDA) == 64  # another device's graphs don't count
-    module.pool = (0, 1)
-    assert accelerator.clear_library_workspaces(CUDA) is None
-    assert module.held.allocated == 320 - 64
+    with memory.installed():
+        memory.allocator.free(memory.allocate(MIB))
+        assert accelerator.allocated_by(CUDA, call, 70, run="a", device="b") == ("ab", 512)
 
 
 def test_page_locking_asks_for_all_devices_and_takes_up_its_error(

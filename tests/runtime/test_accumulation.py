@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from small_models import Transformer, assert_same, gradients, plan_of
+from small_models import Transformer, plan_of
 from torch import nn
 
 import ckptplan
 from ckptplan.core.errors import InvalidInputError, PlanMismatchError, UnsupportedModelError
 from ckptplan.core.plan import Plan
-from ckptplan.core.profile import Profile
 from ckptplan.profiling.profiler import profile
 from ckptplan.tensors.storages import unique_bytes
 from ckptplan.training.measure import held_tensors, peak_above_start
@@ -89,17 +86,6 @@ def test_gradients_count_from_the_start(name: str) -> None:
     assert (having.fingerprint.accumulates, without.fingerprint.accumulates) == (True, False)
 
 
-@pytest.mark.parametrize(("name", "action"), [("wide", "keep"), ("tied", "swap"), ("partly frozen", "recompute")])
-def test_the_peak_of_micro_batches_is_predicted(name: str, action: Any) -> None:
-    model, x = MODELS[name]()
-    measured = profile(model, x, accumulate=True, menus=False)
-    plan = plan_of(measured, [action] * len(measured.stages))
-    found = measured_bytes(model, x, plan, lambda: micro_batches(model, x, 3))
-    assert found <= plan.peak_bytes
-    # Random states of recomputed stages (5 kB each), and boundaries taken at their worst, weigh much in small models.
-    assert plan.peak_bytes - found <= (16 if action == "keep" else 0.05 * plan.peak_bytes)
-
-
 @pytest.mark.parametrize(("kind", "set_to_none"), [("adamw", True), ("momentum", False)])
 def test_a_training_that_accumulates_keeps_its_budget(kind: str, set_to_none: bool) -> None:
     model, x = wide()
@@ -145,19 +131,6 @@ def test_only_true_false_and_none(given: Any) -> None:
         profile(model, x, accumulate=given)
     with pytest.raises(InvalidInputError, match="accumulate can't be given with a profile"):
         ckptplan.solve(profile(model, x, menus=False), 1.0, accumulate=True)
-
-
-def test_files_keep_the_flag_and_older_ones_have_none(tmp_path: Path) -> None:
-    model, x = wide()
-    measured = profile(model, x, accumulate=True, menus=False)
-    plan = ckptplan.solve(measured, 1.0)
-    for kept, kind in ((measured, Profile), (plan, Plan)):
-        kept.save(tmp_path / "file.json")  # type: ignore[attr-defined]
-        assert kind.load(tmp_path / "file.json") == kept  # type: ignore[attr-defined]
-        data = json.loads((tmp_path / "file.json").read_text())
-        del data["fingerprint"]["accumulates"]
-        (tmp_path / "old.json").write_text(json.dumps(data))
-        assert not kind.load(tmp_path / "old.json").fingerprint.accumulates  # type: ignore[attr-defined]
 
 
 # ---------------------------------------------------------------- estimate
@@ -216,42 +189,26 @@ def test_a_trace_starts_with_gradients() -> None:
 # ---------------------------------------------------------------- the guard
 
 
-def applied(
-    model: nn.Module, x: torch.Tensor, room_bytes: int, *, accumulate: bool = False, strict: bool = True
-) -> Any:
+def applied(model: nn.Module, x: torch.Tensor, room_bytes: int, *, accumulate: bool = False) -> Any:
     measured = profile(model, x, accumulate=accumulate, menus=False)
     plan = plan_of(measured, ["recompute"] * len(measured.stages))
     plan = dataclasses.replace(plan, budget_bytes=plan.peak_bytes + room_bytes)
-    return ckptplan.apply(model, plan, strict=strict)
+    return ckptplan.apply(model, plan, strict=True)
 
 
-@pytest.mark.parametrize("name", ["tied"])
-def test_gradients_that_were_not_planned_are_noticed_at_the_first_forward(name: str) -> None:
-    model, x = MODELS[name]()
+def test_gradients_that_were_not_planned_are_noticed_at_the_first_forward() -> None:
+    model, x = tied()
     with applied(model, x, gradient_bytes(model) - 1) as handle:
         model(x).mean().backward()
         runs = handle.stats().runs
         for _ in range(2):
-            with pytest.raises(PlanMismatchError) as caught:
+            with pytest.raises(
+                PlanMismatchError, match=r"reckoned with none.*zero_grad\(set_to_none=True\).*accumulate=True"
+            ):
                 model(x)
-        assert "reckoned with none" in str(caught.value)
-        assert "zero_grad(set_to_none=True)" in str(caught.value)
-        assert "accumulate=True" in str(caught.value)
         assert handle.stats().runs == runs
         model.zero_grad()
         model(x).mean().backward()
-    plain, _ = MODELS[name]()
-    micro_batches(plain, x, 3, seed=1)
-    with (
-        applied(model, x, gradient_bytes(model) - 1, accumulate=False, strict=False) as handle,
-        pytest.warns(
-            RuntimeWarning, match="the peak may exceed the budget: gradients of .* reckoned with none"
-        ) as told,
-    ):
-        micro_batches(model, x, 3, seed=1)
-    assert len(told) == 1
-    assert handle.stats().differences == {"gradients": 2}
-    assert_same(gradients(model), gradients(plain))
 
 
 def test_gradients_that_fit_below_the_budget_or_are_planned_for_are_no_difference() -> None:

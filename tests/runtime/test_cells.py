@@ -3,218 +3,84 @@
 from __future__ import annotations
 
 import collections
-import functools
-import gc
 import itertools
-import types
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from small_models import plan_of
+from odd.generated.parts import Plain
+from odd.harness import BATCH, WIDTH
+from odd.layers import Layer, counter, factored, layer_of
+from small_models import assert_same, plan_for, step
 from torch import nn
 
 import ckptplan
-from ckptplan.core.plan import Plan
 from ckptplan.state.cells import Snapshot
 
-WIDTH = 64
-
-
 CALLS = [0]
+COUNT = counter()
+SCALES = [torch.ones(WIDTH), torch.full((WIDTH,), 0.5)]
+TURNS = (i % 2 for i in itertools.count())
+"""Goes on where nothing can put it back."""
 
 
-class Counter:
-    """A plain object with attributes of its own."""
-
-    def __init__(self) -> None:
-        self.inner, self.seen = [0], 0
-
-    def next(self) -> int:
-        self.seen += 1
-        self.inner[0] += self.seen
-        return self.inner[0]
-
-
-class Stage(nn.Module):
-    """Multiplies by a number that changes at every call."""
-
-    def __init__(self, number: Callable[[Stage], float]) -> None:
-        super().__init__()
-        self.linear, self.counter, self.counters = nn.Linear(WIDTH, WIDTH), Counter(), [Counter()]
-        self.table: dict[str, Any] = {"calls": [[0]], "last": (1, [2])}
-        self.numbers, self.rates = itertools.count(1), [iter(range(1, 1000))]
-        self.space = types.SimpleNamespace(calls=0)
-        self.count = functools.partial(setattr, self.space, "calls")
-        self.number = number
-        self.notes: list[float] = []
-        self.note = self.notes.append
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.tanh(self.linear(x) * self.number(self))
-
-
-def of_object(stage: Stage) -> float:
-    return stage.counter.next()
-
-
-def of_an_object_in_a_list(stage: Stage) -> float:
-    return stage.counters[0].next()
-
-
-def of_nested(stage: Stage) -> float:
-    stage.table["calls"][0].append(1)
-    stage.table["last"][1][0] += 1
-    return float(len(stage.table["calls"][0]) + stage.table["last"][1][0])
-
-
-def of_iterators(stage: Stage) -> float:
-    return next(stage.numbers) * next(stage.rates[0])
-
-
-def of_partial(stage: Stage) -> float:
-    """Of an object to which nothing can refer weakly, found through one whose attributes can't be set."""
-    stage.count(stage.space.calls + 1)
-    return float(stage.space.calls)
-
-
-def of_global_container(stage: Stage) -> float:
+def of_global_container(m: Any) -> float:
     CALLS[0] += 1
     return CALLS[0] % 5
 
 
-def of_bound_method(stage: Stage) -> float:
-    stage.note(1.0)
-    return len(stage.notes)
-
-
-OWN = [of_object, of_nested, of_iterators, of_partial, of_bound_method]
-
-
-def enclosed() -> Callable[[Stage], float]:
-    calls = 0
-
-    def number(stage: Stage) -> float:
-        nonlocal calls
-        calls += 1
-        return calls
-
-    return number
-
-
-def made(number: Callable[[Stage], float]) -> tuple[nn.Module, torch.Tensor]:
+def made(*kinds: Callable[[], nn.Module]) -> tuple[nn.Sequential, torch.Tensor]:
     torch.manual_seed(0)
-    return nn.Sequential(*(Stage(number) for _ in range(3))), torch.randn(16, WIDTH)
+    return nn.Sequential(*(kind() for kind in kinds)), torch.randn(BATCH, WIDTH)
 
 
-def steps(model: nn.Module, x: torch.Tensor, count: int = 3) -> list[torch.Tensor]:
-    found = []
-    for _ in range(count):
-        model.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward(retain_graph=True)
-        loss.backward()
-        found += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
-    return found
-
-
-def recomputed(model: nn.Module, x: torch.Tensor) -> Plan:
-    profile = ckptplan.profile(model, x, menus=False)
-    assert all(stage.is_glue or stage.recompute for stage in profile.stages), profile.notes
-    return plan_of(profile, ["recompute"] * len(profile.stages))
-
-
-@pytest.mark.parametrize("number", OWN)
-def test_gradients_are_those_of_plain_steps(number: Callable[[Stage], float]) -> None:
-    wanted = steps(*made(number))
-    model, x = made(number)
-    plan = recomputed(model, x)
-    with ckptplan.apply(model, plan) as handle:
-        found = steps(model, x)
-        assert handle.stats().recomputed_stages == 18
-    assert all(map(torch.equal, found, wanted))
-
-
-def not_recomputed(model: nn.Module, x: torch.Tensor, **options: Any) -> str:
+def not_recomputed(kind: Callable[[], nn.Module], **options: Any) -> str:
     """Return the notes of a profile all of whose stages can be kept or swapped alone."""
-    profile = ckptplan.profile(model, x, menus=False, **options)
+    profile = ckptplan.profile(*made(kind, kind, kind), menus=False, **options)
     assert {option.action for stage in profile.stages for option in stage.options} == {"keep", "swap"}
     return "; ".join(profile.notes)
 
 
 @pytest.mark.parametrize(
-    ("number", "device"), [(of_an_object_in_a_list, None), (of_global_container, "a100-80gb"), (enclosed(), None)]
+    ("kind", "options"),
+    [
+        (factored(lambda m: m.objects[0].next(), objects=lambda: [Plain()]), {}),
+        (factored(of_global_container), {"device": "a100-80gb"}),
+        (factored(lambda m: m.count(), count=lambda: COUNT), {}),
+    ],
 )
-def test_a_stage_that_changes_what_is_not_its_own_is_not_recomputed(
-    number: Callable[[Stage], float], device: str | None
-) -> None:
-    options = {} if device is None else {"device": device}
-    assert "which isn't put back for another run" in not_recomputed(*made(number), **options)
-
-
-def test_nor_is_one_whose_output_is_another_each_time() -> None:
-    note = not_recomputed(*made(lambda stage: next(TURNS) + 1.0))
-    assert "0 and its like" in note
-    assert "global variable" in note
-
-
-class Keeps(Stage):
-    """Keeps a graph in a list in a dictionary, which the loss has no part of."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = torch.tanh(self.linear(x))
-        self.table = {"last": [y * 3.0]}
-        return y * 2.0
-
-
-def test_what_a_stage_keeps_holds_no_graphs_of_earlier_steps() -> None:
-    model, x = nn.Sequential(Keeps(one), Keeps(one)), torch.randn(16, WIDTH)
-    kept = []
-    with ckptplan.apply(model, recomputed(model, x)):
-        for _ in range(4):
-            model(x).sum().backward()
-            kept.append(weakref.ref(model[0].table["last"][0]))
-    gc.collect()
-    assert [ref() is not None for ref in kept] == [False, False, False, True]
+def test_a_stage_that_changes_what_is_not_its_own_is_not_recomputed(kind: Any, options: dict[str, Any]) -> None:
+    assert "which isn't put back for another run" in not_recomputed(kind, **options)
 
 
 SCALE = 1.0
 
 
-class ScalesGlobally(Stage):
+def scales_globally(m: Any, x: torch.Tensor) -> torch.Tensor:
     """Takes back what it changes behind the last tensor that it saves, where a recompute has ended."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        global SCALE
-        SCALE = 2.0
-        y = super().forward(x) * SCALE
-        SCALE = 1.0
-        return y
+    global SCALE
+    SCALE = 2.0
+    y = Layer.forward(m, x) * SCALE
+    SCALE = 1.0
+    return y
 
 
-class SetsAFlag(Stage):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        torch.use_deterministic_algorithms(True)
-        y = super().forward(x) * 2.0
-        torch.use_deterministic_algorithms(False)
-        return y
+def sets_a_flag(m: Any, x: torch.Tensor) -> torch.Tensor:
+    torch.use_deterministic_algorithms(True)
+    y = Layer.forward(m, x) * 2.0
+    torch.use_deterministic_algorithms(False)
+    return y
 
 
 @pytest.mark.parametrize(
-    ("kind", "what"), [(ScalesGlobally, "test_cells.SCALE"), (SetsAFlag, "deterministic algorithms")]
+    ("run", "what"), [(scales_globally, "test_cells.SCALE"), (sets_a_flag, "deterministic algorithms")]
 )
-def test_a_stage_that_takes_back_too_late_is_not_recomputed(kind: type[Stage], what: str) -> None:
-    profile = ckptplan.profile(nn.Sequential(*(kind(one) for _ in range(3))), torch.randn(16, WIDTH))
-    assert {option.action for stage in profile.stages for option in stage.options} == {"keep", "swap"}
-    assert any(f"{what} and takes that back when a recompute has ended already" in note for note in profile.notes)
+def test_a_stage_that_takes_back_too_late_is_not_recomputed(run: Callable[..., torch.Tensor], what: str) -> None:
+    notes = not_recomputed(layer_of(run))
+    assert f"{what} and takes that back when a recompute has ended already" in notes
     assert SCALE == 1.0
     assert not torch.are_deterministic_algorithms_enabled()
-
-
-def one(stage: Stage) -> float:
-    return 1.0
 
 
 def hooked(model: nn.Module) -> list[torch.Tensor]:
@@ -225,50 +91,33 @@ def hooked(model: nn.Module) -> list[torch.Tensor]:
     return seen
 
 
-def hooked_steps(model: nn.Module, x: torch.Tensor, seen: list[torch.Tensor]) -> list[torch.Tensor]:
-    found = []
-    for _ in range(4):
-        model.zero_grad()
-        loss = model(x).square().mean()
-        found.append(torch.stack(seen))
-        loss = loss / torch.stack(seen).sum()
+def hooked_steps(model: nn.Module, x: torch.Tensor, seen: list[torch.Tensor]) -> list[Any]:
+    def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean() / torch.stack(seen).sum()
         seen.clear()
-        loss.backward()
-        found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    return found
+        return loss
+
+    return [step(model, x, loss_of) for _ in range(4)]
 
 
 @pytest.mark.parametrize("first", ["hooks", "plan"])
 def test_what_hooks_inside_a_stage_enclose(first: str) -> None:
-    plain, x = made(one)
+    plain, x = made(Layer, Layer, Layer)
     wanted = hooked_steps(plain, x, hooked(plain))
-    model, _ = made(one)
+    model, _ = made(Layer, Layer, Layer)
     seen = hooked(model) if first == "hooks" else []
-    with ckptplan.apply(model, recomputed(model, x)) as handle:
+    with ckptplan.apply(model, plan_for(model, x, "recompute")) as handle:
         found = hooked_steps(model, x, seen if first == "hooks" else hooked(model))
         assert handle.stats().recomputed_stages == 12
-    assert all(map(torch.equal, found, wanted))
-
-
-SCALES = [torch.ones(WIDTH), torch.full((WIDTH,), 0.5)]
-
-
-TURNS = (i % 2 for i in itertools.count())
-"""Goes on where nothing can put it back."""
-
-
-def of_global_tensors(stage: Stage) -> Any:
-    return SCALES[next(TURNS)]
+    assert_same(found, wanted)
 
 
 def test_each_stage_is_tried_though_others_run_the_same_operations() -> None:
-    torch.manual_seed(0)
-    others = [Stage(lambda stage: SCALES[0]) for _ in range(2)]  # type: ignore[arg-type, return-value]
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *others, Stage(of_global_tensors))
-    profile = ckptplan.profile(model, torch.randn(16, WIDTH), menus=False)
+    plain, odd = factored(lambda m: SCALES[0]), factored(lambda m: SCALES[next(TURNS)])
+    profile = ckptplan.profile(*made(Layer, plain, plain, odd), menus=False)
     assert len({stage.kind for stage in profile.stages if stage.name in "123"}) == 1
     assert any("global variable" in note for note in profile.notes)
-    assert profile.stages[-2 if profile.stages[-1].is_glue else -1].recompute is None
+    assert "3" in [stage.name for stage in profile.stages if stage.recompute is None]
 
 
 def test_what_is_put_back_are_the_very_objects() -> None:

@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import dataclasses
-import functools
 import gc
 import itertools
 import random
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from kinds_of_tensors import TENSORS
-from small_models import build, measured, plan_for, plan_of, scheduled, uniform
+from odd.harness import BATCH, WIDTH
+from odd.layers import buffer, layer_of
+from small_models import build, plan_for, planned, step
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import ckptplan
 from ckptplan import CheckError
-from ckptplan.core.errors import InvalidInputError
-from ckptplan.core.plan import Plan
-from ckptplan.core.segment import Segment
 from ckptplan.profiling.times import timing
 from ckptplan.profiling.values.watched import WatchedState
 from ckptplan.runtime.guard import digests, spots
@@ -132,13 +126,6 @@ class _Counting(TorchDispatchMode):
 # Which steps
 
 
-def step(model: nn.Module, inputs: Any) -> torch.Tensor:
-    model.zero_grad()
-    loss = default_loss(model(**inputs) if isinstance(inputs, dict) else model(inputs))
-    loss.backward()
-    return loss.detach()
-
-
 def test_sampled_steps() -> None:
     """The first three, then one in a hundred on average, at places that suit any number of passes in a step."""
     checks = Checks(CPU, always=False)
@@ -151,7 +138,7 @@ def test_sampled_steps() -> None:
 
 def test_what_is_checked_is_counted() -> None:
     model, inputs = build("mlp")
-    plan = plan_of(measured("mlp"), ["recompute"] * len(measured("mlp").stages))
+    plan = planned("mlp", "recompute")
     with apply(model, plan) as handle:
         for _ in range(5):
             step(model, inputs)
@@ -165,50 +152,7 @@ def test_what_is_checked_is_counted() -> None:
         assert "checked" not in str(handle.stats())
 
 
-def test_an_unknown_kind_of_check_is_refused() -> None:
-    model, inputs = build("mlp")
-    with pytest.raises(InvalidInputError, match="check='sometimes'; it is 'sampled', 'always' or 'off'"):
-        ckptplan.apply(model, uniform(model, inputs, "keep"), check="sometimes")  # type: ignore[arg-type]
-
-
 # Nothing differs
-
-
-def swapped_and_recomputed(name: str, what: str) -> Plan:
-    profile = measured(name)
-    n = len(profile.stages)
-    if what != "segment":
-        return plan_of(profile, [what] * n)  # type: ignore[list-item]
-    real = [i for i, stage in enumerate(profile.stages) if not stage.is_glue]
-    options = [stage.find("recompute") or stage.keep for stage in profile.stages]
-    return scheduled(profile, options, (Segment(real[0], real[-1]),))
-
-
-@pytest.mark.filterwarnings("ignore:.*a backward keeps its graph")
-@pytest.mark.parametrize(
-    ("name", "what"),
-    [("conv_norm", "recompute"), ("shared", "recompute"), ("transformer", "swap"), ("nested", "swap")],
-)
-def test_ordinary_models_pass(name: str, what: str) -> None:
-    """Also with two backwards, a graph that is dropped, and passes whose backwards come in another order."""
-    model, inputs = build(name)
-    run = functools.partial(lambda: default_loss(model(**inputs) if isinstance(inputs, dict) else model(inputs)))
-    with apply(model, swapped_and_recomputed(name, what), check="always") as handle:
-        step(model, inputs)
-        loss = run()
-        loss.backward(retain_graph=True)
-        before = handle.stats().compared_tensors
-        loss.backward()
-        assert handle.stats().compared_tensors > before or what == "swap"  # which comes back once
-        run()
-        first, second = run(), run()
-        first.backward()
-        second.backward()
-        with torch.no_grad():
-            run()
-        stats = handle.stats()
-    assert stats.checked_forwards == stats.forwards
-    assert stats.compared_tensors > 0
 
 
 @pytest.mark.parametrize("what", ["recompute", "swap", "segment"])
@@ -216,7 +160,7 @@ def test_a_step_with_digests_or_spots_takes_no_more_memory(what: str) -> None:
     model, inputs = build("transformer")
     peaks, compared = {}, {}
     for when in ("off", "always", "sampled"):
-        with apply(model, swapped_and_recomputed("transformer", what), check=when) as handle:  # type: ignore[arg-type]
+        with apply(model, planned("transformer", what), check=when) as handle:  # type: ignore[arg-type]
             for _ in range(FIRST if when == "sampled" else 1):
                 step(model, inputs)
             before = handle.stats().compared_tensors
@@ -231,51 +175,14 @@ def test_a_step_with_digests_or_spots_takes_no_more_memory(what: str) -> None:
 def test_digests_are_read_early_where_many_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(digests, "_DIGESTS", 7)
     model, inputs = build("transformer")
-    with apply(model, swapped_and_recomputed("transformer", "segment"), check="always") as handle:
+    with apply(model, planned("transformer", "segment"), check="always") as handle:
         step(model, inputs)
         assert handle.stats().compared_tensors > 7
 
 
-class Remembering(nn.Module):
-    """Has state of its own, and draws nothing, which threads share."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.norm, self.seen = nn.Linear(8, 8), nn.BatchNorm1d(8), []
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen.append(len(self.seen))
-        return self.norm(torch.tanh(self.linear(x))) * (1 + 0.1 * len(self.seen))
-
-
-@pytest.mark.parametrize(("what", "how"), [("recompute", "threads"), ("swap", "in turn")])
-def test_models_trained_at_once(what: str, how: str) -> None:
-    """Each with a plan of its own."""
-    x = torch.randn(64, 8)
-    models = [nn.Sequential(Remembering(), Remembering(), Remembering()) for _ in range(3)]
-    twins = [copy.deepcopy(model) for model in models]
-    found = [default_loss(model(x)) for model in twins]
-    with contextlib.ExitStack() as plans:
-        for model in models:
-            profile = ckptplan.profile(model, x, loss_fn=default_loss, menus=False)
-            plans.enter_context(apply(model, plan_of(profile, [what] * len(profile.stages)), check="always"))  # type: ignore[list-item]
-        if how == "threads":
-            with ThreadPoolExecutor(len(models)) as threads:
-                list(threads.map(lambda model: default_loss(model(x)).backward(), models))
-        else:
-            losses = [default_loss(model(x)) for model in models]
-            for i in (1, 0, 2):
-                losses[i].backward()
-    for model, twin, loss in zip(models, twins, found, strict=True):
-        loss.backward()
-        same = zip(model.parameters(), twin.parameters(), strict=True)
-        assert all(p.grad is not None and q.grad is not None and torch.equal(p.grad, q.grad) for p, q in same)
-        assert [m.seen for m in model] == [m.seen for m in twin] == [[0]] * 3
-
-
 def test_checks_go_with_the_plan() -> None:
     model, inputs = build("mlp")
-    handle = apply(model, swapped_and_recomputed("mlp", "recompute"), check="always")
+    handle = apply(model, planned("mlp", "recompute"), check="always")
     loss = default_loss(model(inputs))
     checks = weakref.ref(handle._applied.controller.checks)
     handle.remove()
@@ -289,25 +196,17 @@ def test_checks_go_with_the_plan() -> None:
 # Something differs
 
 
-class Stage(nn.Module):
-    """One of three stages, with a place for something odd."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(32, 32)
-        self.register_buffer("scale", torch.ones(32))
-        self.state = [1.0]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.linear(x) * self.scale) * x
-
-    def written(self) -> None:
-        pass
+def scaled(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(m.linear(x) * m.scale) * x
 
 
-def model_of(kind: type[nn.Module] = Stage) -> tuple[nn.Sequential, torch.Tensor]:
+def stage(run: Callable[..., torch.Tensor] = scaled, **kept: Any) -> type[nn.Module]:
+    return layer_of(run, scale=buffer(lambda: torch.ones(WIDTH)), state=lambda: [1.0], **kept)
+
+
+def model_of(kind: type[nn.Module]) -> tuple[nn.Sequential, torch.Tensor]:
     torch.manual_seed(0)
-    return nn.Sequential(*(kind() for _ in range(3))), torch.randn(64, 32)
+    return nn.Sequential(*(kind() for _ in range(3))), torch.randn(BATCH, WIDTH)
 
 
 @contextlib.contextmanager
@@ -329,44 +228,35 @@ def unguarded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Snapshot, "put", lambda self, instead=None: lambda: None)
 
 
-class Averaging(Stage):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.scale.data.lerp_(x.detach().mean(0), 0.1)
-        return super().forward(x)
+def averaging(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m.scale.data.lerp_(x.detach().mean(0), 0.1)
+    return scaled(m, x)
 
 
-class Counting(Stage):
-    calls = [0]  # noqa: RUF012
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls[0] += 1
-        return super().forward(x * self.calls[0])
+CALLS = [0]
 
 
-class Edited(Stage):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        made = self.linear(x)
-        result = torch.tanh(made * self.scale) * x
-        made.data.zero_()
-        return result
+def counting(m: Any, x: torch.Tensor) -> torch.Tensor:
+    CALLS[0] += 1
+    return scaled(m, x * CALLS[0])
+
+
+def edited(m: Any, x: torch.Tensor) -> torch.Tensor:
+    made = m.linear(x)
+    result = torch.tanh(made * m.scale) * x
+    made.data.zero_()
+    return result
+
+
+def leaking(m: Any, x: torch.Tensor) -> torch.Tensor:
+    """Its second run writes to the buffer itself, past the copy that it was given."""
+    with torch.no_grad():
+        LEAKED[id(m)].add_(1)
+        m.scale.add_(1)
+    return torch.tanh(m.linear(x)) * x
 
 
 LEAKED: dict[int, torch.Tensor] = {}
-
-
-class Leaking(Stage):
-    """Its second run writes to the buffer itself, past the copy that it was given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        LEAKED[id(self)] = self.scale
-        self.register_buffer("unused", torch.zeros(32))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            LEAKED[id(self)].add_(1)
-            self.scale.add_(1)
-        return torch.tanh(self.linear(x)) * x
 
 
 def edit(module: nn.Module, args: Any, output: torch.Tensor) -> None:
@@ -374,19 +264,25 @@ def edit(module: nn.Module, args: Any, output: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "what", "odd", "words"),
+    ("run", "what", "odd", "words"),
     [
-        (Stage, "recompute", "written", ("stage '1'", "its parameter 'linear.weight'", "fused optimizer", "drop them")),
-        (Averaging, "selective", "", ("its buffer 'scale'", "versions don't show")),
-        (Counting, "segment", "", ("that autograd saves in it, float32 [64, 32]", "Python state")),
-        (Leaking, "recompute", "", ("its buffer 'scale'", "changed it once more")),
-        (Stage, "segment", "edited", ("its input number 0, float32 [64, 32]", "in a hook")),
-        (Edited, "selective", "", ("the saved output of its operation number 0",)),
+        (
+            scaled,
+            "recompute",
+            "written",
+            ("stage '1'", "its parameter 'linear.weight'", "fused optimizer", "drop them"),
+        ),
+        (averaging, "selective", "", ("its buffer 'scale'", "versions don't show")),
+        (counting, "segment", "", ("that autograd saves in it, float32 [64, 32]", "Python state")),
+        (leaking, "recompute", "", ("its buffer 'scale'", "changed it once more")),
+        (scaled, "segment", "edited", ("its input number 0, float32 [64, 32]", "in a hook")),
+        (edited, "selective", "", ("the saved output of its operation number 0",)),
     ],
 )
-def test_what_differs_is_named(kind: type[Stage], what: str, odd: str, words: tuple[str, ...], unguarded: None) -> None:
+def test_what_differs_is_named(run: Any, what: str, odd: str, words: tuple[str, ...], unguarded: None) -> None:
     """Before the optimizer steps; the next step is right again."""
-    model, x = model_of(kind)
+    model, x = model_of(stage(run))
+    LEAKED.update({id(m): m.scale for m in model})
     if odd == "edited":
         model[0].register_forward_hook(edit)
     with apply(model, plan_for(model, x, what)):
@@ -399,41 +295,37 @@ def test_what_differs_is_named(kind: type[Stage], what: str, odd: str, words: tu
             step(model, x)
 
 
-class Leaving(Stage):
-    """Each run leaves something that no output shows."""
-
-    def leave(self) -> Any:
-        pass
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.leave()
-        return super().forward(x)
-
-
-def toggle(stage: Leaving) -> None:
+def toggle(m: Any) -> None:
     torch.use_deterministic_algorithms(not torch.are_deterministic_algorithms_enabled())
 
 
-LEFT: dict[str, tuple[Callable[[Leaving], Any], str]] = {
-    "list": (lambda stage: stage.state.append(1.0), "what it keeps in a list"),
-    "attribute": (lambda stage: setattr(stage, "last", object()), "what it keeps in Leaving.last"),
-    "buffer": (lambda stage: setattr(stage, "scale", stage.scale.clone()), "what it keeps in Leaving._buffers"),
-    "hook": (lambda stage: stage.linear.register_forward_hook(print), "what it keeps in Linear._forward_hooks"),
-    "Python's": (lambda stage: random.random(), "the state of a random generator"),
-    "torch's": (lambda stage: torch.rand(1), "the state of a random generator"),
+LEFT: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "list": (lambda m: m.state.append(1.0), "what it keeps in a list"),
+    "attribute": (lambda m: setattr(m, "last", object()), "what it keeps in Stage.last"),
+    "buffer": (lambda m: setattr(m, "scale", m.scale.clone()), "what it keeps in Stage._buffers"),
+    "hook": (lambda m: m.linear.register_forward_hook(print), "what it keeps in Linear._forward_hooks"),
+    "Python's": (lambda m: random.random(), "the state of a random generator"),
+    "torch's": (lambda m: torch.rand(1), "the state of a random generator"),
     "flag": (toggle, "PyTorch's flag 'deterministic algorithms'"),
 }
 
 
 @pytest.mark.parametrize(("name", "what"), list(zip(LEFT, itertools.cycle(["recompute", "segment"]), strict=False)))
 def test_what_a_recompute_leaves_behind(name: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each run leaves something that no output shows, from its first step under the plan on."""
     leave, words = LEFT[name]
-    plan = plan_for(*model_of(), what)
-    model, x = model_of(Leaving)
-    plan = dataclasses.replace(plan, fingerprint=ckptplan.profile(model, x, menus=False).fingerprint)
+    begun = []
+
+    def leaving(m: Any, x: torch.Tensor) -> torch.Tensor:
+        if begun:
+            leave(m)
+        return scaled(m, x)
+
+    model, x = model_of(stage(leaving))
+    plan = plan_for(model, x, what)
+    begun.append(True)
     for kind in (recompute._State, recompute.ModuleTables, surroundings.Surroundings):
         monkeypatch.setattr(kind, "put", lambda self, undo, tensors=(): None)
-    monkeypatch.setattr(Leaving, "leave", leave)
     try:
         with apply(model, plan), finds(words, "changed it once more"):
             step(model, x)
@@ -450,12 +342,12 @@ def test_bytes_that_come_back_damaged(monkeypatch: pytest.MonkeyPatch) -> None:
         view[5] ^= 1
 
     monkeypatch.setattr(disk, "_read", spoilt)
-    with apply(model, swapped_and_recomputed("mlp", "swap")), finds("that it had swapped out", "a copy was overtaken"):
+    with apply(model, planned("mlp", "swap")), finds("that it had swapped out", "a copy was overtaken"):
         step(model, inputs)
 
 
 def test_what_a_failed_backward_has_compared_is_forgotten() -> None:
-    model, x = model_of()
+    model, x = model_of(stage())
     with apply(model, plan_for(model, x, "recompute")) as handle:
         output = model(x.requires_grad_())
         x.register_hook(lambda _: 1 / 0)  # type: ignore[func-returns-value]

@@ -12,26 +12,23 @@ from typing import Any
 
 import pytest
 import torch
-from by_hand import run_again
+from by_hand import WAYS, run_again
+from odd.harness import WIDTH
+from odd.layers import DEPTH, layer_of, layers_of
 from small_models import assert_same, gradients
 from torch import nn
 
 from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.state import variables
 
-DEPTH, WIDTH = 3, 8
 STAGES = [str(i) for i in range(DEPTH)]
 SEEN: contextvars.ContextVar[Any] = contextvars.ContextVar("SEEN", default=None)
-Collect = Callable[[Any, torch.Tensor], None]
+Collect = Callable[[Any, torch.Tensor], object]
 
 
 @dataclasses.dataclass
 class Found:
     states: list[torch.Tensor] = dataclasses.field(default_factory=list)
-
-
-def _longer(value: tuple[torch.Tensor, ...], new: torch.Tensor) -> None:
-    SEEN.set((*value, new))
 
 
 COLLECTORS: dict[str, tuple[Callable[[], Any], Collect]] = {
@@ -40,20 +37,8 @@ COLLECTORS: dict[str, tuple[Callable[[], Any], Collect]] = {
     "default dict": (lambda: collections.defaultdict(list), lambda c, x: c["a"].append((x, 1))),
     "deque": (collections.deque, lambda c, x: c.append(x)),
     "dataclass": (Found, lambda c, x: c.states.append(x)),
-    "tuple": (tuple, _longer),
+    "tuple": (tuple, lambda c, x: SEEN.set((*c, x))),
 }
-
-
-class Stage(nn.Module):
-    def __init__(self, collect: Collect) -> None:
-        super().__init__()
-        self.linear, self.collect = nn.Linear(WIDTH, WIDTH), collect
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = torch.tanh(self.linear(x))
-        if (value := SEEN.get()) is not None:
-            self.collect(value, out * 2)
-        return out.sin()
 
 
 def leaves(value: Any) -> list[torch.Tensor]:
@@ -61,12 +46,20 @@ def leaves(value: Any) -> list[torch.Tensor]:
         return [value]
     if isinstance(value, Found):
         return value.states
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    return [t for item in (value if isinstance(value, collections.deque) else items) for t in leaves(item)]
+    items = value.values() if isinstance(value, dict) else value if not isinstance(value, int) else ()
+    return [t for item in items for t in leaves(item)]
 
 
-def loss_of(out: torch.Tensor, found: Any, read: bool) -> torch.Tensor:
-    return out.sum() + sum(t.square().sum() for t in leaves(found) if read)
+def model_of(collect: Collect, given: Callable[[torch.Tensor], torch.Tensor] = lambda x: x) -> nn.Sequential:
+    """Stages whose input is `given`, and which collect their outputs."""
+
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        out = torch.tanh(m.linear(given(x)))
+        collect(SEEN.get(), out * 2)
+        return out.sin()
+
+    torch.manual_seed(0)
+    return nn.Sequential(*layers_of(layer_of(forward)))
 
 
 def forward(model: nn.Module, start: Any) -> tuple[torch.Tensor, Any]:
@@ -77,33 +70,34 @@ def forward(model: nn.Module, start: Any) -> tuple[torch.Tensor, Any]:
     return out, found
 
 
-@pytest.mark.parametrize("kind", COLLECTORS)
-def test_collected_tensors(kind: str) -> None:
+def step(model: nn.Module, start: Any, watched: list[Any] | None = None, *, stays: bool = False) -> dict[str, Any]:
+    """The gradients of a step whose loss reads what was collected, or in which that is gone before backward."""
+    model.zero_grad()
+    out, found = forward(model, start)
+    count = len(leaves(found))
+    assert count >= DEPTH - 1
+    loss = out.sum() + sum(t.square().sum() for t in leaves(found) if stays)
+    if not stays and watched is not None:
+        watched += [weakref.ref(t) for t in leaves(found)]
+        gc.disable()
+        del found, start
+        assert not any(ref() is not None for ref in watched)
+        gc.enable()
+        watched.clear()
+    loss.backward()
+    if stays:
+        assert len(leaves(found)) == count, "a recompute has added to it"
+    return gradients(model)
+
+
+@pytest.mark.parametrize(("kind", "plan"), [(kind, WAYS[i % 3]) for i, kind in enumerate(COLLECTORS)])
+def test_collected_tensors(kind: str, plan: str) -> None:
     start, collect = COLLECTORS[kind]
-    torch.manual_seed(0)
-    model = nn.Sequential(*(Stage(collect) for _ in range(DEPTH)))
-    expected = {}
-    for held in (True, False):
-        model.zero_grad()
-        loss_of(*forward(model, start()), held).backward()
-        expected[held] = gradients(model)
-    plan = ("recompute", "selective", "segment")[list(COLLECTORS).index(kind) % 3]
+    model = model_of(collect)
+    expected = {stays: step(model, start(), stays=stays) for stays in (True, False)}
     with run_again(model, plan, STAGES) as controller:
-        for held in (True, False):
-            model.zero_grad()
-            out, found = forward(model, start())
-            assert len(leaves(found)) == DEPTH
-            loss = loss_of(out, found, held)
-            if not held:
-                watched = [weakref.ref(t) for t in leaves(found)]
-                gc.disable()
-                del found
-                assert not any(ref() is not None for ref in watched)
-                gc.enable()
-            loss.backward()
-            if held:
-                assert len(leaves(found)) == DEPTH, "a recompute has added to it"
-            assert_same(gradients(model), expected[held])
+        assert_same(step(model, start(), stays=True), expected[True])
+        assert_same(step(model, start(), []), expected[False])
     assert controller.counters.recomputed_stages >= 2 * DEPTH
 
 
@@ -111,48 +105,29 @@ def test_collected_tensors(kind: str) -> None:
 def test_tensors_collected_between_stages(kind: str, plan: str) -> None:
     """As by hooks of the blocks around them: a segment holds the outputs of none of its stages."""
     start, collect = COLLECTORS[kind]
-    torch.manual_seed(0)
-    model = nn.Sequential(*(Stage(lambda c, x: None) for _ in range(DEPTH)))
+    model = model_of(lambda c, x: None)
     variables._collected.clear()
+    watched: list[weakref.ref[torch.Tensor]] = []
 
     def collecting(_: nn.Module, __: Any, out: torch.Tensor) -> None:
-        watched.append(weakref.ref(out))
+        if plan == "segment":
+            watched.append(weakref.ref(out))
         collect(SEEN.get(), out)
 
-    for stage in model[:-1]:  # type: ignore[index]
+    for stage in model[:-1]:
         stage.register_forward_hook(collecting)
-    watched: list[weakref.ref[torch.Tensor]] = []
-    out, found = forward(model, start())
-    out.sum().backward()
-    expected = gradients(model)
+    expected = step(model, start())
+    watched.clear()
     with run_again(model, plan, STAGES):
         for _ in range(2):  # also in the pass in which the place is found
-            model.zero_grad()
-            watched.clear()
-            out, found = forward(model, start())
-            assert len(leaves(found)) == DEPTH - 1
-            gc.disable()
-            del found
-            assert plan != "segment" or not any(ref() is not None for ref in watched)
-            gc.enable()
-            out.sum().backward()
-            assert_same(gradients(model), expected)
+            assert_same(step(model, start(), watched if plan == "segment" else None), expected)
 
 
 def test_given_tensors() -> None:
     """Stages read them beside a list in which they collect, and all that is gone when they run again."""
-
-    class Reading(Stage):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            given = SEEN.get()
-            given["seen"].append(x)
-            return super().forward(x) * given["scale"][0]
-
-    torch.manual_seed(0)
-    model = nn.Sequential(*(Reading(lambda c, x: None) for _ in range(DEPTH)))
+    model = model_of(lambda c, x: c["seen"].append(x), lambda x: x * SEEN.get()["scale"][0])
     scale = torch.full((WIDTH,), 1.5)
-    forward(model, {"scale": [scale.clone()], "seen": []})[0].sum().backward()
-    expected = gradients(model)
+    expected = step(model, {"scale": [scale.clone()], "seen": []})
     model.zero_grad()
     with run_again(model, "segment", STAGES):
         given = {"scale": [scale.clone()], "seen": []}
@@ -164,21 +139,10 @@ def test_given_tensors() -> None:
 
 def test_stages_that_read_what_was_collected() -> None:
     """As long as it is there; afterwards that is an error rather than another result."""
-
-    class Reading(Stage):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            before = SEEN.get()
-            return super().forward(x + before[-1] if before else x)
-
-    torch.manual_seed(0)
-    model = nn.Sequential(*(Reading(lambda c, x: c.append(x)) for _ in range(DEPTH)))
-    forward(model, [])[0].sum().backward()
-    expected = gradients(model)
+    model = model_of(lambda c, x: c.append(x), lambda x: x + SEEN.get()[-1] if SEEN.get() else x)
+    expected = step(model, [], stays=True)
     with run_again(model, "recompute", STAGES):
-        model.zero_grad()
-        out, found = forward(model, [])
-        out.sum().backward()
-        assert_same(gradients(model), expected)
+        assert_same(step(model, [], stays=True), expected)
         out, found = forward(model, [])
         del found
         with pytest.raises(UnsupportedModelError, match="collected in a context variable"):

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import copy
 import random
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -15,47 +13,31 @@ from unittest import mock
 import pytest
 import torch
 from by_hand import CPU, WAYS, run_again
+from odd.harness import WIDTH
+from odd.layers import DEPTH, layer_of, layers_of
+from odd.surroundings import SineForTanh, SmallerTanh
 from small_models import assert_same, gradients
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from ckptplan.core.errors import PlanMismatchError, UnsupportedModelError
 from ckptplan.runtime.guard.fused_steps import STEPS
-from ckptplan.runtime.observe.counters import Counters
-from ckptplan.runtime.patching import PatchedForward
 from ckptplan.runtime.recompute.frames import Handed, hold
-from ckptplan.runtime.recompute.module_tables import ModuleTables
-from ckptplan.runtime.swap.session import SwapSession
 from ckptplan.state.flags import FLAGS, flags, set_flags
-from ckptplan.state.put_back import Steps, put_back
 
-WIDTH, DEPTH = 8, 3
 STAGES = [str(i) for i in range(DEPTH)]
+Chain = nn.Sequential
+Run = Callable[[Any, torch.Tensor], torch.Tensor]
+Loop = Callable[[Chain], Any]
 
 
-Loop = Callable[["Chain"], Any]
+def chain(run: Run) -> Chain:
+    kind = layer_of(lambda m, x: x + torch.tanh(run(m, x)), norm=lambda: nn.LayerNorm(WIDTH), handle=lambda: None)
+    return nn.Sequential(*layers_of(kind))
 
 
-class Stage(nn.Module):
-    def __init__(self, run: Callable[[Stage, torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.run = run
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.norm = nn.LayerNorm(WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.tanh(self.run(self, x))
-
-
-class Chain(nn.Sequential):
-    def __init__(self, run: Callable[[Stage, torch.Tensor], torch.Tensor]) -> None:
-        super().__init__(*(Stage(run) for _ in range(DEPTH)))
-
-
-def product(stage: Stage, x: torch.Tensor) -> torch.Tensor:
+def product(stage: Any, x: torch.Tensor) -> torch.Tensor:
     return stage.norm(stage.linear(x))
 
 
@@ -80,10 +62,10 @@ def around_forward(context: Callable[[], contextlib.AbstractContextManager[Any]]
     return loop
 
 
-def check(loop: Loop, plan: str, run: Callable[[Stage, torch.Tensor], torch.Tensor] = product) -> None:
+def check(loop: Loop, plan: str, run: Run = product) -> None:
     """`loop` gives the same with and without the plan, under which stages ran again."""
     torch.manual_seed(0)
-    plain = Chain(run)
+    plain = chain(run)
     model = copy.deepcopy(plain)
     wanted = loop(plain)
     with run_again(model, plan, STAGES) as controller:
@@ -146,28 +128,16 @@ def test_flags_that_contradict_one_another() -> None:
 # Modes and context variables
 
 
-class Tripled(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        return result * 3 if func is torch.tanh else result
-
-
-class Halved(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        return result * 0.5 if func is torch.ops.aten.tanh.default else result
-
-
 @contextlib.contextmanager
 def both() -> Iterator[None]:
-    with Tripled(), Halved():
+    with SineForTanh(), SmallerTanh():
         yield
 
 
 @pytest.mark.parametrize(
     ("plan", "mode", "where"),
     [
-        ("recompute", both, "forward"), ("selective", Tripled, "step"), ("segment", Halved, "backward"),
+        ("recompute", both, "forward"), ("selective", SineForTanh, "step"), ("segment", SmallerTanh, "backward"),
         ("segment", both, "other in backward"),
     ],
 )  # fmt: skip
@@ -175,7 +145,7 @@ def test_modes(plan: str, mode: Any, where: str) -> None:
     """A function mode around the whole step isn't active in backward either: `Tensor.backward` is such a function."""
 
     in_forward = contextlib.nullcontext if where == "backward" else mode
-    in_backward = {"forward": contextlib.nullcontext, "backward": mode, "other in backward": Halved}
+    in_backward = {"forward": contextlib.nullcontext, "backward": mode, "other in backward": SmallerTanh}
 
     def loop(model: Chain) -> Any:
         model.zero_grad()
@@ -193,7 +163,7 @@ def test_modes(plan: str, mode: Any, where: str) -> None:
 
 
 def test_a_mode_is_put_back_without_being_entered_anew() -> None:
-    model = Chain(product)
+    model = chain(product)
     with run_again(model, "recompute", STAGES):
         with FlopCounterMode(display=False) as counter:
             loss = loss_of(model)
@@ -202,90 +172,15 @@ def test_a_mode_is_put_back_without_being_entered_anew() -> None:
         assert counter.get_total_flops() == 2 * forward
 
 
-def test_context_variables() -> None:
-    """In another thread too, as on CUDA."""
-    factor: contextvars.ContextVar[float] = contextvars.ContextVar("factor", default=1.0)
-
-    def run(stage: Stage, x: torch.Tensor) -> torch.Tensor:
-        factor.set(factor.get() + 1)
-        return product(stage, x) * factor.get()
-
-    def loop(model: Chain) -> Any:
-        model.zero_grad()
-        token = factor.set(3.0)
-        loss = loss_of(model)
-        after = factor.get()
-        factor.reset(token)
-        thread = threading.Thread(target=loss.backward)
-        thread.start()
-        thread.join()
-        assert (after, factor.get()) == (3.0 + DEPTH, 1.0)
-        return gradients(model)
-
-    check(loop, "recompute", run)
-
-
 # Hooks and forwards of modules inside of a stage
 
 
-@contextlib.contextmanager
-def on_all_modules() -> Iterator[None]:
-    handle = nn.modules.module.register_module_forward_hook(
-        lambda module, args, output: output * 1.5 if isinstance(module, nn.Linear) else None
-    )
-    yield
-    handle.remove()
-
-
-def test_a_hook_on_all_modules_in_forward_alone() -> None:
-    check(around_forward(on_all_modules), "selective")
-    assert not nn.modules.module._global_forward_hooks
-
-
-def test_hooks_in_backward_alone() -> None:
-    def loop(model: Chain) -> Any:
-        loss = loss_of(model)
-        for stage in model:
-            stage.linear.register_forward_hook(lambda module, args, output: output * 2)  # type: ignore[union-attr]
-            stage.linear.register_forward_pre_hook(  # type: ignore[union-attr]
-                lambda module, args, kwargs: ((args[0] * 2,), kwargs), with_kwargs=True
-            )
-        loss.backward()
-        counts = [(len(s.linear._forward_hooks), len(s.linear._forward_pre_hooks_with_kwargs)) for s in model]  # type: ignore[union-attr]
-        assert counts == [(1, 1)] * DEPTH
-        return gradients(model)
-
-    check(loop, "recompute")
-
-
-@pytest.mark.parametrize(("plan", "stays"), [("recompute", True), ("segment", False)])
-def test_a_stage_that_registers_a_hook_in_every_forward(plan: str, stays: bool) -> None:
-    def run(stage: Stage, x: torch.Tensor) -> torch.Tensor:
-        stage.linear.register_forward_hook(lambda module, args, output: output * 1.1)
-        return product(stage, x)
-
-    def loop(model: Chain) -> Any:
-        found = []
-        tables = [module._forward_hooks for module in model.modules() if isinstance(module, nn.Linear)]
-        for _ in range(3):
-            model.zero_grad()
-            loss = loss_of(model)
-            for table in tables:
-                if not stays:
-                    table.clear()
-            loss.backward()
-            found.append([gradients(model), list(map(len, tables))])
-        return found
-
-    check(loop, plan, run)
-
-
-def on_a_weight_once(stage: Stage) -> None:
+def on_a_weight_once(stage: Any) -> None:
     if not stage.linear.weight._backward_hooks:
         stage.linear.weight.register_hook(lambda gradient: gradient * 0.5)
 
 
-def on_a_weight_anew(stage: Stage) -> None:
+def on_a_weight_anew(stage: Any) -> None:
     if stage.handle is not None:
         stage.handle.remove()
     stage.handle = stage.linear.weight.register_hook(lambda gradient: gradient * 0.5)
@@ -295,12 +190,12 @@ def halve(p: torch.Tensor) -> None:
     p.grad *= 0.5  # type: ignore[operator]
 
 
-def behind_accumulation(stage: Stage) -> None:
+def behind_accumulation(stage: Any) -> None:
     if stage.handle is None:
         stage.handle = stage.linear.weight.register_post_accumulate_grad_hook(halve)
 
 
-def on_the_stage_itself(stage: Stage) -> None:
+def on_the_stage_itself(stage: Any) -> None:
     if stage.handle is None:
         stage.handle = stage.register_full_backward_pre_hook(lambda module, gradients: (gradients[0] * 0.5,))
 
@@ -312,15 +207,13 @@ def on_the_stage_itself(stage: Stage) -> None:
         ("recompute", on_the_stage_itself),
     ],
 )  # fmt: skip
-def test_a_stage_that_registers_a_hook_on_its_gradients(plan: str, register: Callable[[Stage], None]) -> None:
-    def run(stage: Stage, x: torch.Tensor) -> torch.Tensor:
+def test_a_stage_that_registers_a_hook_on_its_gradients(plan: str, register: Callable[[Any], None]) -> None:
+    def run(stage: Any, x: torch.Tensor) -> torch.Tensor:
         register(stage)
         return product(stage, x)
 
     def loop(model: Chain) -> Any:
         found = []
-        for stage in model:
-            stage.handle = None
         for _ in range(3):
             model.zero_grad()
             model(torch.ones(4, WIDTH, requires_grad=True)).square().sum().backward()
@@ -331,7 +224,7 @@ def test_a_stage_that_registers_a_hook_on_its_gradients(plan: str, register: Cal
 
 
 def test_a_class_with_another_forward_since() -> None:
-    model = Chain(product)
+    model = chain(product)
     with run_again(model, "recompute", STAGES):
         with mock.patch.object(nn.LayerNorm, "forward", lambda module, x: x * 2):
             loss = loss_of(model)
@@ -340,24 +233,6 @@ def test_a_class_with_another_forward_since() -> None:
 
 
 # Parameters
-
-
-def test_all_is_put_back_though_a_part_fails() -> None:
-    stage = Stage(product)
-    tables = ModuleTables(list(stage.modules()))
-    stage.linear.weight.requires_grad_(False)
-
-    def fail() -> None:
-        raise KeyError
-
-    undo: Steps = []
-    tables.put(undo)
-    undo.append(fail)
-    assert stage.linear.weight.requires_grad
-    with pytest.raises(KeyError):
-        put_back(undo)
-    assert not stage.linear.weight.requires_grad
-    assert not undo
 
 
 def test_a_step_of_other_parameters() -> None:
@@ -386,31 +261,6 @@ def test_steps_are_watched_while_a_plan_is_applied() -> None:
 # Copies
 
 
-def test_shallow_copies_run_their_own_weights() -> None:
-    """By whatever way the dictionary was copied; with hooks, in evaluation mode and after the plan is gone too."""
-    stage = Stage(product)
-    ran: list[Any] = []
-    patch = PatchedForward(stage, lambda original, args, kwargs: (ran.append(original), original(*args, **kwargs))[1])
-    patch.install()
-    by_dict = Stage.__new__(Stage)
-    by_dict.__dict__ = dict(stage.__dict__)
-    x = torch.randn(2, WIDTH)
-    for twin in (copy.copy(stage), by_dict):
-        twin._modules = dict(twin._modules)
-        twin.linear = nn.Linear(WIDTH, WIDTH)
-        wanted = x + torch.tanh(twin.norm(twin.linear(x)))
-        assert torch.equal(twin(x), wanted)
-        handle = twin.register_forward_hook(lambda module, args, output: None)
-        assert torch.equal(twin(x), wanted)
-        handle.remove()
-        assert not ran
-    stage(x)
-    stage.forward(x)
-    assert len(ran) == 2
-    patch.remove()
-    assert torch.equal(twin(x), wanted)
-
-
 # Hooks of the user's on what autograd saves
 
 
@@ -433,31 +283,8 @@ def test_hooks_around_a_stage_decide_as_without_a_plan(plan: str) -> None:
     check(around_forward(Rounds()), plan, lambda stage, x: stage.linear(x) * stage.norm(x).exp())
 
 
-def swapped(tensor: torch.Tensor) -> torch.Tensor:
-    """The gradient of a product that a swap session packs."""
-    session = SwapSession({}, CPU, lambda storage: False, Counters())
-    x = tensor.clone().requires_grad_()
-    with session.packing().hooks():
-        y = (x * 1).exp() * (x * 3)
-    y.sum().backward()
-    assert x.grad is not None
-    return x.grad
-
-
-def test_hooks_around_a_swapped_stage() -> None:
-    x = torch.randn(64)
-    with Rounds()():
-        given = x.clone().requires_grad_()
-        y = (given * 1).exp() * (given * 3)
-        found = swapped(x)
-    y.sum().backward()
-    assert given.grad is not None
-    assert torch.equal(found, given.grad)
-    assert not torch.equal(found, swapped(x))
-
-
 def test_hooks_that_draw_random_numbers() -> None:
-    model = Chain(product)
+    model = chain(product)
     with run_again(model, "segment", STAGES):
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t * random.random(), lambda t: t):
             loss = loss_of(model)
@@ -473,7 +300,7 @@ def test_hooks_that_fail_in_backward_are_named() -> None:
             raise KeyError("closed")
         return tensor
 
-    model = Chain(product)
+    model = chain(product)
     with run_again(model, "segment", STAGES):
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             loss = loss_of(model)

@@ -11,76 +11,35 @@ import numpy as np
 import pytest
 
 from ckptplan.state import generators
-from ckptplan.state.generators import Access, Generators, numpys, pythons
+from ckptplan.state.generators import Generators, numpys, pythons
 
-PYTHONS: dict[str, Callable[[random.Random], Any]] = {
-    "random": lambda g: g.random(),
-    "gauss": lambda g: g.gauss(0, 1),
-    "integer": lambda g: g.getrandbits(7),
-    "shuffled": lambda g: g.shuffle([1, 2, 3]),
-    "seeded": lambda g: g.seed(5),
+DRAWS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "random": (lambda g: g.random(), lambda g: g.random_sample()),
+    "normal": (lambda g: g.gauss(0, 1), lambda g: g.standard_normal()),
+    "integer": (lambda g: g.getrandbits(7), lambda g: g.randint(7)),
+    "shuffled": (lambda g: g.shuffle([1, 2, 3]), lambda g: g.permutation(3)),
+    "seeded": (lambda g: g.seed(5), lambda g: g.seed(5)),
 }
-NUMPYS: dict[str, Callable[[np.random.RandomState], Any]] = {
-    "random": lambda g: g.random_sample(),
-    "normal": lambda g: g.standard_normal(),
-    "integer": lambda g: g.randint(7),
-    "permuted": lambda g: g.permutation(3),
-    "seeded": lambda g: g.seed(5),
-}
+"""Of Python's generator and of numpy's."""
 
 
-def in_memory_or_not(access: Callable[[Any], Access], generator: Any, in_memory: bool) -> Access:
-    if in_memory:
-        found = access(generator)
-        assert isinstance(found.get()[0], bytes)
-        return found
-    return generators._access(generator)
-
-
-@pytest.mark.parametrize(("what", "in_memory"), [*((what, True) for what in PYTHONS), ("gauss", False)])
-def test_pythons(what: str, in_memory: bool) -> None:
-    generator = random.Random(1)
-    access = in_memory_or_not(pythons, generator, in_memory)
-    for _ in range(650):  # past the words' renewal, with and without a normal number that waits
-        before, state = generator.getstate(), access.get()
-        assert access.same(access.get(), state)
-        drawn = PYTHONS[what](generator)
-        if what != "seeded":
-            assert not access.same(access.get(), state)
-            access.put(state)
-            assert generator.getstate() == before
-            assert PYTHONS[what](generator) == drawn
-
-
-@pytest.mark.parametrize(("what", "in_memory"), [*((what, True) for what in NUMPYS), ("normal", False)])
-def test_numpys(what: str, in_memory: bool) -> None:
-    generator = np.random.RandomState(1)
-    access = in_memory_or_not(numpys, generator, in_memory)
-    for _ in range(700 if in_memory else 20):
+@pytest.mark.parametrize("kind", ["Python's", "numpy's"])
+@pytest.mark.parametrize(("what", "in_memory"), [*((what, True) for what in DRAWS), ("normal", False)])
+def test_every_draw_is_seen_and_taken_back(kind: str, what: str, in_memory: bool) -> None:
+    is_numpys = kind == "numpy's"
+    generator: Any = np.random.RandomState(1) if is_numpys else random.Random(1)
+    draw = DRAWS[what][is_numpys]
+    access = (numpys if is_numpys else pythons)(generator) if in_memory else generators._access(generator)
+    assert not in_memory or isinstance(access.get()[0], bytes)
+    for _ in range(700 if in_memory else 20):  # past the words' renewal, with and without a normal number that waits
         state = access.get()
         assert access.same(access.get(), state)
-        drawn = NUMPYS[what](generator)
+        drawn = draw(generator)
         if what != "seeded":
             assert not access.same(access.get(), state)
             access.put(state)
             assert access.same(access.get(), state)
-            assert np.array_equal(NUMPYS[what](generator), drawn)
-
-
-def test_a_normal_number_that_waits_moves_no_word() -> None:
-    """The second of a pair comes from the first draw, and two states with equal words differ by it."""
-    generator = np.random.RandomState(1)
-    access = numpys(generator)
-    generator.standard_normal()
-    waiting, state = generator.get_state(), access.get()
-    second = generator.standard_normal()
-    assert not access.same(access.get(), state)
-    without = access.get()
-    generator.set_state(waiting)
-    assert access.same(access.get(), state)
-    assert not access.same(access.get(), without)
-    access.put(state)
-    assert generator.standard_normal() == second
+            assert np.array_equal(draw(generator), drawn)  # type: ignore[arg-type]
 
 
 @pytest.fixture

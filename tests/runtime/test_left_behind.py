@@ -189,26 +189,23 @@ def _nesting() -> int:
     return torch.autocast_decrement_nesting()
 
 
+GETTERS: tuple[Callable[[], Any], ...] = (
+    torch.get_default_dtype, torch.get_default_device, torch.get_float32_matmul_precision, torch.get_num_threads,
+    torch.are_deterministic_algorithms_enabled, torch.is_deterministic_algorithms_warn_only_enabled,
+    torch.is_grad_enabled, torch.is_inference_mode_enabled, torch.is_anomaly_enabled,
+    torch.is_anomaly_check_nan_enabled, torch._C._is_multithreading_enabled, torch.is_warn_always_enabled,
+    torch.is_autocast_cache_enabled, gc.isenabled, np.geterr,
+)  # fmt: skip
+
+
 def everything(model: nn.Module) -> dict[str, Any]:
     """All that forward could change, by name."""
-    found: dict[str, Any] = {
-        "default dtype": torch.get_default_dtype(),
-        "default device": torch.get_default_device(),
-        "matmul precision": torch.get_float32_matmul_precision(),
+    found: dict[str, Any] = {get.__name__: get() for get in GETTERS}
+    found |= {
         "mkldnn": torch.backends.mkldnn.enabled,
-        "deterministic": (
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_deterministic_algorithms_warn_only_enabled(),
-        ),
-        "threads": torch.get_num_threads(),
-        "gradients": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
-        "anomaly": (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
-        "multithreading": torch._C._is_multithreading_enabled(),
-        "warn always": torch.is_warn_always_enabled(),
         "autocast": [
             (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), _nesting()) for kind in ("cpu", "cuda")
         ],
-        "autocast cache": torch.is_autocast_cache_enabled(),
         "function modes": [id(torch._C._get_function_stack_at(i)) for i in range(torch._C._len_torch_function_stack())],
         "operation modes": [
             id(torch._C._get_dispatch_stack_at(i)) for i in range(torch._C._len_torch_dispatch_stack())
@@ -216,9 +213,7 @@ def everything(model: nn.Module) -> dict[str, Any]:
         "saved hooks": [tuple(map(id, pair)) for pair in _saved_hooks()],
         "cached weights": (parametrize._cache_enabled, {key: id(t) for key, t in parametrize._cache.items()}),
         "warnings": list(warnings.filters),
-        "collection": gc.isenabled(),
         "variables": dict(contextvars.copy_context()),
-        "numpy errors": np.geterr(),
         "random": (torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())),  # noqa: NPY002
         "forwards": (nn.Linear.__dict__["forward"], "forward" in vars(Block)),
     }

@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 import torch
 from fake_memory import DEVICE, FakeMemory
-from small_models import build, measured, plan_of
+from small_models import assert_same, build, gradients, measured, plan_of, planned
 from torch import nn
 
 import ckptplan
-from ckptplan import Plan
 from ckptplan.core.measured import DeviceBytes
 from ckptplan.core.units import format_bytes
 from ckptplan.report.predicted import planned_bytes
@@ -35,10 +34,6 @@ CUDA_TEXT = (
 
 
 pytestmark = pytest.mark.usefixtures("no_leak")
-
-
-def planned(name: str, action: Any) -> Plan:
-    return plan_of(measured(name), [action] * len(measured(name).stages))
 
 
 def step_of(model: nn.Module, inputs: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -144,10 +139,7 @@ def test_the_note_says_where_it_was(where: str, monkeypatch: pytest.MonkeyPatch)
     plain, _ = build("transformer")
     torch.manual_seed(3)
     step_of(plain, inputs)()
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        assert ours.grad is not None
-        assert theirs.grad is not None
-        assert torch.equal(ours.grad, theirs.grad)
+    assert_same(gradients(model), gradients(plain))
 
 
 @pytest.mark.parametrize("index", [0, 1, 2, 3])

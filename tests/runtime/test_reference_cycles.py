@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from made_plans import scheduled
+from small_models import decided
 from torch import nn
 
 import ckptplan
-from ckptplan.core.segment import Segment
+from ckptplan.core.profile import Profile
 
 DEPTH, ROWS, WIDTH = 3, 64, 64
 
@@ -78,21 +78,8 @@ class Net(nn.Module):
 
 
 @functools.cache
-def plans(kind: str) -> dict[str, ckptplan.Plan]:
-    """A plan for each action, which every stage has that is able to it."""
-    measured = ckptplan.profile(Net(kind), torch.randn(ROWS, WIDTH), menus=False)
-    stages = measured.stages
-    again = [stage.find("recompute") or stage.keep for stage in stages]
-    found = {
-        "keep": scheduled(measured, [stage.keep for stage in stages]),
-        "swap": scheduled(measured, [stage.find("swap") or stage.keep for stage in stages]),
-    }
-    if kind in ABLE:
-        plan = found["recompute"] = scheduled(measured, again)
-        found["segment"] = scheduled(measured, again, (Segment(0, DEPTH - 1),))
-        saving = tuple(dataclasses.replace(c, ops=(1,)) if c.action == "recompute" else c for c in plan.choices)
-        found["selective"] = dataclasses.replace(plan, choices=saving, saved_bytes=())  # ops: the sigmoids
-    return found
+def chain(kind: str) -> Profile:
+    return ckptplan.profile(Net(kind), torch.randn(ROWS, WIDTH), menus=False)
 
 
 ACTIONS = ("recompute", "segment", "selective", "swap")
@@ -121,7 +108,7 @@ def new_tensors() -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(("kind", "action"), CASES)
 def test_steps_without_the_collector(kind: str, action: str, no_collector: None) -> None:
-    plan = plans(kind)[action]
+    plan = decided(chain(kind), action, op=1)  # the sigmoids
     model, x = Net(kind), torch.randn(ROWS, WIDTH)
     with ckptplan.apply(model, plan, check="always") as handle:
         model(x).sum().backward()
@@ -143,7 +130,7 @@ def test_steps_without_the_collector(kind: str, action: str, no_collector: None)
     ],
 )  # fmt: skip
 def test_steps_that_fail_without_the_collector(kind: str, action: str, when: str, no_collector: None) -> None:
-    plan = plans(kind)[action]
+    plan = decided(chain(kind), action, op=1)  # the sigmoids
     model, x = Net(kind), torch.randn(ROWS, WIDTH)
     failing = {"forward": 1, "recompute": 2, "backward": 0}[when]
 

@@ -36,12 +36,12 @@ from odd.harness import (
     Odd,
     Outcome,
     Trial,
+    in_steps,
     loss_of,
     one_forward_around,
     plain_loop,
-    update,
 )
-from odd.layers import Layer, chain
+from odd.layers import around, buffer, chain, factored, layer_of
 from stream_programs import WAITS, Wait
 from torch import nn
 
@@ -77,124 +77,93 @@ def no_change(*args: Any) -> Callable[[], None]:
 def between(change: Callable[[Any, torch.Tensor], object]) -> Loop:
     """Return a loop with `change`, of model and input, between forward and backward."""
 
-    def loop(model: nn.Module, x: torch.Tensor) -> Iterator[Extras]:
-        for _ in range(STEPS):
-            given = x.clone()
-            model.zero_grad()
-            loss = loss_of(model(given))
-            change(model, given)
-            loss.backward()
-            update(model)
-            yield [loss.detach()]
+    @in_steps
+    def loop(model: nn.Module, x: torch.Tensor) -> Extras:
+        given = x.clone()
+        loss = loss_of(model(given))
+        change(model, given)
+        loss.backward()
+        return [loss.detach()]
 
     return loop
 
 
-def scaled(tensor: torch.Tensor) -> None:
-    with torch.no_grad():
-        tensor.mul_(0.5)
-
-
-class Sine(Layer):
-    """Autograd saves neither the input nor the parameter and the buffer, which a recompute reads."""
-
-    def set_up(self) -> None:
-        self.bias = nn.Parameter(torch.zeros(WIDTH))
-        self.register_buffer("shift", torch.zeros(WIDTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.sin(x + self.bias + self.shift)
+BIAS = {"bias": lambda: nn.Parameter(torch.zeros(WIDTH))}
+SINE = layer_of(lambda m, x: torch.sin(x + m.bias + m.shift), **BIAS, shift=buffer())
+"""Autograd saves neither the input nor the parameter and the buffer, which a recompute reads."""
 
 
 def input_written() -> Odd:
-    return chain(Sine, between(lambda model, x: scaled(x)))
+    return chain(SINE, between(lambda model, x: x.mul_(0.5)))
 
 
 def parameter_written() -> Odd:
-    return chain(Sine, between(lambda model, x: model[0].bias.detach().add_(0.5)))
+    return chain(SINE, between(lambda model, x: model[0].bias.detach().add_(0.5)))
 
 
 def buffer_written() -> Odd:
-    return chain(Sine, between(lambda model, x: model[0].shift.add_(0.5)))
+    return chain(SINE, between(lambda model, x: model[0].shift.add_(0.5)))
 
 
 def saved_tensor_written() -> Odd:
     """Of a tensor that is too small to be swapped; plain training ends with PyTorch's error, too."""
 
-    class Stage(Layer):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.factor = self.linear.bias.detach().cos()
-            return torch.tanh(self.linear(x)) * self.factor
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        m.factor = m.linear.bias.detach().cos()
+        return torch.tanh(m.linear(x)) * m.factor
 
     def loop(model: Any, x: torch.Tensor) -> Iterator[Extras]:
         for _ in range(STEPS):
             loss = loss_of(model(x))
-            scaled(model[1].factor)
+            model[1].factor.mul_(0.5)
             try:
                 loss.backward()
                 yield ["no error"]
             except RuntimeError as error:
                 yield ["modified by an inplace operation" in str(error)]
 
-    return chain(Stage, loop)
+    return chain(layer_of(forward), loop)
 
 
 def activation_written() -> Odd:
-    class Stage(Layer):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x) + 1
+    def forward(layers: Any, x: torch.Tensor) -> torch.Tensor:
+        for layer in layers:
+            x = layer(x)
+            x.mul_(0.5)
+        return x
 
-    class Model(nn.Sequential):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-            for layer in self:
-                x = layer(x)
-                x.mul_(0.5)
-            return x
-
-    return Odd(Model(*(Stage() for _ in range(3))), torch.randn(BATCH, WIDTH))
+    return around(forward, layer_of(lambda m, x: x + torch.tanh(m.linear(x)) + 1))
 
 
 def views() -> Odd:
-    class Stage(Layer):
-        def set_up(self) -> None:
-            self.linear = nn.Linear(WIDTH, 2 * WIDTH)
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        left, right = m.linear(x).chunk(2, -1)
+        return torch.tanh(left) * torch.sin(right)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            left, right = self.linear(x).chunk(2, -1)
-            return torch.tanh(left) * torch.sin(right)
-
-    return chain(Stage)
+    return chain(layer_of(forward, linear=lambda: nn.Linear(WIDTH, 2 * WIDTH)))
 
 
 def count_of_calls() -> Odd:
-    class Stage(Layer):
-        def set_up(self) -> None:
-            self.calls = 0
+    def factor(m: Any) -> int:
+        m.calls += 1
+        return m.calls  # type: ignore[no-any-return]
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.calls += 1
-            return x + torch.tanh(self.linear(x) * self.calls)
-
-    return chain(Stage)
+    return chain(factored(factor, calls=lambda: 0))
 
 
 def dropout() -> Odd:
-    class Stage(Layer):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + nn.functional.dropout(torch.tanh(self.linear(x)), 0.3)
-
-    return chain(Stage)
+    return chain(layer_of(lambda m, x: x + nn.functional.dropout(torch.tanh(m.linear(x)), 0.3)))
 
 
 def autocast_in_forward() -> Odd:
     """Autocast rounds a factor that needs no gradient, so the types of all that is saved are the same without it."""
 
-    class Stage(Sine):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            weight = self.linear.weight.detach()
-            return super().forward(x) * torch.sin((weight @ weight).float().sum(0))
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        weight = m.linear.weight.detach()
+        return torch.sin(x + m.bias) * torch.sin((weight @ weight).float().sum(0))
 
-    return chain(Stage, one_forward_around(lambda: torch.autocast("cpu", torch.bfloat16)))
+    stage = layer_of(forward, **BIAS)
+    return chain(stage, one_forward_around(lambda: torch.autocast("cpu", torch.bfloat16)))
 
 
 TICKS = ctypes.c_int(0)
@@ -202,16 +171,15 @@ TICKS = ctypes.c_int(0)
 
 
 def hidden_counter() -> Odd:
-    class Stage(Layer):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            TICKS.value += 1
-            return x + torch.tanh(self.linear(x) * TICKS.value)
+    def factor(m: Any) -> int:
+        TICKS.value += 1
+        return TICKS.value
 
     def loop(model: nn.Module, x: torch.Tensor) -> Iterator[Extras]:
         TICKS.value = 0
         return plain_loop(model, x)
 
-    return chain(Stage, loop)
+    return chain(factored(factor), loop)
 
 
 PROGRAM = types.SimpleNamespace(other=False)
@@ -220,21 +188,16 @@ in_other = one_forward_around(functools.partial(mock.patch.object, PROGRAM, "oth
 
 
 def another_shape() -> Odd:
-    class Stage(Sine):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x) * (
-                torch.full((1, WIDTH), 0.5) if PROGRAM.other else torch.full((BATCH, WIDTH), 1.5)
-            )
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.sin(x + m.bias) * (
+            torch.full((1, WIDTH), 0.5) if PROGRAM.other else torch.full((BATCH, WIDTH), 1.5)
+        )
 
-    return chain(Stage, in_other)
+    return chain(layer_of(forward, **BIAS), in_other)
 
 
 def another_operation() -> Odd:
-    class Stage(Layer):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.linear(torch.sigmoid(x) if PROGRAM.other else torch.tanh(x))
-
-    return chain(Stage, in_other)
+    return chain(layer_of(lambda m, x: m.linear(torch.sigmoid(x) if PROGRAM.other else torch.tanh(x))), in_other)
 
 
 def faulty(training: Training, fault: tuple[Any, str, Any], *, late: bool = False) -> Callable[[], Odd]:
@@ -597,8 +560,10 @@ def plain() -> stream_programs.Run:
 
 def training(seed: int) -> None:
     """Two steps of a model on several streams, under a plan drawn by the seed, on a device that runs late."""
-    plan = stream_programs.random_plan(0, random.Random(seed))
-    assert not stream_programs.differing(stream_programs.train(Device(seed), 0, plan), plain())
+    run = stream_programs.train(Device(seed), 0, stream_programs.random_plan(0, random.Random(seed)))
+    assert run.swapped_bytes or run.recomputed_stages
+    assert not stream_programs.differing(run, plain())
+    assert run.left_bytes == 0
 
 
 def records(seed: int) -> None:

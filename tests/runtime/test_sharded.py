@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import Transformer, build, measured, plan_of, scheduled
+from small_models import Transformer, assert_same, build, measured, plan_of, scheduled
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
@@ -86,11 +86,6 @@ def train(model: nn.Module, x: torch.Tensor) -> list[Any]:
     return out
 
 
-def same(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
-    assert len(found) == len(wanted)
-    assert [k for k, (a, b) in enumerate(zip(found, wanted, strict=True)) if not torch.equal(a, b)] == []
-
-
 POLICIES = {
     "plain": None,
     "bfloat16": fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
@@ -125,7 +120,7 @@ def test_a_sharded_model(mesh: Any, where: str, policy: str, what: str, monkeypa
     plan = planned(what)
     shapes = {p.shape for p in model.layers.parameters()}
     with apply(model, plan) as handle:
-        same(train(model, inputs), expected)
+        assert_same(train(model, inputs), expected)
         stats = handle.stats()
     assert stats.forwards == 6
     assert stats.recomputed_stages == 6 * stats.planned_recomputed_stages

@@ -15,7 +15,9 @@ import torch
 from fake_cuda import DEVICE
 from fake_kernels import Device
 from kinds_of_tensors import TENSORS
-from small_models import build, plan_for
+from odd.harness import WIDTH
+from odd.layers import buffer, layer_of, layers_of
+from small_models import build, plan_for, step
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,11 +27,9 @@ from ckptplan.runtime.guard import check, spots
 from ckptplan.runtime.guard.check import FIRST, Checks, StageSpots
 from ckptplan.runtime.handle import apply
 from ckptplan.runtime.recompute import call as recompute
-from ckptplan.runtime.swap.stores import disk
 from ckptplan.state.variables import Variables
-from ckptplan.training.step import default_loss
 
-WIDTH, LATE, STEPS = 32, 4, 6
+LATE, STEPS = 4, 6
 
 
 pytestmark = pytest.mark.usefixtures("no_leak")
@@ -89,62 +89,17 @@ def test_of_what_has_no_digest_no_spot_is_taken() -> None:
 # Which tensors
 
 
-class Saving(nn.Module):
-    """A stage of which it is known what is compared."""
-
-    def __init__(self, forward: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
-        self.run = forward
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.run(self, x)
-
-
-class Scaled(torch.autograd.Function):
-    """Its backward alone reads what it saves, beside its result."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        result = x.clone()
-        ctx.save_for_backward(scale, result)
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        scale, _ = ctx.saved_tensors
-        return gradient * scale, None
-
-
-STAGES: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], int]] = {
-    "chain": (lambda m, x: m.c(torch.relu(m.b(torch.tanh(m.a(x))))), 1),
-    "branches": (lambda m, x: torch.tanh(m.a(x)) + torch.sigmoid(m.b(x)), 2),
-    "joined": (lambda m, x: torch.relu(torch.tanh(m.a(x)) + torch.sigmoid(m.b(x))), 1),
-    "beside": (lambda m, x: (torch.tanh(m.b(x)), m.a(torch.sin(x)))[1], 2),
-    "scalar": (lambda m, x: torch.tanh(m.a(x)) * torch.tanh(m.a(x).mean()), 2),
-    "Python's": (lambda m, x: torch.tanh(Scaled.apply(m.a(x), torch.full_like(x, 2.0))), 3),  # type: ignore[no-untyped-call]
-}
-
-
-@pytest.mark.parametrize("name", STAGES)
-def test_of_a_stage_the_last_tensors_are_compared(name: str) -> None:
-    run, count = STAGES[name]
-    torch.manual_seed(0)
-    model, x = nn.Sequential(Saving(run), nn.Linear(8, 8)), torch.randn(4, 8)
-    with apply(model, plan_for(model, x, "recompute")) as handle:
-        model(x).sum().backward()
-        assert len(handle._applied.controller._planned[0].sinks.numbers) == count
-
-
 def test_paths_of_a_stage_are_learned() -> None:
     """Each is compared from its second time on; until then what it shares with the others is."""
     torch.manual_seed(0)
-    model, x = nn.Sequential(Saving(STAGES["chain"][0]), nn.Linear(8, 8)), torch.randn(4, 8)
+    path = [lambda m, x: m.linear(torch.relu(m.linear(torch.tanh(m.linear(x)))))]
+    odd = layer_of(lambda m, x: path[-1](m, x))
+    model, x = nn.Sequential(odd(), nn.Linear(WIDTH, WIDTH)), torch.randn(4, WIDTH)
     with apply(model, plan_for(model, x, "recompute"), check="always") as handle:
         sinks = handle._applied.controller._planned[0].sinks
         model(x).sum().backward()
         known = set(sinks.numbers)
-        model[0].run = lambda m, x: torch.sin(m.a(x))
+        path.append(lambda m, x: torch.sin(m.linear(x)))
         for _ in range(2):
             model(x).sum().backward()
         assert known < sinks.numbers
@@ -212,52 +167,43 @@ def test_spots_find_what_digests_find(name: str, what: str, monkeypatch: pytest.
 # Writes that begin late
 
 
-class Stage(nn.Module):
-    """One of three stages, which begins to do something odd in step `LATE`."""
-
-    steps = 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("scale", torch.ones(WIDTH))
-        self.is_late = False
-
-    def odd(self, x: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = torch.sigmoid(self.linear(x))
-        return x + torch.tanh(self.out(y * (self.odd(y.detach()) if self.is_late else self.scale.clone())))
+LATE_NOW = [0]
+"""The step of the training; from step `LATE` on stages do something odd."""
 
 
-class ThroughData(Stage):
-    def odd(self, x: torch.Tensor) -> torch.Tensor:
-        self.scale.data.lerp_(x.mean(0), 0.3)
-        return self.scale.clone()
+def late(odd: Callable[[Any, torch.Tensor], torch.Tensor], **kept: Any) -> type[nn.Module]:
+    """A stage whose scale is found in an odd way from some step on."""
+
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        y = torch.sigmoid(m.linear(x))
+        return x + torch.tanh(m.out(y * (odd(m, y.detach()) if LATE_NOW[0] >= LATE else m.scale.clone())))
+
+    scale = buffer(lambda: torch.ones(WIDTH))
+    return layer_of(forward, out=lambda: nn.Linear(WIDTH, WIDTH), scale=scale, **kept)
 
 
-class ThroughNumpy(Stage):
-    def odd(self, x: torch.Tensor) -> torch.Tensor:
-        self.scale.numpy()[:] += x.mean(0).numpy()
-        return self.scale.clone()
+def through_data(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m.scale.data.lerp_(x.mean(0), 0.3)
+    return m.scale.clone()  # type: ignore[no-any-return]
 
 
-class AtTheEnd(Stage):
+def through_numpy(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m.scale.numpy()[:] += x.mean(0).numpy()
+    return m.scale.clone()  # type: ignore[no-any-return]
+
+
+def at_the_end(m: Any, x: torch.Tensor) -> torch.Tensor:
     """Nothing that is saved depends on what it writes."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.is_late:
-            self.scale.data.add_(x.detach().mean(0))
-        return x + torch.tanh(self.out(torch.sigmoid(self.linear(x))))
+    m.scale.data.add_(x.mean(0))
+    return torch.ones(WIDTH)
 
 
 @pytest.mark.parametrize(
-    ("kind", "what"), [(ThroughData, "recompute"), (ThroughNumpy, "selective"), (AtTheEnd, "segment")]
+    ("odd", "what"), [(through_data, "recompute"), (through_numpy, "selective"), (at_the_end, "segment")]
 )
-def test_buffers_that_are_written_late_are_followed(kind: type[Stage], what: str) -> None:
+def test_buffers_that_are_written_late_are_followed(odd: Any, what: str) -> None:
     """On the host every call sees them, so that the training goes on as without a plan."""
-    wanted, found = trained(kind, None), trained(kind, what)
+    wanted, found = trained(late(odd), None), trained(late(odd), what)
     assert len(found) == len(wanted) == STEPS
     assert all(all(map(torch.equal, *each)) for each in zip(found, wanted, strict=True))
 
@@ -265,39 +211,34 @@ def test_buffers_that_are_written_late_are_followed(kind: type[Stage], what: str
 FACTORS = {"x": 1.0}
 
 
-class Counting(Stage):
+def counting(m: Any, x: torch.Tensor) -> torch.Tensor:
     """Changes what no stage was seen to change before."""
-
-    def odd(self, x: torch.Tensor) -> torch.Tensor:
-        FACTORS["x"] *= 0.9
-        return self.scale * FACTORS["x"]
+    FACTORS["x"] *= 0.9
+    return m.scale * FACTORS["x"]  # type: ignore[no-any-return]
 
 
-class Attribute(Stage):
-    def __init__(self) -> None:
-        super().__init__()
-        self.held = [torch.ones(WIDTH)]
-
-    def odd(self, x: torch.Tensor) -> torch.Tensor:
-        self.held[0].data.add_(x.mean(0))
-        return self.held[0].clone()
+def attribute(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m.held[0].data.add_(x.mean(0))
+    return m.held[0].clone()  # type: ignore[no-any-return]
 
 
-class Kernel(Attribute):
+def kernel(m: Any, x: torch.Tensor) -> torch.Tensor:
     """Writes to memory by its address, as kernels of other libraries do."""
-
-    def odd(self, x: torch.Tensor) -> torch.Tensor:
-        memory = (ctypes.c_float * WIDTH).from_address(self.held[0].data_ptr())
-        memory[:] = [value * 1.5 for value in memory]
-        return self.held[0].clone()
+    memory = (ctypes.c_float * WIDTH).from_address(m.held[0].data_ptr())
+    memory[:] = [value * 1.5 for value in memory]
+    return m.held[0].clone()  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize(("kind", "what"), [(Counting, "recompute"), (Attribute, "segment"), (Kernel, "selective")])
-def test_other_state_that_changes_late_is_an_error_in_that_step(kind: type[Stage], what: str) -> None:
+def holding(odd: Callable[[Any, torch.Tensor], torch.Tensor]) -> type[nn.Module]:
+    return late(odd, held=lambda: [torch.ones(WIDTH)])
+
+
+@pytest.mark.parametrize(("odd", "what"), [(counting, "recompute"), (attribute, "segment"), (kernel, "selective")])
+def test_other_state_that_changes_late_is_an_error_in_that_step(odd: Any, what: str) -> None:
     with pytest.raises(CheckError, match=r"stage '.': tensor number .* the gradients of this step .*through \.data"):
-        trained(kind, what)
-    assert Stage.steps == LATE
-    assert len(trained(kind, what, check="off")) == STEPS
+        trained(holding(odd), what)
+    assert LATE_NOW[0] == LATE
+    assert len(trained(holding(odd), what, check="off")) == STEPS
 
 
 def test_a_buffer_that_is_written_late_is_compared_where_the_host_would_have_to_wait(
@@ -307,58 +248,38 @@ def test_a_buffer_that_is_written_late_is_compared_where_the_host_would_have_to_
     monkeypatch.setattr(recompute._State, "_was_seen_written", lambda *_: False)
     monkeypatch.setattr(StageSpots, "unchanged", lambda self: self._buffers_unchanged(self._module.modules()))
     with pytest.raises(CheckError, match="its buffer 'scale' isn't what it was"):
-        trained(AtTheEnd, "segment")
+        trained(late(at_the_end), "segment")
 
 
-def trained(kind: type[Stage], what: str | None, check: Any = "sampled") -> list[list[torch.Tensor]]:
+def trained(kind: type[nn.Module], what: str | None, check: Any = "sampled") -> list[list[torch.Tensor]]:
     """Gradients and buffers of each step."""
     torch.manual_seed(0)
     model, x = nn.Sequential(kind(), kind(), kind()), torch.randn(64, WIDTH)
     optimizer, found = torch.optim.SGD(model.parameters(), 0.1), []
-    FACTORS["x"] = 1.0
+    FACTORS["x"], LATE_NOW[0] = 1.0, 0
     with contextlib.nullcontext() if what is None else apply(model, plan_for(model, x, what), check=check):
-        for Stage.steps in range(STEPS):  # type: ignore[misc]
-            for stage in model:
-                stage.is_late = Stage.steps >= LATE
+        for LATE_NOW[0] in range(STEPS):
             step(model, x)
             optimizer.step()
             found.append([t.clone() for t in (*(p.grad for p in model.parameters()), *model.buffers())])  # type: ignore[union-attr]
     return found
 
 
-def test_a_copy_that_comes_back_damaged_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, inputs = build("mlp")
-    real, spoils = disk._read, False
-
-    def spoilt(fd: int, view: memoryview, offset: int) -> None:
-        real(fd, view, offset)
-        if spoils:
-            view[:] = bytes(len(view))
-
-    monkeypatch.setattr(disk, "_read", spoilt)
-    with apply(model, plan_for(model, inputs, "swap")):
-        for _ in range(LATE):
-            step(model, inputs)
-        spoils = True
-        with pytest.raises(CheckError, match="that it had swapped out"):
-            step(model, inputs)
-
-
 # Nothing differs
 
 
-class Mixed(nn.Module):
+def mixed(m: Any, x: torch.Tensor) -> torch.Tensor:
     """Dropout, batch statistics, activations in place, noise that a kernel fills later, a not-a-number."""
+    y = F.rrelu(m.drop(F.relu(m.norm(m.linear(x)), inplace=True)), training=True)
+    return x + torch.nan_to_num(y * m.nothing) + F.silu(y, inplace=False)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH, momentum=0.3)
-        self.drop = nn.Dropout(0.3)
-        self.register_buffer("nothing", torch.full((WIDTH,), float("nan")))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = F.rrelu(self.drop(F.relu(self.norm(self.linear(x)), inplace=True)), training=True)
-        return x + torch.nan_to_num(y * self.nothing) + F.silu(y, inplace=False)
+MIXED = layer_of(
+    mixed,
+    norm=lambda: nn.BatchNorm1d(WIDTH, momentum=0.3),
+    drop=lambda: nn.Dropout(0.3),
+    nothing=buffer(lambda: torch.full((WIDTH,), float("nan"))),
+)
 
 
 @pytest.mark.parametrize(
@@ -367,7 +288,7 @@ class Mixed(nn.Module):
 )
 def test_ordinary_trainings_raise_no_alarm(what: str, dtype: torch.dtype | None) -> None:
     torch.manual_seed(0)
-    model, x = nn.Sequential(Mixed(), Mixed(), Mixed()), torch.randn(64, WIDTH)
+    model, x = nn.Sequential(*layers_of(MIXED)), torch.randn(64, WIDTH)
     twin = copy.deepcopy(model)
     found = []
     for each in (twin, model):
@@ -391,8 +312,8 @@ def test_ordinary_trainings_raise_no_alarm(what: str, dtype: torch.dtype | None)
 def test_what_a_kernel_fills_later_raises_no_alarm() -> None:
     """The noise of a randomized ReLU at a stage's end is saved before the kernel runs, and no other tensor shows it."""
     torch.manual_seed(0)
-    ends = [Saving(lambda m, x: F.rrelu(m.a(x), 0.1, 0.9, training=True)) for _ in range(4)]
-    model, x = nn.Sequential(*ends, nn.Linear(8, 8)), torch.randn(64, 8)
+    ends = layers_of(layer_of(lambda m, x: F.rrelu(m.linear(x), 0.1, 0.9, training=True)))
+    model, x = nn.Sequential(*ends, nn.Linear(WIDTH, WIDTH)), torch.randn(64, WIDTH)
     with apply(model, plan_for(model, x, "recompute")):
         for _ in range(STEPS):
             step(model, x)
@@ -404,7 +325,8 @@ def taken_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def test_graphs_that_are_used_again_are_compared_again() -> None:
     torch.manual_seed(0)
-    model, x = nn.Sequential(Attribute(), Attribute(), Attribute()), torch.randn(8, WIDTH)
+    LATE_NOW[0] = 0
+    model, x = nn.Sequential(*layers_of(holding(attribute))), torch.randn(8, WIDTH)
     with apply(model, plan_for(model, x, "recompute")):
         for _ in range(FIRST):
             step(model, x)
@@ -418,11 +340,6 @@ def test_graphs_that_are_used_again_are_compared_again() -> None:
         model[1].scale.data.mul_(2)
         with pytest.raises(CheckError):
             loss.backward()
-
-
-def step(model: nn.Module, inputs: Any) -> None:
-    model.zero_grad()
-    default_loss(model(**inputs) if isinstance(inputs, dict) else model(inputs)).backward()
 
 
 # On the emulated device

@@ -20,7 +20,7 @@ from made_plans import one_transfer
 
 from ckptplan.core.errors import SwapError
 from ckptplan.runtime.observe.counters import Counters
-from ckptplan.runtime.swap.record import Record, Whereabouts, finish_leaving, start_leaving, start_returning
+from ckptplan.runtime.swap.record import Record, start_leaving
 from ckptplan.runtime.swap.session import SwapSession
 from ckptplan.runtime.swap.stores import DiskStore, disk
 from ckptplan.runtime.swap.stores.arena import Arena, Extent
@@ -140,38 +140,6 @@ def test_extents_survive_an_interrupt_anywhere() -> None:
     assert number > 10
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex64])
-def test_round_trip_in_another_order(store: DiskStore, dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    tensors = [(torch.randn(n) * 3).to(dtype) for n in (1, 1000, 4096, 5000, 100_000)]
-    tickets = [store.start_out(t) for t in tensors]
-    for i in (3, 0, 4, 1, 2):
-        target = torch.empty_like(tensors[i])
-        store.start_in(tickets[i], target)  # before its copy out is known to be done
-        store.finish_in(tickets[i])
-        assert torch.equal(target, tensors[i])
-    for ticket in tickets:
-        store.free(ticket)
-
-
-def test_close_waits_for_living_blocks(tmp_path: Path) -> None:
-    gc.collect()
-    before, files = swap_threads(), open_files()
-    store = DiskStore(tmp_path, capacity_bytes=100_000)
-    assert len(swap_threads()) == len(before) + 2
-    tensor = torch.randn(5000)
-    ticket = store.start_out(tensor)
-    store.close()
-    target = torch.empty(5000)
-    store.start_in(ticket, target)
-    store.finish_in(ticket)
-    assert torch.equal(target, tensor)
-    store.free(ticket)
-    assert swap_threads() == before
-    assert open_files() == files
-    store.close()  # again: nothing happens
-
-
 def test_a_dropped_store_ends_its_threads(tmp_path: Path) -> None:
     before, files = swap_threads(), open_files()
     store = DiskStore(tmp_path)
@@ -206,45 +174,6 @@ def test_room_that_was_reserved_stays_usable_after_an_overflow(tmp_path: Path, m
     assert torch.equal(target, tensor)
     store.free(ticket)
     store.close()
-
-
-@pytest.fixture
-def record() -> Record:
-    torch.manual_seed(0)
-    return Record(torch.arange(4096.0), Counters())
-
-
-def test_record_states(record: Record, store: DiskStore) -> None:
-    want = torch.arange(4096.0)
-    assert record.state is Whereabouts.ON_DEVICE
-    finish_leaving([record])
-    start_returning([record])
-    record.finish_returning()
-    assert record.state is Whereabouts.ON_DEVICE, "nothing has left, so nothing changes"
-    start_leaving([record], store)
-    assert record.state is Whereabouts.LEAVING
-    start_leaving([record], store)
-    record.finish_returning()
-    assert record.state is Whereabouts.LEAVING
-    assert torch.equal(record.whole(), want)
-    assert record.state is Whereabouts.LEAVING, "a look at bytes that are still there moves nothing"
-    finish_leaving([record])
-    assert record.state is Whereabouts.AWAY
-    assert record._whole is None
-    finish_leaving([record])
-    record.finish_returning()
-    assert record.state is Whereabouts.AWAY
-    start_returning([record])
-    assert record.state is Whereabouts.RETURNING
-    start_returning([record])
-    start_leaving([record], store)
-    assert record.state is Whereabouts.RETURNING
-    record.finish_returning()
-    assert record.state is Whereabouts.ON_DEVICE
-    assert torch.equal(record.whole(), want)
-    start_leaving([record], store)
-    assert record.state is Whereabouts.ON_DEVICE, "its backward is here: it doesn't leave again"
-    assert record._counters.swapped_out_bytes == record._counters.swapped_in_bytes == 4 * 4096
 
 
 CPU = torch.device("cpu")
@@ -332,32 +261,6 @@ def test_what_a_stage_before_holds_leaves_as_well(store: DiskStore) -> None:
     run.release(1)
     assert watch.expired(), "the device bytes are gone"
     assert torch.equal(torch.autograd.grad(loss, x)[0], want)
-
-
-def test_aliases_share_one_copy(store: DiskStore) -> None:
-    """One copy of all views, each restored with its shape, strides and offset; the device bytes are freed."""
-    x = torch.randn(64, 64, requires_grad=True)
-    run = session(store)
-    with run.stage(0, one_transfer((0, 1))):
-        base = x * 1
-        left, right, flat = base[:, :10], base.t()[3:], base[0].expand(64, 64)
-        loss = (
-            (left * left).sum()
-            + (right.exp() * right).sum()
-            + (flat * base).sum()
-            + base.view(torch.float32).square().sum()
-        )
-    counters = run._counters
-    watch = torch.multiprocessing.reductions.StorageWeakRef(base.untyped_storage())
-    want = torch.autograd.grad(loss, x, retain_graph=True)[0]
-    del base, left, right, flat
-    run.release(0)
-    assert watch.expired(), "the device bytes are gone"
-    nbytes = 4 * (64 * 64 + 61 * 64)  # the base, and the exponential
-    assert counters.swapped_out_bytes == nbytes
-    for _ in range(2):
-        assert torch.equal(torch.autograd.grad(loss, x, retain_graph=True)[0], want)
-    assert counters.swapped_in_bytes == nbytes
 
 
 def test_an_address_used_again_is_another_storage(store: DiskStore) -> None:

@@ -6,34 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_models import build, measured, plan_of, scheduled
+from small_models import build, measured, planned
 from typer.testing import CliRunner
 
 import ckptplan
 from ckptplan.cli.app import app
 from ckptplan.core.errors import InvalidInputError
-from ckptplan.core.measured import StageTimes
 from ckptplan.core.plan import Plan
-from ckptplan.core.segment import Segment
 from ckptplan.core.trace import Trace
 from ckptplan.referee import simulate
-from ckptplan.report.predicted import drawn
-
-
-def planned(name: str, what: str) -> Plan:
-    chain = measured(name)
-    n = len(chain.stages)
-    if what == "mixed":
-        return plan_of(chain, [("swap", "recompute", "keep")[i % 3] for i in range(n)])
-    if what == "segment":
-        modules = [i for i, stage in enumerate(chain.stages) if not stage.is_glue]
-        first, last = modules[1], modules[-2]
-        options = [
-            stage.recompute if first <= i <= last and stage.recompute else stage.keep
-            for i, stage in enumerate(chain.stages)
-        ]
-        return scheduled(chain, options, (Segment(first, last),))
-    return plan_of(chain, [what] * n)  # type: ignore[list-item]
 
 
 def traced(name: str, what: str) -> tuple[Trace, Plan]:
@@ -196,15 +177,6 @@ def test_what_is_no_step_isn_t_traced() -> None:
         with pytest.raises(InvalidInputError, match="ran 2 training forwards"):
             handle.trace(lambda: [model(inputs).mean().backward() for _ in range(2)])
         assert handle.trace(lambda: model(inputs).mean().backward(), inputs=inputs).measured.spans
-
-
-def test_predicted_memory_is_the_referee_s() -> None:
-    chain, plan = measured("transformer"), planned("transformer", "segment")
-    steps = simulate(chain, plan).steps
-    step = drawn(chain, plan)
-    assert [nbytes for _, nbytes in step.memory] == [s.peak_bytes for s in steps]
-    assert [at_s for at_s, _ in step.memory] == sorted(at_s for at_s, _ in step.memory)
-    assert StageTimes(1.0, 2.0, 3.0, 4.0).total_s == 10.0
 
 
 def test_command_line_writes_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,41 +129,22 @@ def _build(spec: Spec) -> Odd:
 # ---------------------------------------------------------------- making a failure small
 
 
-def smaller(spec: Spec) -> Iterator[Spec]:
+def smaller(spec: Any) -> Iterator[Any]:
     """Specs with one thing less, of which some may be illegal."""
-    model, loop = spec.model, spec.loop
-    for i in range(len(model.order)):
-        if len(model.order) > 1:
-            yield dataclasses.replace(
-                spec, model=dataclasses.replace(model, order=(*model.order[:i], *model.order[i + 1 :]))
-            )
-    plain = StageSpec("linear")
-    for i, stage in enumerate(model.stages):
-        less = [
-            *(
-                dataclasses.replace(stage, **{f.name: value})
-                for f in dataclasses.fields(stage)
-                for value in _less(f.name, stage)
-            ),
-        ]
-        for other in [plain, *less]:
-            if other != stage:
-                stages = (*model.stages[:i], other, *model.stages[i + 1 :])
-                yield dataclasses.replace(spec, model=dataclasses.replace(model, stages=stages))
-    for simple in (dataclasses.replace(model, inputs="tensor"), dataclasses.replace(model, container="list")):
-        if simple != model:
-            yield dataclasses.replace(spec, model=simple)
-    default = LoopSpec()
-    for field in dataclasses.fields(loop):
-        for value in (getattr(default, field.name), *_without_one(getattr(loop, field.name))):
-            if value != getattr(loop, field.name):
-                yield dataclasses.replace(spec, loop=dataclasses.replace(loop, **{field.name: value}))
+    for field in dataclasses.fields(spec):
+        value = getattr(spec, field.name)
+        for less in (*_less(value), field.default):
+            if less not in (value, dataclasses.MISSING):
+                yield dataclasses.replace(spec, **{field.name: less})
 
 
-def _less(name: str, stage: StageSpec) -> list[Any]:
-    value, default = getattr(stage, name), getattr(StageSpec("linear"), name)
-    return [default, *_without_one(value)]
-
-
-def _without_one(value: Any) -> list[Any]:
-    return [(*value[:i], *value[i + 1 :]) for i in range(len(value))] if isinstance(value, tuple) else []
+def _less(value: Any) -> Iterator[Any]:
+    if isinstance(value, StageSpec):
+        yield StageSpec("linear")
+    if dataclasses.is_dataclass(value):
+        yield from smaller(value)
+    elif isinstance(value, tuple):
+        for i, each in enumerate(value):
+            yield (*value[:i], *value[i + 1 :])
+            for less in _less(each) if dataclasses.is_dataclass(each) else ():
+                yield (*value[:i], less, *value[i + 1 :])

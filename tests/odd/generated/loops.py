@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from odd.generated.parts import BATCH, GLOBAL, VARIABLE, WIDTH
-from odd.harness import STEPS, Extras, call, loss_of
+from odd.harness import STEPS, Extras, call, loss_of, update
 from odd.surroundings import SineForTanh, SmallerTanh, larger_products, setting
 
 
@@ -128,13 +128,13 @@ class Training:
     def steps(self) -> Iterator[Extras]:
         """Train; yields what is to be compared."""
         GLOBAL["calls"] = 0  # not the model's: profiling may leave another
-        with contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as self.stack:
             self._at("begin")
             for self.step in range(STEPS):
                 self.seen = []
                 self._at("before")
                 try:
-                    losses = MAINS[self.spec.main](self, stack)
+                    losses = MAINS[self.spec.main](self)
                 except _Failed:
                     losses = []
                 self._at("behind")
@@ -158,6 +158,17 @@ class Training:
         """A forward and its loss."""
         return loss_of(self.output())
 
+    def halves(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """A forward and the losses of the first and the last part of its output."""
+        y = self.output()
+        return loss_of(y[:, :4]), loss_of(y[:, 4:])
+
+    def gradients(self, inputs: Any = None) -> torch.Tensor:
+        """A forward, its loss, which is returned, and backward."""
+        loss = loss_of(self.output(inputs))
+        loss.backward()
+        return loss.detach()
+
     def parameters(self) -> list[nn.Parameter]:
         """Those that require gradients."""
         return [p for p in self.model.parameters() if p.requires_grad]
@@ -172,54 +183,44 @@ class Training:
         self.optimizer.step()
 
 
-Main = Callable[[Training, contextlib.ExitStack], list[Any]]
+Main = Callable[[Training], list[Any]]
 
 
-def _plain(t: Training, stack: contextlib.ExitStack) -> list[Any]:
-    t.zero()
-    loss = t.loss()
-    loss.backward()
-    t.update()
-    return [loss.detach()]
+def _updating(gradients: Main) -> Main:
+    """A step that begins without gradients and ends with an update."""
+
+    def main(t: Training) -> list[Any]:
+        t.zero()
+        losses = gradients(t)
+        t.update()
+        return losses
+
+    return main
 
 
-def _micro_batches(t: Training, stack: contextlib.ExitStack) -> list[Any]:
-    def one() -> torch.Tensor:
-        loss = t.loss()
-        loss.backward()
-        return loss.detach()
-
-    t.zero()
-    losses = [one() for _ in range(3)]
-    t.update()
-    return losses
-
-
-def _two_losses(t: Training, stack: contextlib.ExitStack) -> list[Any]:
-    t.zero()
-    y = t.output()
-    first, second = loss_of(y[:, :4]), loss_of(y[:, 4:])
+@_updating
+def _two_losses(t: Training) -> list[Any]:
+    first, second = t.halves()
     first.backward(retain_graph=True)
     second.backward()
-    t.update()
     return [first.detach(), second.detach()]
 
 
-def _step_between(t: Training, stack: contextlib.ExitStack) -> list[Any]:
+def _step_between(t: Training) -> list[Any]:
     t.zero()
-    y = t.output()
-    first, second = loss_of(y[:, :4]), loss_of(y[:, 4:])
+    first, second = t.halves()
     first.backward(retain_graph=True)
     t.update()
     second.backward()
     return [first.detach(), second.detach()]
 
 
-def _adversarial(t: Training, stack: contextlib.ExitStack) -> list[Any]:
+def _adversarial(t: Training) -> list[Any]:
     made = t.output()
     of_critic = t.critic(made.detach()).square().mean() + (t.critic(torch.ones(BATCH, WIDTH)) - 1).square().mean()
     of_critic.backward()
-    _descend(t.critic)
+    update(t.critic)
+    t.critic.zero_grad()
     t.zero()
     of_model = (t.critic(made) - 1).square().mean()
     of_model.backward()
@@ -228,21 +229,18 @@ def _adversarial(t: Training, stack: contextlib.ExitStack) -> list[Any]:
     return [of_critic.detach(), of_model.detach()]
 
 
-def _as_critic(t: Training, stack: contextlib.ExitStack) -> list[Any]:
-    t.zero()
-    real = loss_of(t.output())
-    real.backward()
+@_updating
+def _as_critic(t: Training) -> list[Any]:
+    real = t.gradients()
     made = pytree.tree_map(lambda x: x.detach() * 0.5 if _is_float(x) else x, t.inputs)
     other = (t.output(made) - 1).square().mean()
     other.backward()
     t.update()
     t.zero()
-    third = loss_of(t.output(made))
-    third.backward()
-    return [real.detach(), other.detach(), third.detach()]
+    return [real, other.detach(), t.gradients(made)]
 
 
-def _in_backward(t: Training, stack: contextlib.ExitStack) -> list[Any]:
+def _in_backward(t: Training) -> list[Any]:
     if t.step == 0:
         for p in t.parameters():
             optimizer = torch.optim.SGD([p], lr=0.1)
@@ -251,21 +249,18 @@ def _in_backward(t: Training, stack: contextlib.ExitStack) -> list[Any]:
                 optimizer.step()
                 optimizer.zero_grad()
 
-            stack.callback(p.register_post_accumulate_grad_hook(apply).remove)
-    loss = t.loss()
-    loss.backward()
-    return [loss.detach()]
+            t.stack.callback(p.register_post_accumulate_grad_hook(apply).remove)
+    return [t.gradients()]
 
 
-def _two_forwards(t: Training, stack: contextlib.ExitStack) -> list[Any]:
-    t.zero()
+@_updating
+def _two_forwards(t: Training) -> list[Any]:
     loss = t.loss() + 0.5 * t.loss()
     loss.backward()
-    t.update()
     return [loss.detach()]
 
 
-def _gradients_asked_for(t: Training, stack: contextlib.ExitStack) -> list[Any]:
+def _gradients_asked_for(t: Training) -> list[Any]:
     parameters = t.parameters()
     loss = t.loss()
     gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
@@ -275,36 +270,32 @@ def _gradients_asked_for(t: Training, stack: contextlib.ExitStack) -> list[Any]:
     return [loss.detach()]
 
 
-def _some_parameters(t: Training, stack: contextlib.ExitStack) -> list[Any]:
-    t.zero()
+@_updating
+def _some_parameters(t: Training) -> list[Any]:
     loss = t.loss()
     loss.backward(inputs=t.parameters()[1::2])
-    t.update()
     return [loss.detach()]
 
 
-def _gradient_penalty(t: Training, stack: contextlib.ExitStack) -> list[Any]:
-    t.zero()
+@_updating
+def _gradient_penalty(t: Training) -> list[Any]:
     loss = t.loss()
     gradients = torch.autograd.grad(loss, t.parameters(), create_graph=True, allow_unused=True)
     penalty = sum(g.square().sum() for g in gradients if g is not None)
     (loss + 0.01 * penalty).backward()
-    t.update()
     return [loss.detach()]
 
 
-def _closure(t: Training, stack: contextlib.ExitStack) -> list[Any]:
+def _closure(t: Training) -> list[Any]:
     def closure() -> torch.Tensor:
         t.zero()
-        loss = t.loss()
-        loss.backward()
-        return loss
+        return t.gradients()
 
     optimizer = torch.optim.LBFGS(t.parameters(), lr=0.01, max_iter=2)
-    return [optimizer.step(closure).detach()]  # type: ignore[arg-type]
+    return [optimizer.step(closure)]  # type: ignore[arg-type]
 
 
-def _scaler(t: Training, stack: contextlib.ExitStack) -> list[Any]:
+def _scaler(t: Training) -> list[Any]:
     scaler = torch.amp.GradScaler("cpu", init_scale=128.0)  # type: ignore[attr-defined]
     t.zero()
     loss = t.loss()
@@ -315,21 +306,13 @@ def _scaler(t: Training, stack: contextlib.ExitStack) -> list[Any]:
     return [loss.detach()]
 
 
-def _descend(model: nn.Module) -> None:
-    with torch.no_grad():
-        for p in model.parameters():
-            if p.grad is not None:
-                p -= 0.1 * p.grad
-    model.zero_grad()
-
-
 def _is_float(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and x.is_floating_point()
 
 
 MAINS: dict[str, Main] = {
-    "plain": _plain,
-    "micro-batches": _micro_batches,
+    "plain": _updating(lambda t: [t.gradients()]),
+    "micro-batches": _updating(lambda t: [t.gradients() for _ in range(3)]),
     "two losses": _two_losses,
     "step between two losses": _step_between,
     "adversarial": _adversarial,
@@ -344,6 +327,12 @@ MAINS: dict[str, Main] = {
 }
 
 # ---------------------------------------------------------------- events
+
+
+def _in_second(event: Callable[[Training], Any]) -> Callable[[Training], Any]:
+    """What happens in the second step alone."""
+    return lambda t: event(t) if t.step == 1 else None
+
 
 Event = dict[str, Callable[[Training], Any]]
 """What happens at points: `begin` of the loop, `before` and `behind` each step, `between` a forward and what follows,
@@ -385,10 +374,6 @@ def _smaller(t: Training) -> None:
     t.inputs = pytree.tree_map(cut, t.full_inputs)  # type: ignore[attr-defined]
 
 
-def _clip(t: Training) -> None:
-    t.seen.append(nn.utils.clip_grad_norm_(t.parameters(), 0.5))
-
-
 def _start_average(t: Training) -> None:
     t.average = copy.deepcopy(t.model)
 
@@ -411,36 +396,25 @@ def _save_and_load(t: Training) -> None:
     t.optimizer.load_state_dict(copy.deepcopy(t.optimizer.state_dict()))
 
 
-def _fail(t: Training) -> None:
-    if t.step == 1:
-        raise _Failed
+def _fail(*args: Any) -> None:
+    raise _Failed
 
 
 def _forward_that_fails(t: Training) -> None:
-    """In the second step, another forward that fails in its last stage."""
-    if t.step != 1:
-        return
-
-    def hook(module: nn.Module, given: Any, output: Any) -> None:
-        raise _Failed
+    """Another forward that fails in its last stage."""
 
     *_, last = t.model.stages_in_order()  # type: ignore[operator]
-    handle = last.core.register_forward_hook(hook)
+    handle = last.core.register_forward_hook(_fail)
     with contextlib.suppress(_Failed):
         call(t.model, t.inputs)
     handle.remove()
 
 
 def _backward_that_fails(t: Training) -> None:
-    """In the second step, another forward and a backward that fails in the middle."""
-    if t.step != 1:
-        return
-
-    def fail(gradient: torch.Tensor) -> None:
-        raise _Failed
+    """Another forward and a backward that fails in the middle."""
 
     parameters = t.parameters()
-    handle = parameters[len(parameters) // 2].register_hook(fail)
+    handle = parameters[len(parameters) // 2].register_hook(_fail)
     with contextlib.suppress(_Failed):
         loss_of(call(t.model, t.inputs)).backward()
     handle.remove()
@@ -514,10 +488,6 @@ def _noise(t: Training) -> None:
             p.grad.add_(torch.randn_like(p.grad), alpha=0.01)
 
 
-def _evaluation_mode(t: Training) -> None:
-    t.model.train(t.step != 1)
-
-
 EVENTS: dict[str, Event] = {
     "evaluation behind a step": {"behind": _evaluate},
     "inference mode behind a step": {"behind": _evaluate_in_inference_mode},
@@ -526,13 +496,13 @@ EVENTS: dict[str, Event] = {
     "forward without gradients between forward and backward": {"between": _forward_without_gradients},
     "forward without gradients behind a step": {"behind": _forward_without_gradients},
     "smaller batch": {"before": _smaller},
-    "clipping": {"gradients": _clip},
+    "clipping": {"gradients": lambda t: t.seen.append(nn.utils.clip_grad_norm_(t.parameters(), 0.5))},
     "noise on gradients": {"gradients": _noise},
     "moving average": {"begin": _start_average, "behind": _follow},
     "saved and loaded": {"behind": _save_and_load},
-    "step given up before backward": {"between": _fail},
-    "forward that fails": {"before": _forward_that_fails},
-    "backward that fails": {"before": _backward_that_fails},
+    "step given up before backward": {"between": _in_second(_fail)},
+    "forward that fails": {"before": _in_second(_forward_that_fails)},
+    "backward that fails": {"before": _in_second(_backward_that_fails)},
     "forward that is dropped": {"before": _forward_that_is_dropped},
     "frozen for a step": {"before": lambda t: _set_frozen(t, t.step == 1)},
     "frozen between forward and backward": {
@@ -554,7 +524,7 @@ EVENTS: dict[str, Event] = {
     "weights replaced between forward and backward": {"between": _replace},
     "learning rate": {"behind": _slower},
     "gradients dropped between forward and backward": {"between": lambda t: t.zero()},
-    "evaluation mode for a step": {"before": _evaluation_mode},
+    "evaluation mode for a step": {"before": lambda t: t.model.train(t.step != 1)},
     "garbage collected": {"between": lambda t: gc.collect()},
 }
 COMPARABLE = {

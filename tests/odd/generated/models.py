@@ -75,14 +75,6 @@ def _counting(stage: Any) -> None:
     stage.register_forward_hook(hook)
 
 
-def _scaling(stage: Any) -> None:
-    stage.core.register_forward_hook(lambda module, given, output: output * 1.25)
-
-
-def _pre(stage: Any) -> None:
-    stage.core.register_forward_pre_hook(lambda module, given: (given[0] * 0.75, *given[1:]))
-
-
 def _pre_of_stage(stage: Any) -> None:
     def hook(module: nn.Module, given: Any, named: Any) -> Any:
         return (given[0].sin(), *given[1:]), named
@@ -108,26 +100,24 @@ def _backward(stage: Any) -> None:
     stage.core.register_full_backward_hook(hook)
 
 
-def _backward_pre(stage: Any) -> None:
-    stage.register_full_backward_pre_hook(
-        lambda module, gradients: tuple(None if g is None else g * 2 for g in gradients)
-    )
-
-
 def _of_parameter(stage: Any) -> None:
     for p in list(stage.parameters())[:1]:
         if p.requires_grad and not isinstance(p, nn.UninitializedParameter):
             p.register_hook(lambda gradient: gradient * 0.5)
 
 
-HOOKS: dict[str, Callable[[Any], None]] = {
+HOOKS: dict[str, Callable[[Any], object]] = {
     "forward hook that counts": _counting,
-    "forward hook that scales": _scaling,
-    "forward pre-hook": _pre,
+    "forward hook that scales": lambda stage: stage.core.register_forward_hook(lambda m, given, output: output * 1.25),
+    "forward pre-hook": lambda stage: stage.core.register_forward_pre_hook(
+        lambda m, given: (given[0] * 0.75, *given[1:])
+    ),
     "forward pre-hook of the stage": _pre_of_stage,
     "forward hook that removes itself": _once,
     "full backward hook": _backward,
-    "full backward pre-hook of the stage": _backward_pre,
+    "full backward pre-hook of the stage": lambda stage: stage.register_full_backward_pre_hook(
+        lambda m, gradients: tuple(None if g is None else g * 2 for g in gradients)
+    ),
     "gradient hook of a parameter": _of_parameter,
 }
 
@@ -317,11 +307,7 @@ def _draw_stage(rng: random.Random) -> StageSpec:
         core=rng.choice(list(CORES)),
         end=end,
         parts=tuple((name, rng.random() < 0.3 and PARTS[name].of_class is None) for name in parts),
-        arguments=tuple(_at_a_place(name, rng) for name in arguments),
+        arguments=tuple((name, rng.random() < 0.5) for name in arguments),
         hooks=hooks,
         behind=behind,
     )
-
-
-def _at_a_place(name: str, rng: random.Random) -> tuple[str, bool]:
-    return name, rng.random() < 0.5

@@ -56,149 +56,98 @@ Change = Callable[[Any, torch.Tensor], torch.Tensor]
 # ---------------------------------------------------------------- cores
 
 
-class _Transposed(nn.Module):
+class Core(nn.Module):
+    """What it is made with, and a function of it and of what goes through."""
+
+    def __init__(self, run: Change, **made: Any) -> None:
+        super().__init__()
+        self.run = run
+        for name, value in made.items():
+            setattr(self, name, value)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.run(self, x)
+
+
+def _transposed(inner: nn.Module) -> nn.Module:
     """A module of channels first, between two views."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.inner(x.transpose(1, 2))
-        return y.transpose(1, 2)
+    return Core(lambda m, x: m.inner(x.transpose(1, 2)).transpose(1, 2), inner=inner)
 
 
-class _AsImages(nn.Module):
+def _as_images(inner: nn.Module) -> nn.Module:
     """A module on images, of which the sequence is made by a view."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.inner(x.reshape(len(x), 4, LENGTH, WIDTH // 4))
-        return y.reshape(x.shape)
+    return Core(lambda m, x: m.inner(x.reshape(len(x), 4, LENGTH, WIDTH // 4)).reshape(x.shape), inner=inner)
 
 
-class _Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (t.view(*x.shape[:2], 4, -1).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=0.1 if self.training else 0.0)
-        z: torch.Tensor = self.out(y.transpose(1, 2).reshape(x.shape))
-        return z
+def _recurrent(kind: type[nn.RNNBase]) -> nn.Module:
+    return Core(lambda m, x: m.cell(x)[0], cell=kind(WIDTH, WIDTH, batch_first=True))
 
 
-class _Heads(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.heads = nn.MultiheadAttention(WIDTH, 4, dropout=0.1, batch_first=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.heads(x, x, x, need_weights=False)[0]
-        return y
+def _attention(m: Any, x: torch.Tensor) -> torch.Tensor:
+    q, k, v = (t.view(*x.shape[:2], 4, -1).transpose(1, 2) for t in m.qkv(x).chunk(3, -1))
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=0.1 if m.training else 0.0)
+    return m.out(y.transpose(1, 2).reshape(x.shape))  # type: ignore[no-any-return]
 
 
-class _Recurrent(nn.Module):
-    def __init__(self, kind: type[nn.RNNBase]) -> None:
-        super().__init__()
-        self.cell = kind(WIDTH, WIDTH, batch_first=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.cell(x)[0]
-        return y
-
-
-class _Looked(nn.Module):
-    """An embedding of what is largest."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.words(x.argmax(-1))
-        return y + x.sigmoid()
-
-
-class _Experts(nn.Module):
+def _experts(m: Any, x: torch.Tensor) -> torch.Tensor:
     """Two experts, whose shares a router gives, which counts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(WIDTH, 2)
-        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-        self.register_buffer("load", torch.zeros(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        shares = self.router(x).softmax(-1)
-        with torch.no_grad():
-            self.load += F.one_hot(shares.argmax(-1), 2).sum((0, 1))
-        y: torch.Tensor = sum(e(x) * shares[..., i : i + 1] for i, e in enumerate(self.experts))  # type: ignore[assignment]
-        return y * (1 + 0.01 * (self.load / self.load.sum()).clone().amax())
+    shares = m.router(x).softmax(-1)
+    with torch.no_grad():
+        m.load += F.one_hot(shares.argmax(-1), 2).sum((0, 1))
+    y: torch.Tensor = sum(e(x) * shares[..., i : i + 1] for i, e in enumerate(m.experts))  # type: ignore[assignment]
+    return y * (1 + 0.01 * (m.load / m.load.sum()).clone().amax())
 
 
-class _Raw(nn.Module):
-    """A product with a parameter of its own, by `einsum`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.matrix = nn.Parameter(torch.randn(WIDTH, WIDTH) / 6)
-        self.more = nn.ParameterList(nn.Parameter(torch.ones(WIDTH)) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.einsum("btw,wv->btv", x, self.matrix) * self.more[0] + self.more[1]
-
-
-class _Sorted(nn.Module):
+def _sorted(m: Any, x: torch.Tensor) -> torch.Tensor:
     """Indices among what is saved."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        values, places = x.sort(-1)
-        return values.softmax(-1) + torch.gather(x, -1, places.flip(-1)).sin()
+    values, places = x.sort(-1)
+    return values.softmax(-1) + torch.gather(x, -1, places.flip(-1)).sin()
 
 
-class _Spectral(nn.Module):
+def _spectral(m: Any, x: torch.Tensor) -> torch.Tensor:
     """Complex numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.filter = nn.Parameter(torch.randn(WIDTH // 2 + 1, 2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.fft.irfft(torch.fft.rfft(x) * torch.view_as_complex(self.filter), n=WIDTH)
+    return torch.fft.irfft(torch.fft.rfft(x) * torch.view_as_complex(m.filter), n=WIDTH)
 
 
-class _Pooled(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = F.max_pool1d(x.transpose(1, 2), 2)
-        return F.interpolate(y, scale_factor=2.0).transpose(1, 2) - x.cumsum(1).tanh()
+def _pooled(m: Any, x: torch.Tensor) -> torch.Tensor:
+    y = F.max_pool1d(x.transpose(1, 2), 2)
+    return F.interpolate(y, scale_factor=2.0).transpose(1, 2) - x.cumsum(1).tanh()
+
+
+def _linears(count: int) -> list[nn.Linear]:
+    return [nn.Linear(WIDTH, WIDTH) for _ in range(count)]
 
 
 CORES: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Linear(WIDTH, WIDTH),
     "mlp": lambda: nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)),
-    "convolution": lambda: _Transposed(nn.Conv1d(WIDTH, WIDTH, 3, padding=1)),
-    "convolution 2d": lambda: _AsImages(nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 4, 1))),
-    "depthwise": lambda: _Transposed(nn.Conv1d(WIDTH, WIDTH, 3, padding=1, groups=WIDTH)),
-    "attention": _Attention,
-    "multihead attention": _Heads,
+    "convolution": lambda: _transposed(nn.Conv1d(WIDTH, WIDTH, 3, padding=1)),
+    "convolution 2d": lambda: _as_images(nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 4, 1))),
+    "depthwise": lambda: _transposed(nn.Conv1d(WIDTH, WIDTH, 3, padding=1, groups=WIDTH)),
+    "attention": lambda: Core(_attention, qkv=nn.Linear(WIDTH, 3 * WIDTH), out=nn.Linear(WIDTH, WIDTH)),
+    "multihead attention": lambda: Core(
+        lambda m, x: m.heads(x, x, x, need_weights=False)[0],
+        heads=nn.MultiheadAttention(WIDTH, 4, dropout=0.1, batch_first=True),
+    ),
     "transformer layer": lambda: nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, 0.1, batch_first=True),
-    "lstm": lambda: _Recurrent(nn.LSTM),
-    "gru": lambda: _Recurrent(nn.GRU),
-    "embedding": _Looked,
-    "experts": _Experts,
-    "raw parameters": _Raw,
-    "sort": _Sorted,
-    "fft": _Spectral,
-    "pool": _Pooled,
+    "lstm": lambda: _recurrent(nn.LSTM),
+    "gru": lambda: _recurrent(nn.GRU),
+    "embedding": lambda: Core(lambda m, x: m.words(x.argmax(-1)) + x.sigmoid(), words=nn.Embedding(WIDTH, WIDTH)),
+    "experts": lambda: Core(
+        _experts, router=nn.Linear(WIDTH, 2), experts=nn.ModuleList(_linears(2)), load=nn.Buffer(torch.zeros(2))
+    ),
+    "raw parameters": lambda: Core(
+        lambda m, x: torch.einsum("btw,wv->btv", x, m.matrix) * m.more[0] + m.more[1],
+        matrix=nn.Parameter(torch.randn(WIDTH, WIDTH) / 6),
+        more=nn.ParameterList(nn.Parameter(torch.ones(WIDTH)) for _ in range(2)),
+    ),
+    "sort": lambda: Core(_sorted),
+    "fft": lambda: Core(_spectral, filter=nn.Parameter(torch.randn(WIDTH // 2 + 1, 2))),
+    "pool": lambda: Core(_pooled),
     "layer norm": lambda: nn.Sequential(nn.LayerNorm(WIDTH), nn.SiLU()),
-    "batch norm": lambda: _Transposed(nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Hardswish())),
-    "group norm": lambda: _Transposed(nn.Sequential(nn.GroupNorm(4, WIDTH), nn.Softplus())),
-    "instance norm": lambda: _Transposed(nn.InstanceNorm1d(WIDTH, affine=True, track_running_stats=True)),
+    "batch norm": lambda: _transposed(nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Hardswish())),
+    "group norm": lambda: _transposed(nn.Sequential(nn.GroupNorm(4, WIDTH), nn.Softplus())),
+    "instance norm": lambda: _transposed(nn.InstanceNorm1d(WIDTH, affine=True, track_running_stats=True)),
     "in-place activations": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1, True), nn.ReLU(True)),
 }
 
@@ -247,14 +196,8 @@ def sharing(**names: str) -> SetUp:
     return set_up
 
 
-def with_buffers(*names: str) -> SetUp:
-    """Buffers that begin with zeros."""
-
-    def set_up(m: nn.Module, shared: Shared) -> None:
-        for name in names:
-            m.register_buffer(name, torch.zeros(WIDTH))
-
-    return set_up
+def _zeros() -> nn.Buffer:
+    return nn.Buffer(torch.zeros(WIDTH))
 
 
 def part(
@@ -276,27 +219,27 @@ def _towards(y: torch.Tensor) -> torch.Tensor:
 # -- tensors
 
 
-@part("buffer through .data", with_buffers("ema"))
+@part("buffer through .data", keeping(ema=_zeros))
 def _ema(m: Any, y: torch.Tensor) -> torch.Tensor:
     z = torch.tanh(y - m.ema.clone())
     m.ema.data.mul_(0.9).add_(_towards(y))
     return z
 
 
-@part("buffer in place", lambda m, shared: m.register_buffer("steps", torch.zeros(())))
+@part("buffer in place", keeping(steps=lambda: nn.Buffer(torch.zeros(()))))
 def _in_place(m: Any, y: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         m.steps += 1
     return torch.sin(y * (1 + 0.1 * m.steps.clone()))
 
 
-@part("buffer replaced", lambda m, shared: m.register_buffer("mean", torch.zeros(WIDTH), persistent=False))
+@part("buffer replaced", keeping(mean=lambda: nn.Buffer(torch.zeros(WIDTH), persistent=False)))
 def _replaced(m: Any, y: torch.Tensor) -> torch.Tensor:
     m.mean = 0.9 * m.mean + _towards(y)
     return y - m.mean
 
 
-@part("buffers by foreach", with_buffers("low", "high"))
+@part("buffers by foreach", keeping(low=_zeros, high=_zeros))
 def _foreach(m: Any, y: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         torch._foreach_mul_([m.low, m.high], 0.9)
@@ -451,19 +394,13 @@ class Plain:
         return sum(self.past["rates"])
 
 
-@part("plain object", keeping(plain=Plain))
-def _object(m: Any, y: torch.Tensor) -> torch.Tensor:
-    return torch.sin(y * m.plain.next())
+part("plain object", keeping(plain=Plain))(lambda m, y: torch.sin(y * m.plain.next()))
 
 
-@part("closure", keeping(count=counter))
-def _closure(m: Any, y: torch.Tensor) -> torch.Tensor:
-    return torch.sin(y * (1 + 0.1 * m.count()))
+part("closure", keeping(count=counter))(lambda m, y: torch.sin(y * (1 + 0.1 * m.count())))
 
 
-@part("iterator", keeping(numbers=lambda: itertools.count(1)))
-def _iterator(m: Any, y: torch.Tensor) -> torch.Tensor:
-    return torch.sin(y * (1 + 0.1 * next(m.numbers)))
+part("iterator", keeping(numbers=lambda: itertools.count(1)))(lambda m, y: torch.sin(y * (1 + 0.1 * next(m.numbers))))
 
 
 def _halving(m: Any, shared: Shared) -> None:
@@ -502,22 +439,16 @@ def _global(m: Any, y: torch.Tensor) -> torch.Tensor:
 VARIABLE: contextvars.ContextVar[float] = contextvars.ContextVar("scale", default=1.0)
 
 
-@part("context variable read")
-def _context_variable(m: Any, y: torch.Tensor) -> torch.Tensor:
-    return torch.sin(y * VARIABLE.get())
+part("context variable read")(lambda m, y: torch.sin(y * VARIABLE.get()))
 
 
 # -- random numbers
 
 
-@part("dropout", keeping(drop=lambda: nn.Dropout(0.2)))
-def _dropout(m: Any, y: torch.Tensor) -> Any:
-    return m.drop(y)
+part("dropout", keeping(drop=lambda: nn.Dropout(0.2)))(lambda m, y: m.drop(y))
 
 
-@part("global draws")
-def _draws(m: Any, y: torch.Tensor) -> torch.Tensor:
-    return torch.sin(y * (random.random() + float(np.random.rand()) + torch.rand(())))  # noqa: NPY002
+part("global draws")(lambda m, y: torch.sin(y * (random.random() + float(np.random.rand()) + torch.rand(()))))  # noqa: NPY002
 
 
 @part(
@@ -532,9 +463,9 @@ def _generators(m: Any, y: torch.Tensor) -> torch.Tensor:
     return torch.sin(y * drawn * torch.rand(WIDTH, generator=m.generators["torch"]))
 
 
-@part("generator of several stages", sharing(common="generator"))
-def _shared_generator(m: Any, y: torch.Tensor) -> torch.Tensor:
-    return torch.sin(y * torch.rand(WIDTH, generator=m.common))
+part("generator of several stages", sharing(common="generator"))(
+    lambda m, y: torch.sin(y * torch.rand(WIDTH, generator=m.common))
+)
 
 
 @part("forked random state")
@@ -545,27 +476,21 @@ def _fork(m: Any, y: torch.Tensor) -> torch.Tensor:
     return torch.sin(y * noise) * torch.rand(WIDTH)
 
 
-@part("layer left out at random")
-def _layer_drop(m: Any, y: torch.Tensor) -> torch.Tensor:
-    return y if random.random() < 0.3 else torch.sin(y * 1.5)
+part("layer left out at random")(lambda m, y: y if random.random() < 0.3 else torch.sin(y * 1.5))
 
 
 # -- modules and parameters
 
 
-@part("tied weight", sharing(tied="weight"))
-def _tied(m: Any, y: torch.Tensor) -> torch.Tensor:
-    return torch.tanh(y @ m.tied)
+part("tied weight", sharing(tied="weight"))(lambda m, y: torch.tanh(y @ m.tied))
 
 
-@part("module in a list", keeping(hidden=lambda: [nn.BatchNorm1d(WIDTH)]))
-def _hidden_norm(m: Any, y: torch.Tensor) -> Any:
-    return m.hidden[0](y.transpose(1, 2)).transpose(1, 2)
+part("module in a list", keeping(hidden=lambda: [nn.BatchNorm1d(WIDTH)]))(
+    lambda m, y: m.hidden[0](y.transpose(1, 2)).transpose(1, 2)
+)
 
 
-@part("module of several stages", sharing(norm="norm"))
-def _shared_norm(m: Any, y: torch.Tensor) -> Any:
-    return m.norm(y.transpose(1, 2)).transpose(1, 2)
+part("module of several stages", sharing(norm="norm"))(lambda m, y: m.norm(y.transpose(1, 2)).transpose(1, 2))
 
 
 def _with_linear(name: str, change: Callable[[nn.Linear], Any]) -> None:
@@ -588,9 +513,7 @@ _with_linear("pruning", lambda linear: prune.random_unstructured(linear, "weight
 _with_linear("frozen layer", lambda linear: linear.requires_grad_(False))
 
 
-@part("fake quantize", keeping(quantize=FusedMovingAvgObsFakeQuantize))
-def _fake_quantize(m: Any, y: torch.Tensor) -> torch.Tensor:
-    return torch.tanh(m.quantize(y))
+part("fake quantize", keeping(quantize=FusedMovingAvgObsFakeQuantize))(lambda m, y: torch.tanh(m.quantize(y)))
 
 
 # -- how forward runs
@@ -600,9 +523,7 @@ def _mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Dropout(0.1), nn.Linear(2 * WIDTH, WIDTH))
 
 
-@part("checkpoint inside", keeping(again=_mlp))
-def _checkpointed(m: Any, y: torch.Tensor) -> Any:
-    return checkpoint(m.again, y, use_reentrant=False)
+part("checkpoint inside", keeping(again=_mlp))(lambda m, y: checkpoint(m.again, y, use_reentrant=False))
 
 
 @part("autocast inside", keeping(low_precision=lambda: nn.Linear(WIDTH, WIDTH)))
@@ -612,9 +533,7 @@ def _autocast(m: Any, y: torch.Tensor) -> Any:
     return z.float()
 
 
-@part("double precision inside")
-def _double(m: Any, y: torch.Tensor) -> torch.Tensor:
-    return torch.special.erf(y.double()).float()
+part("double precision inside")(lambda m, y: torch.special.erf(y.double()).float())
 
 
 @part("part without gradients", keeping(features=lambda: nn.Linear(WIDTH, WIDTH)))
@@ -625,9 +544,7 @@ def _no_grad(m: Any, y: torch.Tensor) -> torch.Tensor:
         return y * fixed
 
 
-@part("straight-through estimate")
-def _straight_through(m: Any, y: torch.Tensor) -> torch.Tensor:
-    return y + ((y * 8).round() / 8 - y).detach()
+part("straight-through estimate")(lambda m, y: y + ((y * 8).round() / 8 - y).detach())
 
 
 class _Scaled(torch.autograd.Function):
@@ -644,9 +561,7 @@ class _Scaled(torch.autograd.Function):
         return gradient * (1 - y * y) * ctx.scale * (1 + 0.01 * ctx.kept), None
 
 
-@part("custom function")
-def _custom_function(m: Any, y: torch.Tensor) -> torch.Tensor:
-    return _Scaled.apply(y, 1.25)  # type: ignore[no-any-return]
+part("custom function")(lambda m, y: _Scaled.apply(y, 1.25))
 
 
 def _hooked_sine(y: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> torch.Tensor:
@@ -656,14 +571,12 @@ def _hooked_sine(y: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> torch.
     return z
 
 
-@part("tensor hook inside")
-def _tensor_hook(m: Any, y: torch.Tensor) -> torch.Tensor:
-    return _hooked_sine(y, lambda gradient: gradient * 0.5)
+part("tensor hook inside")(lambda m, y: _hooked_sine(y, lambda gradient: gradient * 0.5))
 
 
-@part("tensor hook that records", keeping(gradients=list))
-def _recording_hook(m: Any, y: torch.Tensor) -> torch.Tensor:
-    return _hooked_sine(y, lambda gradient: m.gradients.append(float(gradient.abs().sum())))
+part("tensor hook that records", keeping(gradients=list))(
+    lambda m, y: _hooked_sine(y, lambda gradient: m.gradients.append(float(gradient.abs().sum())))
+)
 
 
 @part("edits in place")
@@ -682,9 +595,7 @@ def _views(m: Any, y: torch.Tensor) -> torch.Tensor:
     return torch.cat([parts[1], parts[0]], -1).expand_as(y).unflatten(-1, (2, -1)).flatten(-2)
 
 
-@part("value read")
-def _reads(m: Any, y: torch.Tensor) -> torch.Tensor:
-    return torch.sin(y / (1 + y.detach().abs().mean().item()))
+part("value read")(lambda m, y: torch.sin(y / (1 + y.detach().abs().mean().item())))
 
 
 @part("mode read and set", keeping(sometimes=lambda: nn.Dropout(0.1)))
@@ -698,9 +609,7 @@ def _scripting() -> Any:
     return torch.jit.script(nn.Sequential(nn.Linear(WIDTH, WIDTH)))  # whose bits no fusing changes
 
 
-@part("scripted module", keeping(scripted=_scripting))
-def _scripted(m: Any, y: torch.Tensor) -> Any:
-    return m.scripted(y)
+part("scripted module", keeping(scripted=_scripting))(lambda m, y: m.scripted(y))
 
 
 @part("attribute of a tensor")
