@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import sys
 import time
@@ -13,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from fake_cuda import DEVICE, FakeCuda
 from torch import nn
 
 ROOT = Path(__file__).parents[2]
@@ -227,54 +225,3 @@ def test_the_offloader_takes_what_is_worth_it_once_and_tells_of_changes_in_place
     whole.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         offloader.unpack(views[0])
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_the_offloader_on_a_device_that_runs_late(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three steps of saving, overwriting what was freed, and reading in reverse order; graphs are dropped at times."""
-    gpu = FakeCuda(seed)
-    monkeypatch.setattr(Offloader, "take", _unpinned(Offloader.take))
-    looks: list[Callable[[], bool]] = []
-    with gpu.installed():
-        offloader = Offloader(nn.Linear(1, 1), DEVICE, least_bytes=1)
-        for _ in range(3):
-            offloader.begin()
-            held: list[Any] = []
-            for value in range(1, 16):
-                tensor = gpu.empty(gpu.rng.choice((512, 3000)), torch.uint8)
-                gpu.fill(tensor, value)
-                held.append((offloader.pack(tensor), value))
-                del tensor
-                junk = gpu.empty(gpu.rng.choice((512, 3000)), torch.uint8)
-                gpu.fill(junk, 99)
-                del junk
-            if gpu.rng.random() < 0.3:
-                del held[gpu.rng.randrange(15) :]
-            while held:
-                view, value = held.pop()
-                again = offloader.unpack(view)
-                looks.append(gpu.look(again, value))
-                del again, view
-                if gpu.rng.random() < 0.05:
-                    held.clear()  # copies in are under way
-                junk = gpu.empty(gpu.rng.choice((512, 3000)), torch.uint8)
-                gpu.fill(junk, 98)
-                del junk
-        offloader.settle()
-    gc.collect()
-    assert looks
-    assert all(look() for look in looks)
-    assert gpu.in_use == 0, "device memory is left"
-
-
-def _unpinned(take: Any) -> Any:
-    """Host memory is pinned on a real device alone."""
-
-    def taken(self: Offloader, nbytes: int) -> Any:
-        self.asynchronous, before = False, self.asynchronous
-        try:
-            return take(self, nbytes)
-        finally:
-            self.asynchronous = before
-
-    return taken

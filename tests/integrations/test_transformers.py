@@ -117,9 +117,9 @@ def weighted(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None)
     return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / num_items_in_batch
 
 
-def planner_for(plain: Any, bucket_bytes: int = 0, **options: Any) -> ActivationPlanCallback:
-    """A callback for 85 % of the bytes that a training takes without a plan, and for buckets beside them."""
-    return ActivationPlanCallback((0.85 * max(plain.peaks) + bucket_bytes) / GIB, time_limit_s=0.2, **options)
+def planner_for(plain: Any, beside_bytes: int = 0, **options: Any) -> ActivationPlanCallback:
+    """A callback for 85 % of the bytes that a training takes without a plan, and for others beside them."""
+    return ActivationPlanCallback((0.85 * max(plain.peaks) + beside_bytes) / GIB, time_limit_s=0.2, **options)
 
 
 ZEROS = [24] * 8 + [24, 24, 24, 20] * 2

@@ -19,7 +19,6 @@ from ckptplan.core.errors import PlanMismatchError, UnsupportedModelError
 from ckptplan.distributed.replicated import copied
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
     "unused": {"find_unused_parameters": True},
     "static views": {"static_graph": True, "gradient_as_bucket_view": True},
     "accumulating": {},
