@@ -288,29 +288,25 @@ def test_graphs_that_are_dropped_half_way(slow_copies: None) -> None:
         assert len(handle._applied.stores["host"]._arena.blocks) == 1  # type: ignore[attr-defined]
 
 
-def test_remove_gives_pinned_memory_back() -> None:
+def test_a_plan_needs_no_more_pinned_memory_than_it_says_and_remove_gives_it_back() -> None:
     model, x = make()
     plan = plan_for(profiled(model, x), "swap")
-    handle = ckptplan.apply(model, plan)
-    area = handle._applied.stores["host"]._arena.blocks[0][1]  # type: ignore[attr-defined]
+    handle = ckptplan.apply(model, plan, host_gb=plan.host_bytes / 2**30)
+    store = handle._applied.stores["host"]
+    area = store._arena.blocks[0][1]  # type: ignore[attr-defined]
     assert area.is_pinned()
     assert area.numel() == plan.host_bytes
+    for seed in range(3):
+        step(model, x, seed)
+    assert store.reserved_bytes == plan.host_bytes  # type: ignore[attr-defined]
     loss = loss_of(model(x))
     handle.remove()
     assert area.is_pinned()  # a living graph still needs it
+    del store
     loss.backward()
     del loss
     gc.collect()
     assert not area.is_pinned()
-
-
-def test_a_plan_needs_no_more_pinned_memory_than_it_says() -> None:
-    model, x = make()
-    plan = plan_for(profiled(model, x), "swap")
-    with ckptplan.apply(model, plan, host_gb=plan.host_bytes / 2**30) as handle:
-        for seed in range(3):
-            step(model, x, seed)
-        assert handle._applied.stores["host"].reserved_bytes == plan.host_bytes  # type: ignore[attr-defined]
 
 
 # --- the store alone ---
@@ -372,16 +368,12 @@ def test_blocks_are_not_reused_under_a_copy(slow_copies: None) -> None:
         tier.free(ticket)
 
 
-def test_pinned_memory_is_on_the_host_whatever_the_default_device() -> None:
-    with torch.device(DEVICE), store(1 << 20) as tier:
-        area = tier._arena.blocks[0][1]
-        assert area.device.type == "cpu"
-        assert area.is_pinned()
-
-
-def test_a_store_that_nobody_closes_unpins() -> None:
-    tier = PinnedStore(DEVICE, capacity_bytes=1 << 20)
+def test_pinned_memory_is_on_the_host_whatever_the_default_device_and_goes_where_nobody_closes_its_store() -> None:
+    with torch.device(DEVICE):
+        tier = PinnedStore(DEVICE, capacity_bytes=1 << 20)
     area = tier._arena.blocks[0][1]
+    assert area.device.type == "cpu"
+    assert area.is_pinned()
     del tier
     gc.collect()
     assert not area.is_pinned()

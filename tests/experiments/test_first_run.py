@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT))
 from experiments.gpu import __main__ as command  # noqa: E402
 from experiments.gpu import measure, show, work  # noqa: E402
 from experiments.gpu.results import OutOfTime, Results, Skipped  # noqa: E402
-from experiments.rivals import Offloader, View, rivals  # noqa: E402
+from experiments.rivals import rivals  # noqa: E402
 
 
 def call(out: Path, *words: str) -> int:
@@ -109,21 +109,6 @@ def test_bits_of_plans_made_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert show.further([step(1e-9)], [step(0.0)])
 
 
-def test_the_probe_says_what_it_can_here(tmp_path: Path) -> None:
-    from experiments.gpu.probe import Probe
-
-    probe = Probe(torch.device("cpu"), small=True)
-    results = Results(tmp_path)
-    for name in ("versions", "gradient_sums", "launch", "links", "batch_norm"):
-        results.run(name, getattr(probe, name))
-    assert results.ok("versions") is not None
-    assert results.read("links") is not None
-    assert results.read("links")["status"] == "skipped"  # type: ignore[index]
-    sums = results.ok("gradient_sums")
-    assert sums is not None
-    assert any(operation.startswith("aten.add") for operation, _ in sums["operations"])
-
-
 def test_a_failure_is_a_result_and_nothing_is_begun_after_the_deadline(tmp_path: Path) -> None:
     def fails() -> dict[str, Any]:
         raise ValueError("on purpose")
@@ -155,24 +140,6 @@ def test_a_process_that_dies_leaves_the_rest(tmp_path: Path, monkeypatch: pytest
     assert results.read("first")["status"] == "ok"  # type: ignore[index]
     assert "exit code -9" in results.read("second")["error"]  # type: ignore[index]
     assert results.read("third")["status"] == "ok"  # type: ignore[index]
-
-
-def test_overlap_is_that_of_copies_with_kernels() -> None:
-    def event(category: str, name: str, begin: float, end: float) -> dict[str, Any]:
-        return {"ph": "X", "cat": category, "name": name, "ts": begin * 1e6, "dur": (end - begin) * 1e6}
-
-    found = measure.lanes(
-        [
-            event("kernel", "gemm", 0, 4),
-            event("kernel", "gemm", 3, 5),
-            event("kernel", "gemm", 8, 9),
-            event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 4, 9),
-            event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 6, 7),
-            event("cpu_op", "aten::mm", 0, 9),
-        ]
-    )
-    both = {"kernels_s": 6, "copies_out_s": 5, "copies_in_s": 1}
-    assert found == pytest.approx(both | {"copies_out_beside_kernels_s": 2, "copies_in_beside_kernels_s": 0})
 
 
 # --- rivals ---
@@ -209,19 +176,3 @@ def test_a_rival_leaves_the_plain_gradients(name: str) -> None:
     with enter(model, lambda: model(x), **({"least_bytes": 1024} if name == "offload" else {})) as forward:
         for _ in range(3):
             assert all(map(torch.equal, gradients(model, forward), wanted))
-
-
-def test_the_offloader_takes_what_is_worth_it_once_and_tells_of_changes_in_place() -> None:
-    model = nn.Linear(64, 64)
-    offloader = Offloader(model, torch.device("cpu"), least_bytes=1024)
-    whole = torch.randn(64, 64)
-    with offloader.hooks():
-        views = [offloader.pack(part) for part in whole.chunk(2, -1)]
-        assert [isinstance(v, View) for v in views] == [True, True]
-        assert views[0].saved is views[1].saved  # type: ignore[union-attr]
-        for stays in (model.weight.detach(), whole[0], whole.expand(64, 64)[:1, :1]):
-            assert not isinstance(offloader.pack(stays), View)
-    assert torch.equal(offloader.unpack(views[1]), whole.chunk(2, -1)[1])
-    whole.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        offloader.unpack(views[0])

@@ -57,13 +57,3 @@ def test_what_is_counted() -> None:
     assert size.numbers("x = [-1, 0, 1, 2, 1.0, True]") == 0  # plain ones and truth values
     assert dict(size.functions(ast.parse(TEXT))) == {"A.go": 4, "A.stay": 2, "A.wait": 0}
     assert dict(size.functions(ast.parse("def f(self):\n def g(a): pass"))) == {"f": 1, "f.g": 1}
-
-
-def test_long_files_and_the_widest_signature_are_named(tmp_path: Path) -> None:
-    (tmp_path / "p").mkdir()
-    (tmp_path / "p" / "long.py").write_text("x = 1\n" * (size.LONG_LINES + 1))
-    (tmp_path / "p" / "just.py").write_text("x = 1\n" * (size.LONG_LINES - 1) + "def f(a, b): pass\n")
-    found = size.folder_size(tmp_path, "p")
-    assert found["files_over_500_lines"] == {"p/long.py": 501}
-    assert found["widest_signature"] == {"name": "f", "parameters": 2}
-    assert (found["files"], found["lines"], found["code_lines"]) == (2, 1001, 1001)

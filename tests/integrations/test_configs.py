@@ -297,18 +297,8 @@ def test_fit_and_estimate_take_files(run: Run, folder: Path) -> None:
 
 
 def test_options_go_before_files(run: Run, folder: Path) -> None:
-    options = [
-        "--dtype",
-        "float32",
-        "--batch",
-        "3",
-        "--seq",
-        "16",
-        "--optimizer",
-        "sgd",
-        "--lora",
-        "r=2,targets=q_proj",
-    ]
+    options = ["--dtype", "float32", "--batch", "3", "--seq", "16", "--optimizer", "sgd"]
+    options += ["--lora", "r=2,targets=q_proj"]
     found = run("estimate", "--axolotl", str(folder / "lora.yaml"), "--device", "a100-40gb", *options)
     assert found.exit_code == 0, found.output
     assert "(0.0 M in float32), 0.0 M trained; 3 x 16 tokens; optimizer sgd, autocast bfloat16" in found.stdout

@@ -28,7 +28,8 @@ TOKENS = torch.arange(4 * 48).reshape(4, 48) % 96
 def llama() -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2
+        vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        pad_token_id=0, eos_token_id=1,
     )  # fmt: skip
     return LlamaForCausalLM(config).train()
 
