@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from experiments.gpu import __main__ as command  # noqa: E402
-from experiments.gpu import measure, show, work  # noqa: E402
+from experiments.gpu import measure, show  # noqa: E402
 from experiments.gpu.results import OutOfTime, Results, Skipped  # noqa: E402
 from experiments.rivals import rivals  # noqa: E402
 
@@ -130,16 +129,6 @@ def test_a_failure_is_a_result_and_nothing_is_begun_after_the_deadline(tmp_path:
     results.write("e", {"status": "running"})
     results.close_running("the process ended with exit code -11")
     assert results.read("e") == {"status": "failed", "error": "the process ended with exit code -11"}
-
-
-def test_a_process_that_dies_leaves_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(work, "PRELOADED", ())  # this case needs none of them
-    options = work.Options(tmp_path, "cpu", True, deadline=time.time() + 600, cases=("toy",))
-    assert work.over_cases("dying_case", options)
-    results = Results(tmp_path)
-    assert results.read("first")["status"] == "ok"  # type: ignore[index]
-    assert "exit code -9" in results.read("second")["error"]  # type: ignore[index]
-    assert results.read("third")["status"] == "ok"  # type: ignore[index]
 
 
 # --- rivals ---

@@ -278,10 +278,7 @@ CALLS = {"count": 0}
 
 
 class Heavy(MeasuredTrainer):
-    """Has a loss on the instance: with more memory than the model's own, of how often it was computed, and it writes.
-
-    What it writes to is its batch.
-    """
+    """Its loss is set on the instance, takes more memory than the model's, counts its calls and writes to its batch."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
