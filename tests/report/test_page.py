@@ -190,7 +190,7 @@ def test_hover_click_and_zoom(opened: Any) -> None:
 
 
 def test_a_bound_is_shown_for_the_budgets_that_it_holds_for(run: Run, tmp_path: Path) -> None:
-    profile = chain()
+    profile = chain(6)
     plan = solved(profile)
     profile.save(tmp_path / "profile.json")
     plan.save(tmp_path / "plan.json")
@@ -245,7 +245,7 @@ def test_a_malformed_estimate_is_an_error(run: Run, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("short_search")
 def test_the_frontier_has_a_slider(opened: Any) -> None:
-    profile = chain()
+    profile = chain(6)
     plan = solved(profile)
     plans = ckptplan.frontier(profile, points=3, time_limit_s=1)
     page = opened(plan.report(profile, frontier=plans))
