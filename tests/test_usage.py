@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import functools
 import io
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -634,7 +635,7 @@ def test_sparse_gradients() -> None:
         assert_same(run(model), wanted)
 
 
-# Function transforms
+# Function transforms, threads
 
 
 @pytest.mark.parametrize("what", WHATS)
@@ -656,6 +657,33 @@ def test_functional_call(what: str) -> None:
         found = step(model, inputs)
     torch.manual_seed(5)
     assert_same(found, step(plain, inputs))
+
+
+def test_two_models_in_two_threads() -> None:
+    """Each has its own plan, its own graphs and its own copies."""
+    built = [build("views", seed) for seed in (0, 1)]
+    plain = [build("views", seed) for seed in (0, 1)]
+    wanted = [[step(model, x) for _ in range(6)] for model, x in plain]
+    found: list[list[Any]] = [[], []]
+    errors: list[BaseException] = []
+    start = threading.Barrier(2)
+
+    def work(k: int) -> None:
+        try:
+            start.wait()
+            for _ in range(6):
+                found[k].append(step(*built[k]))
+        except BaseException as error:
+            errors.append(error)
+
+    with apply(built[0][0], planned("views", "mixed")), apply(built[1][0], planned("views", "mixed")):
+        threads = [threading.Thread(target=work, args=(k,)) for k in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert errors == []
+    assert_same(found, wanted)
 
 
 # Operations that may give other bits when they run again
