@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import ckptplan
 
 torch.manual_seed(0)
-config = GPT2Config(n_layer=3, n_embd=64, n_head=4, n_positions=128, vocab_size=256, bos_token_id=0, eos_token_id=0)
+config = GPT2Config(n_layer=2, n_embd=64, n_head=4, n_positions=128, vocab_size=256, bos_token_id=0, eos_token_id=0)
 model = GPT2LMHeadModel(config).train()
 tokens = torch.randint(config.vocab_size, (4, 128))
 inputs = {"input_ids": tokens, "labels": tokens}  # keyword arguments of the forward; the loss is output.loss

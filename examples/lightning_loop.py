@@ -15,7 +15,7 @@ class Classifier(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         block = [nn.Linear(128, 512), nn.GELU(), nn.Dropout(0.1), nn.Linear(512, 128)]
-        self.layers = nn.Sequential(*(layer for _ in range(4) for layer in block), nn.Linear(128, 10))
+        self.layers = nn.Sequential(*(layer for _ in range(2) for layer in block), nn.Linear(128, 10))
 
     def training_step(self, batch, batch_idx):
         x, y = batch

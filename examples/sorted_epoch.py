@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import ckptplan
 
 with torch.device("meta"):
-    config = GPT2Config(n_embd=512, n_head=8, n_layer=2, vocab_size=5000, bos_token_id=0, eos_token_id=0)
+    config = GPT2Config(n_embd=512, n_head=8, n_layer=1, vocab_size=5000, bos_token_id=0, eos_token_id=0)
     model = GPT2LMHeadModel(config).train()
 
 

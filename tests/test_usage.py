@@ -275,54 +275,6 @@ def test_a_way_to_train(use: str, what: str) -> None:
 # Modules with state
 
 
-class _Counts(nn.Module):
-    """Keeps state in plain attributes: a number that the output depends on, a list, a tensor, and its last output."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(64, 64)
-        self.calls = 0
-        self.sizes: list[int] = []
-        self.mean = torch.zeros(())  # None at first would be less to save than what comes, which no plan would know of
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        self.sizes.append(len(x))
-        y = torch.tanh(self.linear(x) * self.calls / len(self.sizes) ** 0.5)
-        y = y * torch.sigmoid(self.mean)
-        self.mean = self.mean * 0.9 + y.detach().mean() * 0.1
-        return x + y
-
-
-@pytest.mark.parametrize("what", WHATS)
-def test_state_in_attributes(what: str) -> None:
-    """Updated once per forward; a recompute finds what its own forward found, not what a later one left."""
-
-    def run(model: nn.Module, x: torch.Tensor) -> Any:
-        model.zero_grad()
-        losses = [default_loss(model(part)) for part in (x, x[:5])]
-        before = [m.mean for m in model]
-        sum(losses).backward()
-        assert all(a is m.mean for a, m in zip(before, model, strict=True))
-        return [gradients(model), [(m.calls, list(m.sizes), float(m.mean)) for m in model]]
-
-    check(lambda: (nn.Sequential(*(_Counts() for _ in range(4))), torch.randn(32, 64)), what, run)
-
-
-def test_profiling_leaves_attributes_alone() -> None:
-    """The very objects, and nothing new in them, though the forward writes to all of them."""
-    model, x = nn.Sequential(*(_Counts() for _ in range(3))), torch.randn(32, 64)
-    model(x)
-    before = [(m.calls, m.sizes, list(m.sizes), m.mean) for m in model]
-    profile(model, x)
-    for m, (calls, sizes, content, mean) in zip(model, before, strict=True):
-        assert m.calls == calls == 1
-        assert m.sizes is sizes
-        assert sizes == content
-        assert m.mean is mean
-    assert all(type(m.mean) is torch.Tensor for m in model)
-
-
 @pytest.mark.parametrize("what", WHATS)
 @pytest.mark.parametrize("norm", [torch.nn.utils.spectral_norm, torch.nn.utils.parametrizations.spectral_norm])
 def test_normalised_weights(norm: Callable[[nn.Module], nn.Module], what: str) -> None:
@@ -347,43 +299,6 @@ def test_normalised_weights(norm: Callable[[nn.Module], nn.Module], what: str) -
     with pytest.raises(RuntimeError, match="modified by") if writes else contextlib.nullcontext():
         check(make, what, run)
     check(make, what, step)
-
-
-class _Experts(nn.Module):
-    """Noisy top-2 routing: every token runs through the experts it is sent to, by index, and the load is counted."""
-
-    load: torch.Tensor
-
-    def __init__(self, width: int = 32, experts: int = 4) -> None:
-        super().__init__()
-        self.router = nn.Linear(width, experts)
-        self.experts = nn.Parameter(torch.randn(experts, width, width) / width**0.5)
-        self.register_buffer("load", torch.zeros(experts, dtype=torch.long))
-        self.routes: list[torch.Tensor] = []
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        logits = self.router(x)
-        weights, chosen = torch.softmax(logits + torch.rand_like(logits), -1).topk(2, -1)
-        self.routes.append(chosen)
-        self.load += torch.bincount(chosen.flatten(), minlength=len(self.experts))
-        out = torch.zeros_like(x)
-        for k, expert in enumerate(self.experts):
-            token, place = torch.where(chosen == k)
-            out = out.index_add(0, token, x[token] @ expert * weights[token, place, None])
-        return x + torch.tanh(out)
-
-
-@pytest.mark.parametrize("what", ["swap", "segment"])
-def test_routing(what: str) -> None:
-    """A recompute sends every token where forward sent it; loads and routes are counted once."""
-
-    def run(model: nn.Module, x: torch.Tensor) -> Any:
-        model.zero_grad()
-        losses = [default_loss(model(x)) for _ in range(2)]
-        sum(losses).backward()
-        return [gradients(model), [(m.load.clone(), list(m.routes)) for m in model]]
-
-    check(lambda: (nn.Sequential(*(_Experts() for _ in range(3))), torch.randn(64, 32)), what, run)
 
 
 # What a recompute would read is replaced
@@ -892,20 +807,3 @@ def test_calls_that_cannot_differ() -> None:
         once = is_repeatable(aten.index_put_.default, (x, [index], torch.zeros(2, 4), True), {}, on_cuda=False)
         assert once == (threads == 1)
     torch.set_num_threads(before)
-
-
-# Errors of applying
-
-
-def test_plans_that_do_not_belong() -> None:
-    model, _ = build("mlp")
-    plan = planned("mlp", "recompute")
-    with apply(model, plan), pytest.raises(UnsupportedModelError, match="already"):
-        apply(model, plan)
-    other, _ = build("transformer")
-    with pytest.raises(PlanMismatchError, match=r"small_models\.Transformer"):
-        apply(other, plan)
-    model[1] = nn.Identity()
-    with pytest.raises(PlanMismatchError):
-        apply(model, plan)
-    assert "forward" not in model[0].__dict__

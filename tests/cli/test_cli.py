@@ -73,9 +73,9 @@ def test_a_command_that_is_gone_says_what_there_is_instead(run: Run) -> None:
 def test_solve_writes_a_plan_that_fits_and_simulate_accepts_it(
     run: Run, chain: Profile, profile_file: Path, tmp_path: Path
 ) -> None:
-    out = tmp_path / "plan.json"
-    budget_gb = 0.6 * keep_all_gb(chain)
-    result = run("solve", profile_file, "--budget-gb", budget_gb, "-o", out)
+    out, budget_gb = tmp_path / "plan.json", 0.6 * keep_all_gb(chain)
+    arguments = ("solve", profile_file, "--budget-gb", budget_gb, "-o", out)
+    result = run(*arguments)
     assert result.exit_code == 0, result.output
     plan = Plan.load(out)
     assert plan.budget_bytes == int(budget_gb * GIB)
@@ -84,13 +84,11 @@ def test_solve_writes_a_plan_that_fits_and_simulate_accepts_it(
     replay = run("simulate", profile_file, out)
     assert replay.exit_code == 0, replay.output
     assert "no violations" in replay.stdout
-
-
-def test_solve_takes_only_the_actions_given_and_keeps_the_host_limit(
-    run: Run, chain: Profile, profile_file: Path, tmp_path: Path
-) -> None:
-    out = tmp_path / "plan.json"
-    arguments = ("solve", profile_file, "--budget-gb", 0.6 * keep_all_gb(chain), "-o", out)
+    explained = run("explain", profile_file, out)
+    assert explained.exit_code == 0, explained.output
+    for text in ("recompute", "memory    binds in", "saves about", "with more memory", chain.stages[0].name):
+        assert text in explained.stdout
+    # With the actions given alone, and within the host's limit.
     assert run(*arguments, "--actions", "keep,recompute").exit_code == 0
     assert {choice.action for choice in Plan.load(out).choices} == {"keep", "recompute"}
     assert run(*arguments, "--host-gb", 0.05).exit_code == 0
@@ -98,22 +96,31 @@ def test_solve_takes_only_the_actions_given_and_keeps_the_host_limit(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "texts"),
+    ("command", "arguments", "texts"),
     [
-        (("--budget-gb", 0.001), ["smallest feasible peak"]),
-        (("--budget-gb=12GB",), ["--budget-gb", "2**30 bytes"]),
-        (("--budget-gb=nan",), ["--budget-gb", "2**30 bytes"]),
-        (("--budget-gb=-1",), ["--budget-gb", "2**30 bytes"]),
-        (("--budget-gb", 1, "--in-flight", 2), ["no option --in-flight any more: a plan is for one forward at a time"]),
-        (("--budget-gb", 1, "--actions", "keep,drop"), ["keep,drop", "keep, swap, recompute"]),
-        ((), ["--budget-gb", "--max-overhead"]),
-        (("--budget-gb", 1, "--max-overhead", 0.1), ["--budget-gb", "--max-overhead"]),
+        ("solve", ("--budget-gb", 0.001), ["smallest feasible peak"]),
+        ("solve", ("--budget-gb=12GB",), ["--budget-gb", "2**30 bytes"]),
+        ("solve", ("--budget-gb=nan",), ["--budget-gb", "2**30 bytes"]),
+        ("solve", ("--budget-gb=-1",), ["--budget-gb", "2**30 bytes"]),
+        (
+            "solve",
+            ("--budget-gb", 1, "--in-flight", 2),
+            ["no option --in-flight any more: a plan is for one forward at a time"],
+        ),
+        ("solve", ("--budget-gb", 1, "--actions", "keep,drop"), ["keep,drop", "keep, swap, recompute"]),
+        ("solve", (), ["--budget-gb", "--max-overhead"]),
+        ("solve", ("--budget-gb", 1, "--max-overhead", 0.1), ["--budget-gb", "--max-overhead"]),
+        ("compare", (), ["--budget-gb"]),
+        ("compare", ("--budget-gb", "1", "--budgets", "50"), ["either"]),
+        ("compare", ("--budgets", "50,x"), ["'50,x'"]),
+        ("compare", ("--budgets", "101"), ["0 to 100"]),
+        ("compare", ("--budget-gb", "1", "--planners", "rotor,best"), ["'rotor,best'"]),
     ],
 )
-def test_solve_says_what_is_wrong(
-    run: Run, profile_file: Path, arguments: tuple[object, ...], texts: list[str]
+def test_what_is_wrong_is_said_in_one_line(
+    run: Run, profile_file: Path, command: str, arguments: tuple[object, ...], texts: list[str]
 ) -> None:
-    assert_clean_error(run("solve", profile_file, *arguments), *texts)
+    assert_clean_error(run(command, profile_file, *arguments), *texts)
 
 
 @pytest.mark.parametrize(
@@ -153,15 +160,6 @@ def test_show_prints_stages_totals_and_the_graph_of_a_profile(run: Run, chain: P
         assert text in result.stdout
     graph = run("show", profile_file, "--graph")
     assert "s0 │ itself │ │ 1 │ 36.00 MiB │ 4.00 MiB" in " ".join(graph.stdout.split())
-
-
-def test_show_prints_stage_names_as_they_are(run: Run, tmp_path: Path) -> None:
-    """Brackets in a name are no markup."""
-    path = tmp_path / "profile.json"
-    documented = json.loads(_example("profile"))
-    documented["stages"][0]["name"] = "[red]h[/red][0]"
-    path.write_text(json.dumps(documented))
-    assert "[red]h[/red][0]" in run("show", path).stdout
 
 
 def test_simulate_names_what_a_plan_breaks(run: Run, profile_file: Path, chain: Profile, tmp_path: Path) -> None:
@@ -227,20 +225,6 @@ def test_compare_writes_what_it_prints(run: Run, chain: Profile, profile_file: P
         assert f"`{field}`" in FORMATS.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ((), "--budget-gb"),
-        (("--budget-gb", "1", "--budgets", "50"), "either"),
-        (("--budgets", "50,x"), "'50,x'"),
-        (("--budgets", "101"), "0 to 100"),
-        (("--budget-gb", "1", "--planners", "rotor,best"), "'rotor,best'"),
-    ],
-)
-def test_compare_refuses_what_it_cannot_do(run: Run, profile_file: Path, arguments: tuple[str, ...], text: str) -> None:
-    assert_clean_error(run("compare", profile_file, *arguments), text)
-
-
 def test_solve_without_segments_plans_none(run: Run, tmp_path: Path) -> None:
     # Only segments get three stages under 80 bytes (tests/baselines/test_baselines.py, rotor).
     three = Profile.from_chain([1.0] * 3, [2.0] * 3, [10] * 3, [30] * 3, input_bytes=10, out_bytes_per_s=0.01)
@@ -278,26 +262,21 @@ def test_frontier_prints_and_saves_its_plans(run: Run, chain: Profile, profile_f
         assert format_bytes(plan.peak_bytes) in result.stdout
 
 
-def test_explain_says_what_binds_and_the_next_choices(
-    run: Run, chain: Profile, profile_file: Path, tmp_path: Path
-) -> None:
-    path = tmp_path / "plan.json"
-    assert run("solve", profile_file, "--budget-gb", 0.5 * keep_all_gb(chain), "-o", path).exit_code == 0
-    result = run("explain", profile_file, path)
-    assert result.exit_code == 0, result.output
-    for text in ("recompute", "memory    binds in", "saves about", "with more memory", chain.stages[0].name):
-        assert text in result.stdout
-
-
-def test_show_lists_options(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "profile.json").write_text(_example("profile"))
-    result = run("show", tmp_path / "profile.json")
+def test_show_lists_options_and_stage_names_as_they_are(run: Run, tmp_path: Path) -> None:
+    """Brackets in a name are no markup."""
+    path = tmp_path / "profile.json"
+    path.write_text(_example("profile"))
+    result = run("show", path)
     assert result.exit_code == 0, result.output
     assert "k s r +1" in result.stdout
     assert "selective-1" not in result.stdout
-    listed = run("show", tmp_path / "profile.json", "--options").stdout
+    listed = run("show", path, "--options").stdout
     for name in ("keep", "swap", "recompute", "selective-1"):
         assert any(name in line.split() for line in listed.splitlines()), name
+    documented = json.loads(_example("profile"))
+    documented["stages"][0]["name"] = "[red]h[/red][0]"
+    path.write_text(json.dumps(documented))
+    assert "[red]h[/red][0]" in run("show", path).stdout
 
 
 def _example(name: str) -> str:

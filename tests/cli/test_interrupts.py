@@ -137,20 +137,16 @@ def test_plans_of_a_frontier_are_kept(run: Run, chain: Profile, profile_file: Pa
         assert validate(chain, plan, plan.budget_bytes) == ()
 
 
-@pytest.mark.parametrize("command", ["solve", "frontier"])
 def test_without_a_plan_there_is_one_line(
-    run: Run, profile_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+    run: Run, profile_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(api, command, raise_interrupt)
-    budget = ["--budget-gb", 1] if command == "solve" else []
-    result = run(command, profile_file, *budget, "-o", tmp_path / "plans")
-    assert_interrupted(result, "no plan was found")
-    assert result.stderr.count("\n") == 1
-    assert result.stdout == ""
-    assert not (tmp_path / "plans").exists()
-
-
-def test_other_commands_end_in_one_line(run: Run, profile_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for command, budget in (("solve", ["--budget-gb", 1]), ("frontier", [])):
+        monkeypatch.setattr(api, command, raise_interrupt)
+        result = run(command, profile_file, *budget, "-o", tmp_path / "plans")
+        assert_interrupted(result, "no plan was found")
+        assert result.stderr.count("\n") == 1
+        assert result.stdout == ""
+        assert not (tmp_path / "plans").exists()
     monkeypatch.setattr(planner, "smallest_peak", raise_interrupt)
     result = run("show", profile_file)
     assert_interrupted(result)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -14,23 +13,15 @@ from transformers import LlavaConfig
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "experiments"))
 
-from drawn_models import DRAWS, Shrinking, UnbuildableError, build, drawn, loss_of, small_config  # noqa: E402
+from drawn_models import Shrinking, UnbuildableError, build, loss_of, small_config  # noqa: E402
 
 MODELING = "transformers.models.{0}.modeling_{0}."
 
 
-@pytest.mark.parametrize(
-    ("name", "inputs"),
-    [
-        ("t5", {"T5ForConditionalGeneration": ["input_ids", "decoder_input_ids"]}),
-        ("wav2vec2", {"Wav2Vec2ForCTC": ["input_values"]}),
-    ],
-)
-def test_a_recipe_makes_equal_models_that_train(name: str, inputs: dict[str, list[str]]) -> None:
-    ((kind, names),) = inputs.items()
-    recipe = build(MODELING.format(name) + kind, layers=2)
+def test_a_recipe_makes_equal_models_that_train() -> None:
+    recipe = build(MODELING.format("t5") + "T5ForConditionalGeneration", layers=2)
     (model, given), (other, same) = recipe.make(), recipe.make()
-    assert list(given) == names
+    assert list(given) == ["input_ids", "decoder_input_ids"]
     assert all(torch.equal(given[key], same[key]) for key in given)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
     assert model.training
@@ -58,15 +49,3 @@ class Unknown(nn.Module):
 def test_what_has_no_rule_is_a_named_error() -> None:
     with pytest.raises(UnbuildableError, match="no rule for the inputs nonsense"):
         build(f"{__name__}.Unknown")
-
-
-def test_the_loss_is_of_what_requires_a_gradient() -> None:
-    x = torch.tensor([1.0, 3.0], requires_grad=True)
-    assert loss_of({"a": x, "b": [2 * x, torch.ones(2)], "c": None}) == 5 + 20
-
-
-def test_draws_have_their_counts() -> None:
-    for experiment, found in json.loads(DRAWS.read_text()).items():
-        assert len(found["names"]) in (12, 20, 30, 96)
-        assert len(set(drawn(experiment))) == len(drawn(experiment))
-        assert found["seed"] in (17, 19, 20)

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fake_cuda import DEVICE, FakeCuda
 from torch import nn
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from experiments.gpu import __main__ as command  # noqa: E402
-from experiments.gpu import measure, show, work  # noqa: E402
+from experiments.gpu import measure, show  # noqa: E402
 from experiments.gpu.results import OutOfTime, Results, Skipped  # noqa: E402
-from experiments.rivals import Offloader, View, rivals  # noqa: E402
+from experiments.rivals import rivals  # noqa: E402
 
 
 def call(out: Path, *words: str) -> int:
@@ -149,34 +146,6 @@ def test_a_failure_is_a_result_and_nothing_is_begun_after_the_deadline(tmp_path:
     assert results.read("e") == {"status": "failed", "error": "the process ended with exit code -11"}
 
 
-def test_a_process_that_dies_leaves_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(work, "PRELOADED", ())  # this case needs none of them
-    options = work.Options(tmp_path, "cpu", True, deadline=time.time() + 600, cases=("toy",))
-    assert work.over_cases("dying_case", options)
-    results = Results(tmp_path)
-    assert results.read("first")["status"] == "ok"  # type: ignore[index]
-    assert "exit code -9" in results.read("second")["error"]  # type: ignore[index]
-    assert results.read("third")["status"] == "ok"  # type: ignore[index]
-
-
-def test_overlap_is_that_of_copies_with_kernels() -> None:
-    def event(category: str, name: str, begin: float, end: float) -> dict[str, Any]:
-        return {"ph": "X", "cat": category, "name": name, "ts": begin * 1e6, "dur": (end - begin) * 1e6}
-
-    found = measure.lanes(
-        [
-            event("kernel", "gemm", 0, 4),
-            event("kernel", "gemm", 3, 5),
-            event("kernel", "gemm", 8, 9),
-            event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 4, 9),
-            event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 6, 7),
-            event("cpu_op", "aten::mm", 0, 9),
-        ]
-    )
-    both = {"kernels_s": 6, "copies_out_s": 5, "copies_in_s": 1}
-    assert found == pytest.approx(both | {"copies_out_beside_kernels_s": 2, "copies_in_beside_kernels_s": 0})
-
-
 # --- rivals ---
 
 
@@ -211,70 +180,3 @@ def test_a_rival_leaves_the_plain_gradients(name: str) -> None:
     with enter(model, lambda: model(x), **({"least_bytes": 1024} if name == "offload" else {})) as forward:
         for _ in range(3):
             assert all(map(torch.equal, gradients(model, forward), wanted))
-
-
-def test_the_offloader_takes_what_is_worth_it_once_and_tells_of_changes_in_place() -> None:
-    model = nn.Linear(64, 64)
-    offloader = Offloader(model, torch.device("cpu"), least_bytes=1024)
-    whole = torch.randn(64, 64)
-    with offloader.hooks():
-        views = [offloader.pack(part) for part in whole.chunk(2, -1)]
-        assert [isinstance(v, View) for v in views] == [True, True]
-        assert views[0].saved is views[1].saved  # type: ignore[union-attr]
-        for stays in (model.weight.detach(), whole[0], whole.expand(64, 64)[:1, :1]):
-            assert not isinstance(offloader.pack(stays), View)
-    assert torch.equal(offloader.unpack(views[1]), whole.chunk(2, -1)[1])
-    whole.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        offloader.unpack(views[0])
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_the_offloader_on_a_device_that_runs_late(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three steps of saving, overwriting what was freed, and reading in reverse order; graphs are dropped at times."""
-    gpu = FakeCuda(seed)
-    monkeypatch.setattr(Offloader, "take", _unpinned(Offloader.take))
-    looks: list[Callable[[], bool]] = []
-    with gpu.installed():
-        offloader = Offloader(nn.Linear(1, 1), DEVICE, least_bytes=1)
-        for _ in range(3):
-            offloader.begin()
-            held: list[Any] = []
-            for value in range(1, 16):
-                tensor = gpu.empty(gpu.rng.choice((512, 3000)), torch.uint8)
-                gpu.fill(tensor, value)
-                held.append((offloader.pack(tensor), value))
-                del tensor
-                junk = gpu.empty(gpu.rng.choice((512, 3000)), torch.uint8)
-                gpu.fill(junk, 99)
-                del junk
-            if gpu.rng.random() < 0.3:
-                del held[gpu.rng.randrange(15) :]
-            while held:
-                view, value = held.pop()
-                again = offloader.unpack(view)
-                looks.append(gpu.look(again, value))
-                del again, view
-                if gpu.rng.random() < 0.05:
-                    held.clear()  # copies in are under way
-                junk = gpu.empty(gpu.rng.choice((512, 3000)), torch.uint8)
-                gpu.fill(junk, 98)
-                del junk
-        offloader.settle()
-    gc.collect()
-    assert looks
-    assert all(look() for look in looks)
-    assert gpu.in_use == 0, "device memory is left"
-
-
-def _unpinned(take: Any) -> Any:
-    """Host memory is pinned on a real device alone."""
-
-    def taken(self: Offloader, nbytes: int) -> Any:
-        self.asynchronous, before = False, self.asynchronous
-        try:
-            return take(self, nbytes)
-        finally:
-            self.asynchronous = before
-
-    return taken

@@ -12,6 +12,7 @@ from command_line import Run, assert_clean_error
 from transformers import BertConfig, GPT2Config, LlamaConfig, TrainingArguments, ViTConfig
 
 from ckptplan.core.errors import InvalidInputError
+from ckptplan.fitting.survey import DeviceFit
 from ckptplan.integrations import configs
 from ckptplan.integrations.quantized import QuantizedLinear
 
@@ -93,9 +94,6 @@ KINDS: dict[str, tuple[Any, dict[str, tuple[int, ...]]]] = {
         {"input_ids": (3, 48), "labels": (3,)},
     ),
 }  # fmt: skip
-
-SMALL = ("--device", "a100-40gb", "--budget-gb", "0.018")
-"""Of so small a budget the largest batch is soon found."""
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -281,12 +279,19 @@ def test_numbers_in_files(tmp_path: Path) -> None:
         configs.make_model(configs.ConfiguredTraining())
 
 
-def test_fit_and_estimate_take_files(run: Run, folder: Path) -> None:
+def test_fit_and_estimate_take_files(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def survey(model: Any, make_inputs: Any, devices: list[Any], *_: Any, **__: Any) -> list[DeviceFit]:
+        """Of a search that tests/fitting/ has: the model and inputs of the file are those searched for."""
+        assert type(model).__name__ == "PeftModel"
+        assert make_inputs(3)["input_ids"].shape == (3, 64)
+        return [DeviceFit(device, 2, 1 << 34, 1 << 30, 1 << 30, None, 2, 2, None) for device in devices]
+
+    monkeypatch.setattr("ckptplan.fitting.survey.survey", survey)
     described = (
         "PeftModel, 0.0 M parameters (0.0 M in bfloat16 and 0.0 M in float32), 0.0 M trained; 2 x 64 tokens; optimizer "
         "paged_adamw_8bit, autocast bfloat16"
     )
-    for command in (["fit", *SMALL], ["estimate", "--device", "a100-40gb"]):
+    for command in (["fit", "--device", "a100-40gb"], ["estimate", "--device", "a100-40gb"]):
         found = run(*command, "--axolotl", str(folder / "lora.yaml"))
         assert found.exit_code == 0, found.output
         assert described in found.stdout
@@ -297,18 +302,8 @@ def test_fit_and_estimate_take_files(run: Run, folder: Path) -> None:
 
 
 def test_options_go_before_files(run: Run, folder: Path) -> None:
-    options = [
-        "--dtype",
-        "float32",
-        "--batch",
-        "3",
-        "--seq",
-        "16",
-        "--optimizer",
-        "sgd",
-        "--lora",
-        "r=2,targets=q_proj",
-    ]
+    options = ["--dtype", "float32", "--batch", "3", "--seq", "16", "--optimizer", "sgd"]
+    options += ["--lora", "r=2,targets=q_proj"]
     found = run("estimate", "--axolotl", str(folder / "lora.yaml"), "--device", "a100-40gb", *options)
     assert found.exit_code == 0, found.output
     assert "(0.0 M in float32), 0.0 M trained; 3 x 16 tokens; optimizer sgd, autocast bfloat16" in found.stdout

@@ -28,7 +28,8 @@ TOKENS = torch.arange(4 * 48).reshape(4, 48) % 96
 def llama() -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2
+        vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        pad_token_id=0, eos_token_id=1,
     )  # fmt: skip
     return LlamaForCausalLM(config).train()
 
@@ -63,9 +64,8 @@ def squared(output: Any) -> torch.Tensor:
 def test_a_diffusion_unet() -> None:
     torch.manual_seed(0)
     model = UNet2DConditionModel(
-        sample_size=16, block_out_channels=(32, 64), layers_per_block=1, cross_attention_dim=32, norm_num_groups=8,
-        attention_head_dim=8, down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        sample_size=16, block_out_channels=(32,), layers_per_block=1, cross_attention_dim=32, norm_num_groups=8,
+        attention_head_dim=8, down_block_types=("CrossAttnDownBlock2D",), up_block_types=("CrossAttnUpBlock2D",),
     ).train()  # fmt: skip
     inputs = {"sample": torch.randn(2, 4, 16, 16), "timestep": 7, "encoder_hidden_states": torch.randn(2, 8, 32)}
     assert_sound(model, inputs, squared)

@@ -92,7 +92,15 @@ def _entry_points() -> set[str]:
     return {point.name for point in entry_points(group="pytest11")}
 
 
-def test_limits(tmp_path: Path) -> None:
+def test_limits_and_recorded_baselines(tmp_path: Path) -> None:
+    (tmp_path / "test_baselines.py").write_text(BASELINES)
+    assert "3 passed" in run(tmp_path, "--record-training-memory")
+    path = tmp_path / "memory.json"
+    recorded = json.loads(path.read_text())
+    assert recorded.keys() == {f"test_baselines.py::{name}" for name in ("test_same", "test_grown", "test_new")}
+    del recorded["test_baselines.py::test_new"]
+    recorded["test_baselines.py::test_grown"] //= 2
+    path.write_text(json.dumps(recorded))
     (tmp_path / "test_memory.py").write_text(TESTS)
     texts = {"first": "{", "second": "[]", "third": '{"test_same": "12"}'}
     for name, text in texts.items():
@@ -100,49 +108,27 @@ def test_limits(tmp_path: Path) -> None:
         tests = BASELINES.partition("@baseline\ndef test_grown")[0].replace("memory.json", f"{name}.json")
         (tmp_path / f"test_{name}.py").write_text(tests)
     out = run(tmp_path)
-    passed = ("test_fits", "test_fixture")
-    failed = ("test_is_too_large", "test_gives_nothing", "test_limit", "test_no_limit")
-    for name in passed:
-        assert f"PASSED test_memory.py::{name}" in out, out
-    for name in failed:
+    for test in ("test_memory.py::test_fits", "test_memory.py::test_fixture", "test_baselines.py::test_same"):
+        assert f"PASSED {test}" in out, out
+    for name in ("test_is_too_large", "test_gives_nothing", "test_limit", "test_no_limit", "test_waits"):
         assert f"FAILED test_memory.py::{name}" in out, out
     assert "more than the limit of 104.86 KiB" in out
     assert "weight" in out  # the tensors at the peak
     assert "a pair of a model and its inputs, this one gave NoneType" in out
+    assert "a pair of a model and its inputs, this one gave coroutine" in out
     assert "the limit '50%' isn't a number of bytes" in out
     assert "needs a limit ('10 GiB') or a baseline" in out
-    assert "this one gave coroutine" in out
     for name in texts:
         assert f"{name}.json can't be read" in out
-    assert "Traceback" not in out
-
-
-def test_a_recorded_baseline(tmp_path: Path) -> None:
-    (tmp_path / "test_memory.py").write_text(BASELINES)
-    assert "3 passed" in run(tmp_path, "--record-training-memory")
-    path = tmp_path / "memory.json"
-    recorded = json.loads(path.read_text())
-    assert recorded.keys() == {f"test_memory.py::{name}" for name in ("test_same", "test_grown", "test_new")}
-    del recorded["test_memory.py::test_new"]
-    recorded["test_memory.py::test_grown"] //= 2
-    path.write_text(json.dumps(recorded))
-    out = run(tmp_path)
-    assert "PASSED test_memory.py::test_same" in out, out
     assert "100.0% more than the recorded" in out
     assert "if that is meant, record it" in out
-    assert "memory.json has no bytes of test_memory.py::test_new; record them" in out
+    assert "memory.json has no bytes of test_baselines.py::test_new; record them" in out
+    assert "Traceback" not in out
 
 
 def test_baselines_are_recorded_in_one_process(tmp_path: Path) -> None:
     (tmp_path / "test_memory.py").write_text(BASELINES)
     assert "run it in one process (-n 0)" in run(tmp_path, "--record-training-memory", "-n", "2")
-
-
-def test_coroutines_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "test_memory.py").write_text(
-        "import pytest\n\n@pytest.mark.max_training_memory('1 GiB')\nasync def test_waits():\n    return None\n"
-    )
-    assert "a pair of a model and its inputs, this one gave coroutine" in run(tmp_path)
 
 
 def test_unused_it_loads_nothing(tmp_path: Path) -> None:

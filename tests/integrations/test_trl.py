@@ -11,17 +11,11 @@ import torch
 from datasets import Dataset
 from measured_trainer import MeasuredTrainer
 from peft import LoraConfig
+from test_plain_loops import llama
 from test_transformers import assert_same
 from tokenizers import Tokenizer, models
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from trl import (
-    DPOConfig,
-    DPOTrainer,
-    GRPOConfig,
-    GRPOTrainer,
-    SFTConfig,
-    SFTTrainer,
-)
+from transformers import PreTrainedTokenizerFast
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.integrations.transformers import ActivationPlanCallback
@@ -44,15 +38,6 @@ class MeasuredSFTTrainer(MeasuredTrainer, SFTTrainer):
 
 class MeasuredDPOTrainer(MeasuredTrainer, DPOTrainer):
     """A DPOTrainer whose steps are measured."""
-
-
-def llama() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2,
-        pad_token_id=0, eos_token_id=1,
-    )  # fmt: skip
-    return LlamaForCausalLM(config)
 
 
 def made(folder: Path, *callbacks: Any, **options: Any) -> MeasuredSFTTrainer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import random
@@ -27,7 +26,7 @@ from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.trace import DrawnStep, Span, Trace
 from ckptplan.core.units import format_bytes
-from ckptplan.report.page.planned import Rival, plan_report
+from ckptplan.report.page.planned import plan_report
 from ckptplan.report.page.render import Report
 from ckptplan.report.page.waterline import CATEGORIES, waterline
 from ckptplan.reporting import RIVALS
@@ -182,12 +181,6 @@ def test_hover_click_and_zoom(opened: Any) -> None:
     page.locator("#waterline").focus()
     page.keyboard.press("0")
     assert page.evaluate(ranges) == whole
-    for _ in range(40):  # there is a limit, at which charts are still drawn
-        page.keyboard.press("+")
-    (low, high), other = page.evaluate(ranges)
-    assert [low, high] == other
-    assert high - low == pytest.approx(end / 1e5)
-    page.keyboard.press("0")
     before = page.locator("#why strong").inner_text()
     for key in ("ArrowRight", "ArrowRight", "ArrowRight", "Enter"):
         page.keyboard.press(key)
@@ -197,7 +190,7 @@ def test_hover_click_and_zoom(opened: Any) -> None:
 
 
 def test_a_bound_is_shown_for_the_budgets_that_it_holds_for(run: Run, tmp_path: Path) -> None:
-    profile = chain()
+    profile = chain(6)
     plan = solved(profile)
     profile.save(tmp_path / "profile.json")
     plan.save(tmp_path / "plan.json")
@@ -239,23 +232,20 @@ def test_what_a_report_says_of_budgets_and_while_it_is_made() -> None:
     assert "proven" not in view.verdict
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [{"capacity_bytes": "80 GB"}, {"peak_bytes": math.nan}, {"phases": [1]}],
-)
-def test_a_malformed_estimate_is_an_error(changed: dict[str, Any], run: Run, tmp_path: Path) -> None:
+def test_a_malformed_estimate_is_an_error(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "estimate.json"
-    estimated().save(path)
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changed}))
-    result = run("report", path, "-o", tmp_path / "estimate.html")
-    assert result.exit_code == 2, result.output
-    assert "error:" in result.stderr
-    assert not (tmp_path / "estimate.html").exists()
+    for changed in ({"capacity_bytes": "80 GB"}, {"peak_bytes": math.nan}, {"phases": [1]}):
+        estimated().save(path)
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changed}))
+        result = run("report", path, "-o", tmp_path / "estimate.html")
+        assert result.exit_code == 2, result.output
+        assert "error:" in result.stderr
+        assert not (tmp_path / "estimate.html").exists()
 
 
 @pytest.mark.usefixtures("short_search")
 def test_the_frontier_has_a_slider(opened: Any) -> None:
-    profile = chain()
+    profile = chain(6)
     plan = solved(profile)
     plans = ckptplan.frontier(profile, points=3, time_limit_s=1)
     page = opened(plan.report(profile, frontier=plans))
@@ -295,46 +285,10 @@ def test_the_frontier_has_a_slider(opened: Any) -> None:
         assert ("one MiB more saves" in told) == (k == 0)
         chosen = drawn(page, "frontier")[-1]
         assert [peak for peak, value in zip(peaks, chosen, strict=True) if value is not None] == [plans[k].peak_bytes]
-    page.set_viewport_size({"width": 390, "height": 800})
-    page.wait_for_timeout(500)
-    spaces = """() => { const u = report.charts.frontier, at = u.axes[0]._splits.map((n) => u.valToPos(n, "x"));
-        return at.slice(1).map((x, k) => x - at[k]); }"""
-    assert min(page.evaluate(spaces)) >= 70  # pixels, of which a label such as "100.00 MiB" takes 65
 
 
 DRAWN = "() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
 """Waits until charts are resized and drawn, for which a page needs no more than two frames."""
-LABELS = """() => ["waterline", "lanes", "frontier"].map((name) => report.charts[name]).filter(Boolean).map((u) => {
-    const axis = u.axes[0];
-    u.ctx.font = axis.font[0];
-    return axis._splits.map((at, k) => {
-        const half = u.ctx.measureText(axis._values[k]).width / devicePixelRatio / 2;
-        const x = u.over.offsetLeft + u.valToPos(at, "x");
-        return [axis._values[k], (x - half) / u.width, (x + half) / u.width];
-    });
-})"""
-
-
-@pytest.mark.parametrize("step_s", [2.3e-5, 3.2])
-def test_labels_of_ticks_do_not_touch(step_s: float, opened: Any) -> None:
-    n, link = 4, {"out_bytes_per_s": 1e15, "in_bytes_per_s": 1e15}
-    each_s = [step_s / 3 / n] * n
-    profile = Profile.from_chain(each_s, [2 * s for s in each_s], [1 << 20] * n, [8 << 20] * n, input_bytes=1, **link)
-    plan, leaner = (plan_of(profile, [action] * n) for action in ("keep", "recompute"))
-    page = opened(plan_report(profile, plan, frontier=[leaner, plan]))
-    for width, share in itertools.product((1400, 640, 390), (1.0, 1e-4)):
-        page.set_viewport_size({"width": width, "height": 800})
-        page.evaluate(DRAWN)
-        assert abs(page.evaluate("report.charts.waterline.width") - width) < 100
-        shown = [0.37 * step_s * (1 - share), step_s * (0.37 + 0.63 * share)]
-        page.evaluate("(x) => report.charts.waterline.setScale('x', { min: x[0], max: x[1] })", shown)
-        page.evaluate(DRAWN)
-        for ticks in page.evaluate(LABELS):
-            texts = [text for text, _, _ in ticks]
-            assert len(set(texts)) == len(texts) >= (2 if share == 1.0 else 1), (width, share, texts)
-            assert all(left < right for (_, _, left), (_, right, _) in itertools.pairwise(ticks)), (width, share, texts)
-            assert ticks[0][1] >= 0, (width, texts)
-            assert ticks[-1][2] <= 1, (width, share, texts)
 
 
 def values(page: Any, chart: str) -> dict[str, str]:
@@ -342,32 +296,6 @@ def values(page: Any, chart: str) -> dict[str, str]:
     rows = page.locator(f"#{chart} .u-legend .u-series")
     texts = [rows.nth(k).locator(part).inner_text() for k in range(rows.count()) for part in (".u-label", ".u-value")]
     return dict(zip(texts[::2], texts[1::2], strict=True))
-
-
-@pytest.mark.usefixtures("short_search")
-def test_no_point_flattens_the_trade_off(opened: Any) -> None:
-    """Slow planners, and a smallest peak that costs far more than the next one, are told in place of drawn."""
-    profile = chain()
-    plans = list(ckptplan.frontier(profile, points=5, time_limit_s=1))
-    slowest = 100 * plans[0].overhead
-    base = plans[0].baseline_step_s
-
-    def opening(first: float, *others: tuple[str, float]) -> tuple[float, str]:
-        rivals = [
-            Rival(name, plans[-1].counted_bytes, replace(plans[-1], step_s=base * (1 + slower / 100)))
-            for name, slower in others
-        ]
-        leanest = replace(plans[0], step_s=base * (1 + first / 100))
-        page = opened(plan_report(profile, plans[-1], frontier=[leanest, *plans[1:]], rivals=rivals))
-        return page.evaluate("report.charts.frontier.scales.y.max"), page.locator("#beyond").inner_text()
-
-    far = [("a", 5 * slowest), ("a", 6 * slowest), ("b", 0.5 * slowest), ("c", 9 * slowest)]
-    told = f"Above the chart: a, {5 * slowest:.1f} % to {6 * slowest:.1f} %; c, {9 * slowest:.1f} %."
-    assert opening(slowest, *far) == (pytest.approx(1.08 * slowest), told)
-    second = 100 * plans[1].overhead
-    assert opening(2.9 * second) == (pytest.approx(1.08 * 2.9 * second), "")
-    told = f"Above the chart: best plan found, {9 * second:.1f} %."
-    assert opening(9 * second) == (pytest.approx(1.08 * second), told)
 
 
 @pytest.mark.usefixtures("short_search")
@@ -504,17 +432,6 @@ def test_of_the_command_line(run: Run, tmp_path: Path) -> None:
         assert message in " ".join(done.stderr.split())
     with pytest.raises(InvalidInputError, match="can't be written"):
         solved(profile).report(profile).save(tmp_path / "nowhere" / "plan.html")
-
-
-def test_dark_pages_are_printed_in_dark_on_white(opened: Any) -> None:
-    page = opened(plan_report(chain(3), plan_of(chain(3), ["keep"] * 3)))
-    page.emulate_media(color_scheme="dark")
-    axis = "report.charts.waterline.axes[0].stroke(report.charts.waterline)"
-    assert page.evaluate(axis) != "#444"
-    page.evaluate("dispatchEvent(new Event('beforeprint'))")
-    assert page.evaluate(axis) == "#444"
-    page.evaluate("dispatchEvent(new Event('afterprint'))")
-    assert page.evaluate(axis) != "#444"
 
 
 def test_a_thousand_stages_fit_in_a_megabyte(opened: Any) -> None:
