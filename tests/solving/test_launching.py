@@ -12,8 +12,6 @@ from exactly import LONG_S, ROUNDING
 from random_chains import (
     homogeneous_chain,
     launched,
-    random_options,
-    random_segments,
     rich_chain,
     textbook_chain,
 )
@@ -21,7 +19,6 @@ from random_chains import (
 from ckptplan.core.option import ACTIONS
 from ckptplan.core.profile import Profile
 from ckptplan.core.request import Limits
-from ckptplan.core.schedule import StepNeed, evaluate, residency, tightest_peak
 from ckptplan.referee import simulate, validate
 from ckptplan.solving.bound.pricing import lower_bound
 from ckptplan.solving.cost import menus
@@ -87,25 +84,6 @@ def test_recompute_is_launched_and_a_swap_is_not() -> None:
     # With the lanes' optimum as its bound, the slower plan is named.
     wrong = replace(alone, launch_s=14.0, baseline_launch_s=12.0)
     assert [violation.kind for violation in validate(host, wrong, budget)] == ["prediction"]
-
-
-def test_a_mixture_never_takes_longer() -> None:
-    compared = 0
-    for seed in range(40):
-        rng = random.Random(seed)
-        profile = drawn(seed, rng.randint(1, 9))
-        segments = random_segments(rng, profile)
-        options = random_options(rng, profile, segments)
-        budget = tightest_peak(profile, residency(profile, options, segments)).bytes + rng.randint(0, 30)
-        share = rng.choice((0.0, 0.2, 0.5, 0.9, 0.99))
-        view = mixed(profile, share)
-        same = [stage.option(option.name) for stage, option in zip(view.stages, options, strict=True)]
-        step, mixture = evaluate(profile, options, budget, segments), evaluate(view, same, budget, segments)
-        assert not isinstance(step, StepNeed)
-        assert not isinstance(mixture, StepNeed)
-        assert mixture.makespan_s <= step.makespan_s * ROUNDING, (seed, share)
-        compared += mixture.makespan_s < step.makespan_s
-    assert compared > 15
 
 
 def test_the_linear_program_bounds_both_sums_together() -> None:

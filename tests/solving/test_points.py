@@ -6,7 +6,6 @@ import random
 from pathlib import Path
 
 import brute_force
-import numpy as np
 import pytest
 from exactly import ROUNDING, Limits, solve_profile
 from random_chains import random_chain, random_options, random_segments
@@ -19,7 +18,6 @@ from ckptplan.core.stage import Stage
 from ckptplan.core.storage import Storage
 from ckptplan.referee import simulate, validate
 from ckptplan.solving.cost import Evaluator
-from ckptplan.solving.points import Moves
 from ckptplan.solving.room import Room
 
 pytestmark = pytest.mark.planning
@@ -88,54 +86,6 @@ def test_the_fastest_moves_are_those_of_brute_force() -> None:
         compared += 1
     assert compared > 15
     assert shorter
-
-
-def count(moves: Moves) -> int:
-    return sum(map(len, moves.sendings))
-
-
-def test_changes_never_make_a_step_longer_and_their_costs_are_the_referees() -> None:
-    shorter = fewer = fewest = 0
-    for seed in range(40):
-        rng = random.Random(seed)
-        profile = random_chain(seed, rng.randint(4, 14))
-        segments = random_segments(rng, profile)
-        options = random_options(rng, profile, segments)
-        if seed % 3:
-            segments, options = (), [stage.find("swap") or stage.keep for stage in profile.stages]
-        codes = [stage.options.index(option) for stage, option in zip(profile.stages, options, strict=True)]
-        evaluator = Evaluator(profile)
-        budget = evaluator.peak(codes, segments) + rng.randint(0, 30)
-        lazy = evaluator.schedule(codes, budget, segments)
-        assert lazy is not None
-        start = Moves.of(lazy.step_s, lazy.choices, evaluator.options(lazy.codes), profile)
-        search = evaluator.search(lazy.codes, budget, segments)
-        found = search.improved(start, deadline=float("inf"))
-        # What gains nothing by itself goes with others, and more does where some time may be lost.
-        apart, order = search._faster(start, deadline=float("inf"))
-        assert found.seconds <= apart.seconds * ROUNDING
-        assert count(found) <= count(apart)
-        fewer += count(found) < count(apart)
-        together = search.joined(apart, order, apart.seconds * 1.05, float("inf"))
-        assert together.seconds <= apart.seconds * 1.05 * ROUNDING
-        fewest += count(together) < count(found)
-        least_s = float(evaluator.least_s(np.array([lazy.codes], np.int8), budget, segments)[0])
-        assert least_s <= found.seconds * ROUNDING
-        assert found.seconds <= lazy.step_s
-        if found is not start:
-            schedule = evaluator.with_moves(lazy.codes, segments, found)
-            timeline = simulate(profile, schedule.choices, segments)
-            assert timeline.makespan_s == pytest.approx(schedule.step_s, rel=1e-9, abs=1e-9)
-            assert timeline.peak_bytes == schedule.peak_bytes <= budget
-            assert schedule.step_s <= found.seconds * ROUNDING
-            joined = evaluator.joined(schedule, budget, schedule.step_s * 1.05, float("inf"))
-            assert joined.step_s <= schedule.step_s * 1.05 * ROUNDING
-            assert joined.host_bytes == schedule.host_bytes
-            assert simulate(profile, joined.choices, segments).peak_bytes == joined.peak_bytes <= budget
-            shorter += 1
-    assert shorter > 2
-    assert fewer
-    assert fewest
 
 
 def of_parts(sizes: list[int], needs: int, link: Link) -> Profile:
