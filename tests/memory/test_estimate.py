@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import threading
 from collections import Counter
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 import torch.utils.checkpoint
 from equal_layers import Layers
 from measured_phases import assert_measured, measure_phases
-from small_models import Transformer, build, plan_of, state_of
+from small_models import Transformer, build, plan_of
 from torch import nn
 
 import ckptplan
@@ -268,16 +267,6 @@ def test_sparse_gradients_are_refused() -> None:
         estimate(model, torch.randint(100, (4, 8)))
 
 
-def test_nothing_is_changed() -> None:
-    model, inputs = build("conv_norm")
-    before, layers = state_of(model), dict(model.named_modules())
-    estimate(model, inputs, optimizer="adamw", device="v100-16gb")
-    assert state_of(model) == before
-    assert dict(model.named_modules()) == layers
-    drop = torch.nn.functional.dropout(torch.ones(100), 0.5)  # the CPU's own kernels are back
-    assert set(drop.unique().tolist()) == {0.0, 2.0}
-
-
 def on_meta() -> tuple[nn.Module, torch.Tensor]:
     """Most of its bytes are activations, beside which the workspaces of a device count for little."""
     with torch.device("meta"):
@@ -363,17 +352,3 @@ def test_bad_input(arguments: dict[str, Any], says: str) -> None:
         estimate(model, inputs, **arguments)
     with pytest.raises(InvalidInputError, match="meta"):
         estimate(nn.Linear(4, 4, device="meta"), torch.zeros(2, 4))
-
-
-def test_nothing_is_left_behind() -> None:
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    def left() -> int:
-        gc.collect()
-        return sum(type(o) is FakeTensor for o in gc.get_objects())
-
-    model, inputs = transformer(1)
-    before = left()
-    estimate(model, inputs, optimizer="adamw")
-    ckptplan.profile(model, inputs, menus=False)
-    assert left() <= before

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -140,24 +139,6 @@ def test_the_bound_counts_what_every_plan_has_beside_its_tensors_and_nothing_els
         assert plan.counted_bytes <= budget == plan.budget_bytes
         assert plan.lower_bound_s == pytest.approx(alone.solved(budget).lower_bound_s)
         assert plan.status == "feasible"
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_orders_with_other_fragments(seed: int) -> None:
-    """No plan over the budget, none that the referee rejects."""
-    chain = homogeneous_chain(6, link_ratio=1.0)
-    budget = int(ckptplan.solve(chain, 1024).peak_bytes * (0.6 + 0.2 * seed))
-
-    def needs(plan: ckptplan.Plan) -> DeviceBytes:
-        fragments = hash(tuple(choice.action == "keep" for choice in plan.choices)) % 16 << 18
-        return DeviceBytes(plan.peak_bytes, plan.peak_bytes, plan.peak_bytes + fragments)
-
-    limits = Limits(actions=("keep", "recompute"), segments=False, time_limit_s=0.5)
-    job = jobs.Job(chain, limits, needs, on_cuda=True)
-    with contextlib.suppress(ckptplan.InfeasibleBudgetError):
-        plan = job.solved(budget)
-        assert plan.counted_bytes <= budget == plan.budget_bytes
-        job.sound(plan)
 
 
 def test_the_smallest_budget_that_is_named_works() -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from made_plans import plan_of, scheduled
 from odd.layers import Folded
 from odd.memory import tensor_in_an_argument_object
+from small_models import assert_kept, plan_of, scheduled
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -78,10 +78,7 @@ def _check(name: str) -> None:
     measured = profile(model, x, loss_fn=loss_fn, menus=False)
     for action in ("swap", "recompute"):
         plan = plan_of(measured, [action] * len(measured.stages))
-        found = ckptplan.verify(model, plan, x, loss_fn, repeats=1)
-        assert found.gradients_equal
-        assert found.other_paths == 0
-        assert found.measured_peak_bytes <= plan.peak_bytes
+        found = assert_kept(model, plan, x, loss_fn)
         # Random states of recomputed stages weigh much in models as small as these.
         assert plan.peak_bytes - found.measured_peak_bytes <= 16 << 10
     assert ckptplan.estimate(model, x, loss_fn=loss_fn).peak_bytes >= found.plain_peak_bytes  # type: ignore[operator]
@@ -169,9 +166,7 @@ def test_checkpoints_inside_stages(levels: int, how: Any) -> None:
         plan = scheduled(measured, options, (Segment(real[0], real[-1], inner),))
     else:
         plan = plan_of(measured, [how] * len(measured.stages))
-    found = ckptplan.verify(model, plan, x, repeats=1)
-    assert found.gradients_equal, found.differing
-    assert found.measured_peak_bytes <= plan.peak_bytes
+    found = assert_kept(model, plan, x)
     # Stages that run again have states of their own beside those of their checkpoints, not all at the peak.
     assert plan.peak_bytes - found.measured_peak_bytes <= 16 << 10
     assert torch.get_rng_state is taking
