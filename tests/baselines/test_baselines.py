@@ -13,7 +13,6 @@ from random_chains import random_chain, textbook_chain
 
 from ckptplan.baselines import (
     BASELINES,
-    _fractions,
     _rotor_dp,
     auto_perf_maxing,
     capuchin,
@@ -237,26 +236,6 @@ def test_dtr_evicts_the_stalest() -> None:
     assert (plan.segments, plan.step_s) == ((Segment(0, 1, (Segment(0, 0),)),), 12.0)
 
 
-def test_nested_constraints_agree_with_a_linear_program() -> None:
-    pywraplp = pytest.importorskip("ortools.linear_solver.pywraplp")
-    rng = random.Random(4)
-    for _ in range(20):
-        n = rng.randint(1, 8)
-        offers = [_fractions.Offer(i, rng.randint(1, 30), rng.randint(0, 20) / 7) for i in range(n) for _ in range(2)]
-        most = [sum(o.nbytes for o in offers if o.stage < k) for k in range(n)]
-        needs = [rng.uniform(-10, 0.9) * m for m in most]
-        solver = pywraplp.Solver.CreateSolver("GLOP")
-        bought = [solver.NumVar(0, offer.nbytes, "") for offer in offers]
-        for k, need in enumerate(needs):
-            solver.Add(sum((v for v, o in zip(bought, offers, strict=True) if o.stage < k), 0 * bought[0]) >= need)
-        solver.Minimize(sum(v * o.s_per_byte for v, o in zip(bought, offers, strict=True)))
-        assert solver.Solve() == pywraplp.Solver.OPTIMAL
-        found = _fractions.cheapest(offers, needs)
-        cost = sum(part * o.s_per_byte for part, o in zip(found, offers, strict=True))
-        # 1e-6: the simplex method's own tolerance.
-        assert cost == pytest.approx(solver.Objective().Value(), rel=1e-6, abs=1e-6)
-
-
 def test_sac_ilp_rounds_fractions_to_the_nearest_option() -> None:
     # 20 of 30 bytes are missing before s2: two thirds of s0, nearer to recompute than to keep.
     plan = BASELINES["sac_ilp"](chain(), 100)
@@ -317,20 +296,6 @@ def test_rotor_equals_brute_force() -> None:
             extra_s = _rotor_dp.Table(profile, budget).row(0, n - 1)[-1]
             assert profile.baseline_step_s + extra_s == pytest.approx(min(fits), rel=1e-9)
     assert fitting >= 30
-
-
-def test_rotor_in_coarse_units_still_fits_the_budget() -> None:
-    # Sizes without a common divisor, over 4000 units apart: rounded up, so the plan fits, and is as good or worse.
-    profile = Profile.from_chain(
-        [1.0] * 12, [2.0] * 12, [10_007] * 12, [30_011] * 12, input_bytes=10_009, forward_temp_bytes=[13] * 12
-    )
-    budget = 200_000
-    table = _rotor_dp.Table(profile, budget)
-    assert not table.exact
-    assert table.units <= _rotor_dp.MAX_UNITS
-    plan = BASELINES["rotor"](profile, budget)
-    assert validate(profile, plan, budget) == ()
-    assert plan.segments
 
 
 def test_rotor_nests_deeply_without_recursion() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import small_models
 import torch
@@ -37,19 +36,6 @@ class _More(torch.autograd.Function):
         return 2 * ctx.saved_tensors[0] * gradients[0]
 
 
-class _Other(torch.autograd.Function):
-    """Saves its input; of a fake tensor a copy."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x.clone() if _is_fake(x) else x)
-        return x.square()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        return 2 * ctx.saved_tensors[0] * gradients[0]
-
-
 class _Wide(torch.autograd.Function):
     """Saves a part of a large storage; of a fake tensor as much as it needs."""
 
@@ -70,18 +56,6 @@ def _narrow(x: torch.Tensor) -> torch.Tensor:
     return x.tanh().expand(1 if _is_fake(x) else 4, *x.shape).contiguous()[0]
 
 
-def _resized(x: torch.Tensor) -> torch.Tensor:
-    """A tensor that is as large as it needs after it was made."""
-    scale = torch.empty(0)
-    scale.resize_(x.shape).fill_(2.0)
-    return x * scale
-
-
-def _from_numpy(x: torch.Tensor) -> torch.Tensor:
-    """A view of memory that numpy has."""
-    return x * torch.from_numpy(np.full((6, *x.shape), 0.5, np.float32))[2]
-
-
 def _branch(x: torch.Tensor) -> torch.Tensor:
     """Another operation on real values."""
     return x.sin() if _is_fake(x) else x.sin() * x.cos()
@@ -89,11 +63,8 @@ def _branch(x: torch.Tensor) -> torch.Tensor:
 
 ODD: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "more": _More.apply,
-    "other": _Other.apply,
     "wide": _Wide.apply,
     "narrow": _narrow,
-    "resized": _resized,
-    "from_numpy": _from_numpy,
     "branch": _branch,
 }
 REFUSED = {"more": 2 * BYTES, "narrow": 4 * BYTES, "branch": 2 * BYTES}

@@ -124,28 +124,6 @@ def test_a_measured_profile_says_its_error() -> None:
     assert f"± {profile.step_error:.1%}" in str(profile)
 
 
-class Noisy(Slowing):
-    """A watch to which all kinds take 1 s each time, but for one, which takes 1, 2 and 3 s in turn."""
-
-    def end(self, span: Measurement) -> Took:
-        self.kinds.append(span.kind)
-        same = self.kinds.count(span.kind) if span.kind == ("kind 1", None, "forward") else 0
-        return Took(1.0 + same % 3, 0.0)
-
-
-def test_only_kinds_with_much_of_the_error_are_timed_further(monkeypatch: pytest.MonkeyPatch) -> None:
-    watches: list[Noisy] = []
-    monkeypatch.setattr(timing, "Stopwatch", lambda device: watches.append(Noisy(device)) or watches[-1])
-    monkeypatch.setattr(timing, "_MORE_S", 60.0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8)) for _ in range(3)))
-    kinds = {str(i): f"kind {i}" for i in range(3)}
-    step = make_step(model, Training(torch.randn(2, 8), loss_fn=torch.mean))
-    timing.time_stages(step, timing.StageWork(kinds, Counter(kinds.values()), {}), CPU, lambda: None)
-    runs = Counter(kind[0] for kind in watches[0].kinds if isinstance(kind, tuple) and kind[1:] == (None, "forward"))
-    assert runs["kind 0"] == runs["kind 2"] == 1 + timing._LEAST_RUNS  # one is a warm-up
-    assert runs["kind 1"] > runs["kind 0"]
-
-
 class Even(Slowing):
     """A watch to which recompute takes no time at all, as it may look where the machine is slow for a while."""
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from brute_force import Combination, combinations, decision, fastest, fastest_of_all_points, smallest_peak
 from made_plans import plan_with
-from random_chains import random_chain, random_options, random_segments, rich_chain, textbook_chain
+from random_chains import random_chain, random_options, random_segments, rich_chain
 
 from ckptplan.core.errors import InvalidInputError, PlanMismatchError
 from ckptplan.core.link import Link
@@ -604,19 +604,6 @@ def test_no_release_and_prefetch_points_beat_the_lazy_ones() -> None:
             best = fastest(profile, budget, host_bytes=host, within=found)
             every = fastest_of_all_points(profile, budget, host_bytes=host, within=found)
             assert best == (every if every is None else pytest.approx(every, rel=1e-9)), (seed, budget, host)
-
-
-def test_brute_force_tries_every_segment() -> None:
-    # Stages that can only keep or recompute. A sweep over k stages can be done in 1, 2, 6, 22, 90, ... ways: the large
-    # Schröder numbers S(k), as every stretch that is recomputed together is a bracket around its own sweep. A step of n
-    # stages begins with a single stage, 2 ways, or with a segment of j stages, S(j - 1) ways.
-    schroeder = [1, 2, 6, 22, 90]
-    steps = [1]
-    for n in range(1, 6):
-        longer = (schroeder[j - 1] * steps[n - j] for j in range(2, n + 1))
-        steps.append(2 * steps[n - 1] + sum(longer))
-        found = combinations(textbook_chain(random.Random(n), n), actions=("keep", "recompute"))
-        assert len(found) == len({(combination.options, combination.segments) for combination in found}) == steps[n]
 
 
 def test_brute_force_leaves_nothing_out_that_the_referee_accepts() -> None:

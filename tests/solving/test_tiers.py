@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import random
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from command_line import Run
 from exactly import LONG_S, NO_RECOMPUTE, Limits, check, solve_profile
-from random_chains import homogeneous_chain, random_chain, with_disk
+from random_chains import random_chain, with_disk
 
 import ckptplan
 from ckptplan.core.errors import InfeasibleBudgetError, InvalidInputError
@@ -19,14 +17,12 @@ from ckptplan.core.link import STAGING_BYTES, Link
 from ckptplan.core.plan import Decision, Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.schedule import StepNeed, evaluate
-from ckptplan.core.segment import Segment
 from ckptplan.core.units import GIB, format_swapped
 from ckptplan.planning.job import staged
 from ckptplan.referee import simulate, validate
-from ckptplan.solving import planner, smallest_peak
-from ckptplan.solving.cost import Evaluator, Schedule
-from ckptplan.solving.frontier import everything_kept_bytes, frontier_profile, smallest_within
-from ckptplan.solving.incumbent import AT_THE_HOSTS_RATE, Incumbent
+from ckptplan.solving import smallest_peak
+from ckptplan.solving.frontier import frontier_profile, smallest_within
+from ckptplan.solving.incumbent import AT_THE_HOSTS_RATE
 from ckptplan.solving.room import Room
 
 pytestmark = pytest.mark.planning
@@ -119,34 +115,6 @@ def test_violations_of_tiers() -> None:
     assert set(kinds(profile, at_host, host, disk)) == {"host budget", "prediction"}
 
 
-def test_other_placements_are_valid_and_start_a_search() -> None:
-    """As in plans of earlier versions; a search that begins with one returns nothing slower."""
-    profile = tight_chain()
-    limits = Limits(actions=NO_RECOMPUTE, host_bytes=20, disk_bytes=1000)
-    budget = smallest_peak(profile, limits).peak_bytes
-    plan = solve_profile(profile, budget, limits)
-    moving = [i for i, choice in enumerate(plan.choices) if choice.moves]
-    starts = 0
-    for away in itertools.product((False, True), repeat=len(moving)):
-        on_disk = set(itertools.compress(moving, away))
-        choices = tuple(replace(c, tier="disk" if i in on_disk else "host") for i, c in enumerate(plan.choices))
-        timeline = simulate(profile, choices)
-        if timeline.host_bytes > 20:
-            continue
-        other = replace(
-            plan,
-            choices=choices,
-            host_bytes=timeline.host_bytes,
-            disk_bytes=timeline.disk_bytes,
-            step_s=timeline.makespan_s,
-            status="feasible",
-        )
-        assert validate(profile, Plan.from_json(other.to_json()), budget, host_bytes=20, disk_bytes=1000) == ()
-        assert solve_profile(profile, budget, limits, start=(other, 0.0)).step_s <= other.step_s
-        starts += 1
-    assert starts > 3
-
-
 def test_a_disk_makes_smaller_peaks_possible() -> None:
     profile = tight_chain()
     limits = {"actions": NO_RECOMPUTE, "host_bytes": 10}
@@ -213,31 +181,6 @@ def test_no_swap_gains_nothing() -> None:
         if not cut:
             swaps += sum(bool(choice.moves) for choice in plan.choices)
     assert swaps
-
-
-def test_a_swap_that_gains_nothing_is_dropped() -> None:
-    """Given plans that swap for nothing, the last pass takes the swaps back, though the time is over."""
-    profile = homogeneous_chain(8, link_ratio=2.0)
-    names = [[option.name for option in stage.options] for stage in profile.stages]
-    evaluator, kept = Evaluator(profile), everything_kept_bytes(profile)
-
-    def left_over(codes: list[int], budget: int, segments: tuple[Segment, ...] = ()) -> Schedule:
-        """What the last pass makes, for a larger budget, of a plan made for the least it can do with."""
-        schedule = evaluator.schedule(codes, evaluator.peak(codes, segments), segments)
-        assert schedule is not None
-        assert schedule.host_bytes > 0
-        incumbent = Incumbent(profile, budget, Limits(), evaluator, best=schedule, lazy=schedule)
-        return planner._PlanSearch(incumbent, time.monotonic() - 1).result()
-
-    swaps = left_over([row.index("swap") for row in names], kept)
-    assert (swaps.host_bytes, {choice.action for choice in swaps.choices}) == (0, {"keep"})
-    # In a segment a stage can't keep: it recomputes without moving its input, or the segment goes.
-    segment = (Segment(1, 2),)
-    together = [
-        row.index("recompute" if i == 0 else "recompute+swap" if i < 3 else "keep") for i, row in enumerate(names)
-    ]
-    again = left_over(together, kept, segment)
-    assert (again.host_bytes, again.choices[1].option, again.segments) in ((0, "recompute", segment), (0, "keep", ()))
 
 
 # ---- The interface
