@@ -16,8 +16,6 @@ from ckptplan.baselines import (
     _rotor_dp,
     auto_perf_maxing,
     capuchin,
-    superneurons,
-    uniform,
 )
 from ckptplan.baselines._build import Selection, named, smallest_peak
 from ckptplan.cli.tables import Row, planners_table
@@ -155,16 +153,6 @@ def test_chen_greedy_scans_the_limit() -> None:
     assert caught.value.min_peak_bytes == 90
 
 
-def test_uniform_spreads_evenly_and_takes_the_best() -> None:
-    halves = {"keep": 10, "swap": 0, "recompute": 10}
-    assert uniform.spread(chain(4), halves) == ("keep", "recompute", "keep", "recompute")
-    thirds = {"keep": 5, "swap": 5, "recompute": 10}
-    assert uniform.spread(chain(4), thirds) == ("recompute", "keep", "swap", "recompute")
-    # At 100 bytes s0's 20 must go: half swapped, half kept hides it (see meng_swap).
-    plan = BASELINES["uniform"](chain(), 100)
-    assert (names_of(plan), plan.step_s) == (["swap", "keep", "keep"], 9.0)
-
-
 def test_meng_swaps_leading_stages() -> None:
     # s0 alone moves 20: out from 1 to 3, before s2's backward begins at 3; back from 5 to 7, while s1 runs backward.
     plan = BASELINES["meng_swap"](chain(), 100)
@@ -203,15 +191,6 @@ def test_superneurons_recomputes_cheap_stages() -> None:
     profile = chain(link=0.01, forward_s=(3.0, 1.0, 3.0), backward_s=(2.0, 2.0, 2.0))
     plan = BASELINES["superneurons"](profile, 100)
     assert (names_of(plan), plan.step_s) == (["keep", "recompute", "keep"], 14.0)
-
-
-def test_superneurons_nests_where_a_segment_outgrows_the_largest_layer() -> None:
-    dear = [True, False, False, True]
-    # s1 and s2 hold 40 each with their inputs, and a gradient of 10: 90. The largest stage has 40 + 10.
-    assert superneurons.cheap_segments(chain(4), dear) == (Segment(1, 2, (Segment(1, 1),)),)
-    # With 90 saved by s0 the largest has 100.
-    large = Profile.from_chain([1.0] * 4, [2.0] * 4, [10] * 4, [90, 30, 30, 30], input_bytes=10)
-    assert superneurons.cheap_segments(large, dear) == (Segment(1, 2),)
 
 
 def test_capuchin_swaps_by_free_time_then_recomputes() -> None:

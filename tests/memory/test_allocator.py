@@ -263,34 +263,6 @@ def test_large_segments_get_falling_addresses_and_small_ones_growing_ones(
         a.address_of(0)
 
 
-def test_a_request_for_new_memory_passes_by_a_free_block() -> None:
-    a = make()
-    a.allocate(0, 12 * M)
-    a.free(0)
-    a.allocate(1, 12 * M, grow=True)
-    assert layout(a) == [[("free", 12 * M)], [(1, 12 * M)]]
-
-
-def test_a_state_is_restored_with_what_waits() -> None:
-    a = make()
-    a.allocate(0, 5 * M)
-    a.allocate(1, 4 * M, stream=3)
-    a.allocate(2, 1000)
-    a.record_stream(0, 2)
-    a.free(0)
-    b = make()
-    b.restore(a.snapshot())
-    assert b.snapshot() == a.snapshot()
-    assert figures(b) == figures(a)
-    assert (b.peak_reserved_bytes, b.peak_allocated_bytes) == (a.reserved_bytes, a.allocated_bytes)
-    b.synchronize(2)  # whose event it was isn't in a state
-    b.allocate(3, 20 * M)
-    assert b.reserved_bytes == a.reserved_bytes + 20 * M
-    b.synchronize(-1)  # of block 0
-    b.allocate(4, 20 * M)  # the 5 MiB are free, the whole segment with them
-    assert b.reserved_bytes == a.reserved_bytes + 20 * M
-
-
 def test_states_that_cannot_be_restored() -> None:
     used = make()
     used.allocate(0, 512)

@@ -143,13 +143,6 @@ def by_hand(
     return {"allocator_conf": conf, "devices": [{"events": columns, "initial": initial, "final_segments": []}]}
 
 
-def test_a_record_that_begins_in_a_free() -> None:
-    """The block waits when the record starts, and is free for the request that follows."""
-    history = by_hand("", [("c", A, 12 * M), ("a", A, 12 * M)], [[A, 12 * M, 0, False, False]], [[A, 12 * M, 12 * M]])
-    assert [block.state for block in start_of(history["devices"][0])[0].blocks] == ["waiting"]
-    assert Replay(history).first_difference is None
-
-
 def test_a_release_of_some_segments() -> None:
     """26 MiB don't fit beside 50 and 24 in 80: the 50, oversize, go; the free 24 stay."""
     events = [("A", A, 50 * M), ("a", A, 50 * M), ("A", C, 24 * M), ("a", C, 24 * M)]
@@ -159,10 +152,3 @@ def test_a_release_of_some_segments() -> None:
     assert found.first_difference is None
     assert ("release", A) in found.calls
     assert (found.allocator.peak_reserved_bytes, found.allocator.reserved_bytes) == (74 * M, 50 * M)
-
-
-def test_an_expandable_segment_begins_where_the_record_maps_its_lowest_page() -> None:
-    """At the start its first page is unmapped; the lowest room is taken, so it comes back before the fourth does."""
-    start = [[A + 20 * M, 40 * M, 0, False, True]], [[A + 20 * M, 40 * M, 40 * M]]
-    events = [("M", A, 20 * M), ("a", A, 15 * M)]
-    assert Replay(by_hand("expandable_segments:True", events, *start)).first_difference is None

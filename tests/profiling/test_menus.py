@@ -159,12 +159,6 @@ def test_the_front_is_that_of_brute_force(seed: int) -> None:
         assert (c.nbytes, c.saved_s) == (sum(ops[i].nbytes for i in c.ops), sum(ops[i].seconds for i in c.ops))
 
 
-def test_collectives_are_recognised() -> None:
-    pytest.importorskip("torch.distributed._functional_collectives")
-    assert menus._is_collective(torch.ops._c10d_functional.all_reduce.default)
-    assert not menus._is_collective(torch.ops.aten.mm.default)
-
-
 def test_the_points_offered_follow_the_hull() -> None:
     #                bytes, time saved of 10: (2, 8) is by far the best; (3, 8.1) lies above the line from it to keep.
     choices = [

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 
 import pytest
-from exactly import LONG_S, NO_RECOMPUTE, NOTHING_MOVES, ROUNDING
+from exactly import LONG_S, NO_RECOMPUTE, ROUNDING
 from random_chains import homogeneous_chain, random_chain, random_options, random_segments, textbook_chain
 
 from ckptplan.core.option import ACTIONS
@@ -81,14 +81,6 @@ def test_tight_on_equal_stages(link_ratio: float) -> None:
         found = bound(profile, least + (most - least) * percent // 100)
         # What remains is whole transfers, and the bytes of parts of a stage.
         assert step_s / 1.008 <= found.bound_s <= step_s * (1 + 1e-6), percent
-
-
-def test_segments_lower_the_bound_of_a_chain_without_a_link() -> None:
-    profile = homogeneous_chain(30, link_ratio=1e-6)
-    menu = menus(profile, NOTHING_MOVES)
-    budget = peak_of(profile, "recompute")
-    alone = bound(profile, budget, menu=menu, segments=False).bound_s
-    assert bound(profile, budget, menu=menu).bound_s < alone * 0.999
 
 
 def test_prices_are_the_slope_of_the_bound() -> None:
