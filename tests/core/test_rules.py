@@ -75,33 +75,6 @@ def test_the_worked_example() -> None:
     )
 
 
-def test_the_worked_example_of_a_dropped_graph() -> None:
-    kept = example()
-    first, second = kept.stages
-    alone = Option("keep", (0, 1), (), 60, 0)
-    less = Option("discard", (0,), (), 20, 0, recomputes=True)
-    profile = replace(
-        kept,
-        stages=(
-            replace(first, options=(alone, less), backward_s=0.0),
-            replace(second, options=(second.keep,), linked=()),
-        ),
-        storages=(*(replace(storage, graph_until=1) for storage in kept.storages[:2]), *kept.storages[2:]),
-    )
-    starts = {}
-    for option in (alone, less):
-        timeline = simulate(profile, [Decision(option.action, option=option.name), Decision("keep")])
-        starts[option.name] = [(step.phase, step.start_bytes) for step in timeline.steps[:4]]
-        assert timeline.runs == (1, 1)
-        r = residency(profile, (option, second.keep))
-        added = [option.forward_bytes, second.keep.forward_bytes, second.keep.backward_bytes, 0]
-        wanted = [start + more for (_, start), more in zip(starts[option.name], added, strict=True)]
-        assert [*r.forward_bytes, *r.backward_bytes[::-1]] == wanted
-    backward = [("backward", 25), ("backward", 5)]
-    assert starts["keep"] == [("forward", 10), ("forward", 70), *backward]
-    assert starts["discard"] == [("forward", 10), ("forward", 30), *backward]
-
-
 def test_what_a_dropped_graph_saved_never_moves_and_its_stage_has_no_backward() -> None:
     kept = example()
     dropped = replace(kept, storages=(kept.storages[0], replace(kept.storages[1], graph_until=1), *kept.storages[2:]))
@@ -134,35 +107,3 @@ def test_options_of_dropped_graphs_are_checked() -> None:
 
 def _steps(profile: Profile, options: tuple[Option, ...], segments: tuple[Segment, ...]) -> tuple:  # type: ignore[type-arg]
     return simulate(profile, [Decision(o.action, option=o.name) for o in options], segments).steps
-
-
-def passed_on() -> Profile:
-    """The first stage saves 30 bytes and its output of 60, which the second stage, of 50, reads and doesn't save.
-
-    So 110 bytes are there in forward step 1, however soon both are copied, and 100 in step 2 if they are away.
-    """
-    storages = (Storage("a", 30, 0, 0), Storage("y", 60, 0, 1))
-    keep = Option("keep", (0, 1), (), 90, 0)
-    options = ((keep, replace(keep, name="swap", moves=(0, 1))), *((Option("keep", (), (), n, n),) for n in (50, 100)))
-    return Profile(
-        stages=tuple(Stage(f"s{i}", f"{i}", menu, 1.0, 1.0) for i, menu in enumerate(options)),
-        storages=storages,
-        base_forward_bytes=(0, 0, 0),
-        base_backward_bytes=(0, 0, 0),
-        update_peak_bytes=0,
-        link=Link(1e3, 1e3),
-    )
-
-
-def test_what_the_program_holds_is_there_until_it_lets_go() -> None:
-    profile = passed_on()
-    options = (profile.stages[0].option("swap"), *(stage.keep for stage in profile.stages[1:]))
-    r = residency(profile, options)
-    assert (r.moves, r.lingering) == (((0, 1), (), ()), ((0, 1, 60),))
-    assert (r.forward_bytes, r.backward_bytes) == ((90, 110, 100), (90, 50, 100))
-    plan = solve_profile(profile, 110, Limits(time_limit_s=5))
-    assert (plan.peak_bytes, plan.status) == (110, "optimal")
-    assert validate(profile, plan, 110) == ()
-    assert plan.step_s == pytest.approx(6.06)  # a, 0.03 s each way in front of the second stage
-    y = next(t for t in plan.choices[0].transfers if 1 in t.moves)
-    assert (y.release, y.prefetch) == (1, 1)

@@ -43,10 +43,6 @@ def accumulating(model: nn.Module, number: int) -> None:
         loss_of(model(X)).backward()
 
 
-def two_at_once(model: nn.Module, number: int) -> None:
-    (loss_of(model(X)) + loss_of(model(2 * X))).backward()
-
-
 def thawing(model: nn.Module, number: int) -> None:
     model.requires_grad_(number > 1)
     model[2:].requires_grad_(True)  # type: ignore[index]
@@ -216,18 +212,6 @@ def test_a_graph_from_before_a_new_plan_runs_backward_with_the_buffers_that_it_s
     with ckptplan.apply(model, plan) as handle:
         assert_same(trained(model, step), wanted)
         assert handle.replans
-
-
-def test_two_forwards_at_once_are_warned_of_and_not_planned_for() -> None:
-    wanted = trained(blocks(), two_at_once)
-    model = blocks()
-    plan = within("60%")
-    text = r"1 before it had no backward yet, and each holds .*; solve with the budget less what the others hold"
-    with pytest.warns(RuntimeWarning, match=text) as told, ckptplan.apply(model, plan) as handle:
-        assert_same(trained(model, two_at_once), wanted)
-    assert len(told) == 1
-    assert handle.plan is plan
-    assert handle.stats().differences == {"forwards": 4}
 
 
 @pytest.mark.filterwarnings("ignore:the peak may exceed", "ignore:.*planned again")

@@ -21,7 +21,6 @@ from ckptplan.core.link import Link
 from ckptplan.distributed.absent import sharded
 from ckptplan.profiling import profiler
 from ckptplan.profiling.bytes import folding, unfolding
-from ckptplan.profiling.bytes.folding import Periods, Run
 from ckptplan.profiling.target import Target
 from ckptplan.profiling.times.timing import StageWork, Times
 
@@ -345,19 +344,3 @@ def test_units_with_other_settings_are_not_equal() -> None:
             getattr(layers[6], name)(True, recurse=False)
         layers[0].set_modules_to_backward_prefetch([layers[3]])
         assert folding.find_runs(layers) == []
-
-
-# --- names and periods ---
-
-
-def test_names_of_the_short_model_and_back() -> None:
-    run = Run("model.h", 1, 16, 2, kept=4)
-    names = (*(f"model.h.{i}.{part}" for i in range(18) for part in ("attn", "mlp")), "head")
-    short = tuple(filter(None, map(run.shortened, names)))
-    assert short == (*(f"model.h.{i}.{part}" for i in range(10) for part in ("attn", "mlp")), "head")
-    periods = Periods.of(run, short)
-    assert periods is not None
-    assert periods.stages(short) == names
-    assert periods.order == (0, 1, 1, 1, 1, 1, 2, 3)
-    assert [periods.home(g) for g in (4, 5, 12, 13, 36, 37)] == [None, 0, 0, 1, 3, None]
-    assert Periods.of(run, (*short[:4], *short[5:])) is None

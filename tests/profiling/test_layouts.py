@@ -91,18 +91,6 @@ def test_a_kernel_runs_each_time_if_its_call_does_not_tell_the_result(mode: Fake
     assert found[0] == found[1] == found[2]
 
 
-@pytest.mark.parametrize("part", [lambda made: made.view(2, 2), lambda made: made[:2]], ids=["shared", "larger"])
-def test_storages_of_several_results_or_larger_than_one_are_made_by_the_kernel(mode: FakeTensorMode, part: Any) -> None:
-    def kernel(tensor: torch.Tensor) -> Any:
-        made = tensor + 1
-        return (made, part(made)) if made.shape == part(made).reshape(-1).shape else part(made)
-
-    kernel.namespace, kernel.tags = "aten", ()  # type: ignore[attr-defined]
-    runs, found = three_times(mode, lambda: (kernel, (torch.empty(4),), {}))
-    assert runs == 3
-    assert found[0] == found[1] == found[2]
-
-
 def test_the_key_of_a_call_is_made_once_and_is_its_own(mode: FakeTensorMode) -> None:
     """Python calls 1, 1.0 and True equal, as well as 0.0 and -0.0; text made of keys tells stages apart."""
     keys = OpKeys()

@@ -17,7 +17,7 @@ import ckptplan
 from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.core.segment import Segment
 from ckptplan.profiling.bytes import storages
-from ckptplan.profiling.bytes.storages import enlarged, ruled_bytes
+from ckptplan.profiling.bytes.storages import ruled_bytes
 from ckptplan.profiling.profiler import profile
 
 ATEN = torch.ops.aten
@@ -73,16 +73,6 @@ def test_a_device_that_is_not_here_has_them_by_rule() -> None:
     model, x = folds()
     chain = profile(model, x, device="a100-40gb", menus=False)
     assert max(s.nbytes for s in chain.storages) >= 4 * 4 * 9 * 144 * 4
-
-
-def test_only_new_storages_that_match_are_enlarged() -> None:
-    x = torch.zeros(4)
-    made = torch.ones(2, 2)
-    assert enlarged((x,), made, (16, 16)) is made
-    assert enlarged((x,), x.view(2, 2), (64,)).untyped_storage().nbytes() == 16
-    assert enlarged((x,), made, (8,)) is made
-    larger = enlarged((x,), (made, x), (64,))[0]
-    assert (larger.shape, larger.stride(), larger.untyped_storage().nbytes()) == (made.shape, made.stride(), 64)
 
 
 # ---------------------------------------------------------------- checkpoints inside

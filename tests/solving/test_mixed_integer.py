@@ -18,7 +18,6 @@ from typing import Any, get_args
 import brute_force
 import pytest
 from exactly import ROUNDING
-from ortools.math_opt.python import mathopt
 from random_chains import homogeneous_chain, odd_chain, random_chain
 from steered import steer
 
@@ -95,24 +94,6 @@ def test_it_is_used_where_the_linear_bound_leaves_a_gap() -> None:
     assert "mixed-integer program" in parts
     linear = lower_bound(space_of(profile), budget, deadline=time.monotonic() + 60)
     assert linear.bound_s <= plan.lower_bound_s <= simulate(profile, plan).makespan_s * ROUNDING
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "possible"),
-    [
-        ((0, 1), (1, 2), False),
-        ((0, 2), (1, 3), False),
-        ((0, 1), (0, 2), True),
-        ((0, 1), (2, 3), True),
-    ],
-)
-def test_inner_segments_do_not_cross(one: tuple[int, int], other: tuple[int, int], possible: bool) -> None:
-    """Two that do would drop what they share for the time of one: a bound below every plan's time."""
-    profile = homogeneous_chain(7, link_ratio=0.5)
-    model = problem_of(profile, 4 * everything_kept_bytes(profile)).model()
-    model.require(model.w[one] + model.w[other] >= 2)
-    result = mathopt.solve(model.model, mathopt.SolverType.GSCIP)
-    assert result.has_primal_feasible_solution() == possible
 
 
 def test_a_program_with_a_few_segments_suggests_plans_and_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,16 +179,6 @@ def test_an_interrupt_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(KeyboardInterrupt):
         solve_profile(profile, budget, Limits(gap=0.0, time_limit_s=20))
     assert begun[0].wait(timeout=10) != 0
-
-
-def test_whole_numbers_only_relax() -> None:
-    """A row's whole coefficients leave room for every plan, and hardly any more."""
-    profile = random_chain(11, 12)
-    least = smallest_peak(profile).peak_bytes
-    budget = least + (everything_kept_bytes(profile) - least) // 8
-    exact, whole = (s.solve(problem_of(profile, budget), time.monotonic() + 60, 1e-4) for s in (scip, cp_sat))
-    assert profile.baseline_step_s * 1.01 < whole.bound_s <= exact.bound_s * (1 + 1e-4)
-    assert whole.bound_s >= exact.bound_s * (1 - 1e-3)
 
 
 def test_a_plan_that_does_not_fit_in_the_time_of_a_known_one_is_no_bound() -> None:

@@ -70,25 +70,6 @@ def test_times_of_the_tiers_by_hand(tier, out_s, in_s) -> None:  # type: ignore[
     assert late.peak_bytes >= timeline.peak_bytes
 
 
-def test_both_tiers_share_the_queues() -> None:
-    """A copy to the host waits for the one to the disk before it."""
-    profile, first, second = three_stages()
-    choices = [
-        Decision.moving("swap", (first,), 2, 1, tier="disk"),
-        Decision.moving("swap", (second,), 2, 1, tier="host"),
-        Decision("keep"),
-    ]
-    timeline = simulate(profile, choices)
-    times = [(e.lane, e.stage, e.start_s, e.end_s) for e in timeline.events if e.lane != "compute"]
-    assert times == [
-        ("out", "s0", 1.0, 3.0),
-        ("out", "s1", 3.0, 4.0),
-        ("in", "s1", 5.0, 6.0),
-        ("in", "s0", 6.0, 8.5),
-    ]
-    assert timeline.makespan_s == 9.5
-
-
 def test_violations_of_tiers() -> None:
     profile = tight_chain()
     host, disk = 10, 1000
