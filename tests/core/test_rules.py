@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 from exactly import Limits, solve_profile
 
-from ckptplan.core import rules
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.link import Link
 from ckptplan.core.option import Option
@@ -86,15 +85,6 @@ def test_what_a_dropped_graph_saved_never_moves_and_its_stage_has_no_backward() 
     assert ("moves", "first") in {(broken.kind, broken.stage) for broken in validate(dropped, moved, 1000)}
     with pytest.raises(InvalidInputError, match="has one holder"):
         replace(kept, storages=(*kept.storages[:2], replace(kept.storages[2], graph_until=1), kept.storages[3]))
-    # A prefetch point lies in no stage that may be discarded: here, in the first stage alone.
-    menu = (Option("keep", (), (), 5, 0), Option("discard", (), (), 5, 0, recomputes=True))
-    profile = replace(kept, stages=(kept.stages[0], replace(kept.stages[1], options=menu, linked=())))
-    assert rules.enforceable_points(profile.stages) == ((0, 1), (0, 0))
-    plan = solve_profile(profile, 1000, Limits(time_limit_s=1))
-    for prefetch, kinds in ((0, set()), (1, {"points"})):
-        moving = [Decision.moving("swap", (0, 1), 0, prefetch, "swap"), Decision("keep")]
-        moved = replace(plan, choices=tuple(moving))
-        assert {broken.kind for broken in validate(profile, moved, 1000)} - {"prediction"} == kinds
 
 
 def test_options_of_dropped_graphs_are_checked() -> None:

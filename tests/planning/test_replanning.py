@@ -265,12 +265,6 @@ def test_options_of_a_solve_are_recalled_and_hold_no_model() -> None:
     assert there() is None
     assert recalled(plan) is None
 
-    class Slotted:  # it can't be referred to weakly
-        __slots__ = ()
-
-    remember(plan, {"loss_fn": Slotted()})
-    assert recalled(plan) is None
-
 
 def test_a_share_is_of_what_each_plan_s_own_inputs_span(tmp_path: Path) -> None:
     model = blocks()

@@ -94,14 +94,6 @@ class TeacherLast(Parts):
         return F.mse_loss(self.on_main(x), self.on_side(x).detach())
 
 
-class NoLoss(Parts):
-    """The second output enters no loss, and is there to the end."""
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x = self.first(x)
-        return self.on_main(x), self.on_side(x)
-
-
 class Siamese(Parts):
     """Two views through the same blocks, each of which is the other's constant target."""
 
@@ -131,7 +123,7 @@ class Unused(Parts):
         return x
 
 
-KINDS = (Detached, Held, Midway, TeacherFirst, NoLoss, Siamese, Unused)
+KINDS = (Detached, Held, Midway, TeacherFirst, Siamese, Unused)
 OF_A_STEP = (Held, TeacherLast)
 ACTIONS: tuple[tuple[Action, ...], ...] = (("keep", "swap", "recompute"), ("keep", "recompute"))
 

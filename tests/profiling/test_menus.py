@@ -203,15 +203,9 @@ def test_tiny_stages_and_those_of_profiles_without_menus_have_the_plain_options(
 
 def test_options_without_a_replay_have_the_bytes_that_one_finds(monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs, profile = profiled("attending")
-    counted: list[None] = []
-    original = trace.replay
-    monkeypatch.setattr(trace, "replay", lambda *args, **kwargs: (counted.append(None), original(*args, **kwargs))[1])
     with by_made_up_times():
-        ckptplan.profile(model, inputs)
-        few = len(counted)
         monkeypatch.setattr(trace, "_UNSEEN", "")  # as if every storage had been unseen: each option gets a replay
         alike = ckptplan.profile(model, inputs)
-    assert few < len(counted) - few
     for one, other in zip(profile.stages, alike.stages, strict=True):
         for option in one.options:
             found = other.option(option.name)

@@ -116,37 +116,6 @@ class AddedTo(nn.Module):
         return x
 
 
-class Keys:
-    """An object among arguments, such as a cache."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-
-
-class Prefixed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.f = feed_forward().requires_grad_(False)
-
-    def forward(self, x: torch.Tensor, keys: Keys) -> torch.Tensor:
-        return self.f(x) * keys.tensor
-
-
-class WithPrefix(nn.Module):
-    """Trains a prefix alone, which its layers get inside an object."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.prefix = nn.Parameter(torch.randn(32))
-        self.layers = nn.ModuleList(Prefixed() for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        keys = Keys(self.prefix * 1.0)
-        for layer in self.layers:
-            x = layer(x, keys)
-        return x
-
-
 class Plain(nn.Module):
     """Layers that are in no list."""
 
@@ -165,7 +134,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "containers registered without keys": Boxes,
     "frozen, with a leaf": lambda: nn.Sequential(WithLeaf(), *(feed_forward() for _ in range(3))),
     "tensors of a subclass": lambda: nn.Sequential(*(AsSubclass() for _ in range(3))),
-    "leaves in objects among the arguments": WithPrefix,
 }
 
 

@@ -37,15 +37,6 @@ def test_parts_and_orders_are_found(name: str, budget: int, step_s: float) -> No
     assert validate(profile, plan, budget) == ()
 
 
-def test_a_real_models_plan_is_as_fast_as_any() -> None:
-    """0.0259 s with all moves of all options, which was called optimal, and 0.0258 s with other points."""
-    profile = Profile.load(PROFILES / "hidden_model.json")
-    plan = solve_profile(profile, 16273809)
-    assert validate(profile, plan, 16273809) == ()
-    assert plan.status == "optimal"
-    assert plan.step_s < 0.0252
-
-
 def of_parts(sizes: list[int], needs: int, link: Link) -> Profile:
     """A stage that may move any part of `sizes`, and one that needs some bytes beside what stays."""
     every = tuple(range(len(sizes)))
