@@ -267,21 +267,9 @@ def test_rotor_equals_brute_force() -> None:
     assert fitting >= 30
 
 
-def test_pofo_swaps_and_is_never_slower_than_rotor() -> None:
+def test_pofo_swaps_what_hides() -> None:
     plan = BASELINES["pofo"](chain(), 100)
     assert (names_of(plan), plan.step_s) == (["swap", "keep", "keep"], 9.0)
-    rng = random.Random(6)
-    faster = 0
-    for seed in range(6):
-        profile = textbook_chain(random.Random(seed), 12)
-        with pytest.raises(InfeasibleBudgetError) as caught:
-            BASELINES["rotor"](profile, 0)
-        budget = rng.randint(caught.value.min_peak_bytes, keep_all_peak(profile))
-        alone, both = (BASELINES[name](profile, budget).step_s for name in ("rotor", "pofo"))
-        # 1e-9: the same seconds are added in another order.
-        assert both <= alone * (1 + 1e-9)
-        faster += both < alone * (1 - 1e-3)
-    assert faster
 
 
 def some_budgets(rng: random.Random, profile: Profile) -> list[int]:

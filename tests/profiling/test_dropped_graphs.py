@@ -17,7 +17,6 @@ import ckptplan
 from ckptplan.baselines.everywhere import recompute_all
 from ckptplan.core.option import DISCARD, Action
 from ckptplan.core.request import Limits
-from ckptplan.profiling.bytes import unfolding
 from ckptplan.solving.planner import smallest_peak
 
 WIDTH, ROWS = 32, 96
@@ -187,22 +186,6 @@ def test_a_dropped_graph_costs_no_backward_and_can_be_discarded() -> None:
     smallest = least(profile)
     assert DISCARD in {choice.option for choice in smallest.choices}
     assert smallest.peak_bytes <= recompute_all(profile, profile.resident_bytes * 100).peak_bytes
-
-
-@pytest.mark.parametrize("kind", [Midway, Unused])
-def test_a_few_layers_stand_for_all(kind: type[Parts], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether a graph is dropped in another layer than its own, or behind all of them."""
-    deep = type(kind.__name__, (kind,), {"depth": 7})
-    _, _, few = profiled(deep)
-    monkeypatch.setattr(unfolding, "find_runs", lambda model: [])
-    _, _, every = profiled(deep)
-    assert few.storages == every.storages
-    assert few.base_forward_bytes == every.base_forward_bytes
-    assert few.base_backward_bytes == every.base_backward_bytes
-    for ours, theirs in zip(few.stages, every.stages, strict=True):
-        for option, other in zip(ours.options, theirs.options, strict=True):
-            assert (option.name, option.held) == (other.name, other.held)
-            assert (option.forward_bytes, option.backward_bytes) == (other.forward_bytes, other.backward_bytes)
 
 
 class Changing(Parts):

@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from equal_layers import DEPTH, FORWARDS, Layers
+from test_dropped_graphs import Detached, Midway, Parts, Unused, loss_of
 from test_menus import by_made_up_times
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -208,6 +209,11 @@ class Case(NamedTuple):
 UNITS = ckptplan.FSDP(4, units=("Residual",), param_dtype="bfloat16")
 
 
+def dropping_graphs(kind: type[Parts], *, folded: bool) -> Case:
+    deep = type(kind.__name__, (kind,), {"depth": 7})
+    return Case(lambda: (deep(), torch.randn(96, 32), {"menus": False, "loss_fn": loss_of}), folded)
+
+
 def equal(**options: Any) -> Built:
     return stack(*(Residual(place=k) for k in range(8)), **options)
 
@@ -230,9 +236,12 @@ CASES: dict[str, Case] = {
     "nested": Case(lambda: stack(*(nn.Sequential(*(Residual() for _ in range(5))) for _ in range(5)))),
     "collecting": Case(lambda: collecting(lambda out: out[0].sum())),
     "normed": Case(normed),
+    "graph dropped": dropping_graphs(Detached, folded=True),
     "checkpointed": Case(lambda: stack(*(Checkpointed() for _ in range(7)))),
     "carrying": Case(lambda: (Carrying(), tuple(torch.randn(2, 16, 40, 32)), {"menus": False})),
     # Here some operation isn't that of another layer, or there are as many as layers, so all are run.
+    "graph dropped in another layer": dropping_graphs(Midway, folded=False),
+    "graphs dropped behind all": dropping_graphs(Unused, folded=False),
     "one hooked": Case(lambda: stack(*(Hooked(k, 5) for k in range(8))), folded=False),
     "heavy once": Case(lambda: stack(*(HeavyOnce(place=k) for k in range(8))), folded=False),
     "stacking": Case(lambda: collecting(lambda out: torch.stack(out[1]).sum()), folded=False),

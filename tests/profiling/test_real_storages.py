@@ -23,7 +23,13 @@ def _is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
-class _More(torch.autograd.Function):
+class _Square(torch.autograd.Function):
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return 2 * ctx.saved_tensors[0] * gradients[0]
+
+
+class _More(_Square):
     """Saves a mask and its input, of fake tensors its input alone."""
 
     @staticmethod
@@ -31,12 +37,8 @@ class _More(torch.autograd.Function):
         ctx.save_for_backward(*((x,) if _is_fake(x) else (x, x.exp(), x.sin())))
         return x.square()
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        return 2 * ctx.saved_tensors[0] * gradients[0]
 
-
-class _Wide(torch.autograd.Function):
+class _Wide(_Square):
     """Saves a part of a large storage; of a fake tensor as much as it needs."""
 
     @staticmethod
@@ -45,10 +47,6 @@ class _Wide(torch.autograd.Function):
         whole[-1].copy_(x)
         ctx.save_for_backward(whole[-1])
         return x.square()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        return 2 * ctx.saved_tensors[0] * gradients[0]
 
 
 def _narrow(x: torch.Tensor) -> torch.Tensor:

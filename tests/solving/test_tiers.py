@@ -23,7 +23,6 @@ from ckptplan.referee import simulate, validate
 from ckptplan.solving import smallest_peak
 from ckptplan.solving.frontier import frontier_profile, smallest_within
 from ckptplan.solving.incumbent import AT_THE_HOSTS_RATE
-from ckptplan.solving.room import Room
 
 pytestmark = pytest.mark.planning
 
@@ -34,15 +33,6 @@ def tight_chain() -> Profile:
         [1.0] * 6, [1.0] * 6, [2] * 6, [10] * 6, input_bytes=2, out_bytes_per_s=10.0, in_bytes_per_s=10.0,
         disk_out_bytes_per_s=5.0, disk_in_bytes_per_s=4.0,
     )  # fmt: skip
-
-
-def test_the_host_is_filled_in_the_order_of_the_stages() -> None:
-    moved = (4, 5, 0, 3, 2)
-    assert Room(8, 7).on_disk(moved) == {1, 4}  # the host has 4 and 3
-    assert Room(8, 6).on_disk(moved) == {0, 4}  # 5 and 3: the disk has no room for 5 and 2
-    assert Room(8, 5).on_disk(moved) is None
-    assert Room(14, 5).on_disk(moved) == Room(None).on_disk(moved) == frozenset()
-    assert Room(0, 14).on_disk(moved) == {0, 1, 3, 4}
 
 
 def three_stages() -> tuple[Profile, int, int]:
