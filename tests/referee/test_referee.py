@@ -338,19 +338,6 @@ def test_budgets_are_exact() -> None:
         simulate(profile, replace(plan, stages=("x", *plan.stages[1:])))
 
 
-def test_a_storage_the_program_still_holds() -> None:
-    """It leaves when the program lets it go, though its copy is done before."""
-    profile, plan = sound()
-    moved = profile.storages[0]
-    storages = (replace(moved, program_until=2), *profile.storages[1:])
-    longer = simulate(replace(profile, storages=storages), plan)
-    plain = simulate(profile, plan)
-    more = [a.start_bytes - b.start_bytes for a, b in zip(longer.steps, plain.steps, strict=True)]
-    assert plan.choices[0].transfers[0].release == 1
-    assert more == [0, 0, moved.nbytes, *[0] * (len(more) - 3)]
-    assert longer.makespan_s == plain.makespan_s
-
-
 def tightest(options: Sequence[Option], r: Residency) -> tuple[Decision, ...]:
     """Everything that core says may move, away wherever it can be."""
     return tuple(

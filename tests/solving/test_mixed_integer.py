@@ -26,7 +26,7 @@ from ckptplan.core.profile import Profile
 from ckptplan.core.request import Limits
 from ckptplan.referee import simulate, validate
 from ckptplan.solving.bound import cp_sat, process, scip
-from ckptplan.solving.bound.mixed_integer import PeakModel, _tree
+from ckptplan.solving.bound.mixed_integer import PeakModel
 from ckptplan.solving.bound.pricing import lower_bound
 from ckptplan.solving.cost import Evaluator, menus
 from ckptplan.solving.enumerate import PlanSpace
@@ -124,12 +124,6 @@ def test_a_program_with_a_few_segments_suggests_plans_and_proves_nothing(monkeyp
     plan = solve_profile(profile, budget, Limits(gap=0.0, time_limit_s=5))
     assert [problem.among is None for problem in asked] == [False, True]
     assert plan.lower_bound_s <= plan.step_s < 10 * profile.baseline_step_s
-
-
-def test_a_solution_with_crossing_segments_gives_a_tree() -> None:
-    tree = _tree((0, 9), sorted([(1, 4), (2, 3), (3, 6), (5, 8), (2, 2)], key=lambda c: (c[0] - c[1], c)))
-    assert [(s.first, s.last) for s in tree.inner] == [(1, 4), (5, 8)]
-    assert [(s.first, s.last) for s in tree.inner[0].inner] == [(2, 3)]
 
 
 def test_no_time_and_a_process_that_fails_or_is_late_are_no_bound(monkeypatch: pytest.MonkeyPatch) -> None:

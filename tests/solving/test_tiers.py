@@ -14,7 +14,7 @@ from random_chains import random_chain, with_disk
 import ckptplan
 from ckptplan.core.errors import InfeasibleBudgetError, InvalidInputError
 from ckptplan.core.link import STAGING_BYTES, Link
-from ckptplan.core.plan import Decision, Plan
+from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.schedule import StepNeed, evaluate
 from ckptplan.core.units import GIB, format_swapped
@@ -33,31 +33,6 @@ def tight_chain() -> Profile:
         [1.0] * 6, [1.0] * 6, [2] * 6, [10] * 6, input_bytes=2, out_bytes_per_s=10.0, in_bytes_per_s=10.0,
         disk_out_bytes_per_s=5.0, disk_in_bytes_per_s=4.0,
     )  # fmt: skip
-
-
-def three_stages() -> tuple[Profile, int, int]:
-    """A second per stage and direction; the positions of the first two's 10 bytes that no other stage holds."""
-    profile = Profile.from_chain(
-        [1.0] * 3, [1.0] * 3, [10] * 3, [20] * 3, input_bytes=0, out_bytes_per_s=10.0, in_bytes_per_s=10.0,
-        disk_out_bytes_per_s=5.0, disk_in_bytes_per_s=4.0,
-    )  # fmt: skip
-    names = [storage.name for storage in profile.storages]
-    first, second = (profile.stages[i].option("swap").saved.index(names.index(f"s{i}.inner")) for i in (0, 1))
-    return profile, first, second
-
-
-@pytest.mark.parametrize(("tier", "out_s", "in_s"), [("host", 1.0, 1.0), ("disk", 2.0, 2.5)])
-def test_times_of_the_tiers_by_hand(tier, out_s, in_s) -> None:  # type: ignore[no-untyped-def]
-    profile, _, at = three_stages()
-    keep = Decision("keep")
-    # Out by the end of forward 1, back from the start of backward 1 on: compute waits for all of both.
-    timeline = simulate(profile, [keep, Decision.moving("swap", (at,), 1, 1, tier=tier), keep])
-    assert (timeline.makespan_s, timeline.stall_s) == (6.0 + out_s + in_s, out_s + in_s)
-    assert (timeline.host_bytes, timeline.disk_bytes) == ((10, 0) if tier == "host" else (0, 10))
-    # A step later each, a second of both is hidden.
-    late = simulate(profile, [keep, Decision.moving("swap", (at,), 2, 2, tier=tier), keep])
-    assert late.makespan_s == 4.0 + out_s + in_s
-    assert late.peak_bytes >= timeline.peak_bytes
 
 
 def test_violations_of_tiers() -> None:
