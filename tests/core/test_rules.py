@@ -1,4 +1,4 @@
-"""The rules: the worked examples."""
+"""The rules: the worked example, and what holds for graphs that forward drops."""
 
 from __future__ import annotations
 

@@ -130,16 +130,14 @@ def test_a_difference_is_found_where_it_is() -> None:
 
 # --- by hand ---
 
-A, B, C = 0x7F0000000000, 0x7F0004000000, 0x7F0008000000
+A, C = 0x7F0000000000, 0x7F0008000000
 
 
-def by_hand(
-    conf: str, events: Sequence[tuple[str, int, int]], segments: Sequence[Any] = (), blocks: Sequence[Any] = ()
-) -> dict[str, Any]:
+def by_hand(conf: str, events: Sequence[tuple[str, int, int]]) -> dict[str, Any]:
     """A history from events (letter, address, size) of one stream."""
     action, address, size = zip(*events, strict=True)
     columns = {"action": "".join(action), "address": address, "size": size, "stream": (0,) * len(events)}
-    initial = {"segments": segments, "blocks": blocks}
+    initial: dict[str, Any] = {"segments": (), "blocks": ()}
     return {"allocator_conf": conf, "devices": [{"events": columns, "initial": initial, "final_segments": []}]}
 
 
