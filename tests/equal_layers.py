@@ -15,9 +15,9 @@ DEPTH = 7
 class Layers(nn.Module):
     """Equal layers, and a forward that may treat them as it likes."""
 
-    def __init__(self, forward: Callable[[Any, torch.Tensor], Any], depth: int = DEPTH) -> None:
+    def __init__(self, forward: Callable[[Any, torch.Tensor], Any], depth: int = DEPTH, width: int = 16) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(depth))
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(depth))
         self.run = forward
 
     def forward(self, x: torch.Tensor) -> Any:

@@ -13,29 +13,22 @@ from ckptplan.core.segment import Segment
 from ckptplan.referee import simulate
 
 
-def plan_of(measured: Profile, actions: Sequence[Action], budget_bytes: int | None = None) -> Plan:
+def plan_of(measured: Profile, actions: Sequence[Action]) -> Plan:
     """A plan from actions alone; no solver is involved.
+
+    Every transfer's bytes are away in all steps but its own stage's, whether that lowers the peak or not.
 
     Parameters
     ----------
     actions : sequence
         One per stage; "keep" takes the place of what a stage can't do.
-    budget_bytes : int, optional
-        For the laziest schedule that fits it. By default every transfer's bytes are away in all steps but its own
-        stage's, whether that lowers the peak or not.
     """
     able = [stage.find(a) or stage.keep for a, stage in zip(actions, measured.stages, strict=True)]
-    if budget_bytes is None:
-        moves = residency(measured, able).moves
-        choices = tuple(
-            Decision.moving(o.action, m, i, i, o.name, ops=o.ops) if m else Decision(o.action)
-            for i, (o, m) in enumerate(zip(able, moves, strict=True))
-        )
-    else:
-        found = evaluate(measured, able, budget_bytes)
-        assert not isinstance(found, StepNeed), found
-        choices = found.decisions()
-    return plan_with(measured, choices, budget_bytes)
+    choices = tuple(
+        Decision.moving(o.action, m, i, i, o.name, ops=o.ops) if m else Decision(o.action)
+        for i, (o, m) in enumerate(zip(able, residency(measured, able).moves, strict=True))
+    )
+    return plan_with(measured, choices)
 
 
 def scheduled(

@@ -32,6 +32,7 @@ from ckptplan.runtime.handle import Handle
 from ckptplan.runtime.patching import PatchedForward, installed
 from ckptplan.runtime.recompute.selective import NumberedOps
 from ckptplan.runtime.swap.record import Whereabouts
+from ckptplan.runtime.verify import Verification, verify
 from ckptplan.state.restore import restored
 from ckptplan.training.step import default_loss
 
@@ -410,6 +411,16 @@ def state_of(model: nn.Module) -> tuple[Any, ...]:
         random.getstate(),
         np.random.get_state()[1].tobytes(),  # type: ignore[union-attr]  # noqa: NPY002
     )
+
+
+def assert_kept(model: nn.Module, plan: Plan, inputs: Any = None, loss_fn: Any = None, **how: Any) -> Verification:
+    """A step under a plan has the plain gradients, saves what was profiled, and keeps to the plan's peak."""
+    found = verify(model, plan, inputs, loss_fn, repeats=1, **how)
+    what = [choice.option for choice in plan.choices], plan.segments
+    assert found.gradients_equal, (what, found.differing)
+    assert found.other_paths == 0, what
+    assert found.measured_peak_bytes <= plan.peak_bytes <= plan.budget_bytes, what
+    return found
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -29,9 +29,6 @@ from ckptplan.referee import validate
 
 pytestmark = pytest.mark.planning
 
-NOT_BYTES = (-1, 1.5, float("nan"), True, "12", None, 1 << 60, 10**5000)
-NOT_SECONDS = (-0.5, float("nan"), -float("inf"), True, "1", None, 1e10, 10**400)
-NOT_INDICES = ([0], "0", None, (0.0,), (True,), (-1,), (0, 0), (1 << 70,))
 
 KEEPING = Option("keep", (0,), (), 10, 5)
 AGAIN = Option("recompute", (), (), 4, 9, recompute_s=1.0, recomputes=True)
@@ -67,47 +64,28 @@ def a_plan() -> Plan:
     return plan_with(chain(), (moving, KEEP, again, again), segments=(Segment(0, 3, (Segment(2, 2),)),))
 
 
-@pytest.mark.parametrize("value", NOT_BYTES, ids=lambda v: repr(v)[:12] if not isinstance(v, int) else f"{v:#x}"[:12])
-def test_no_bytes(value: Any) -> None:
-    makers: list[Callable[[], object]] = [
-        lambda: Storage("s", value, 0, 0),
-        lambda: replace(KEEPING, forward_bytes=value),
-        lambda: replace(KEEPING, backward_bytes=value),
-        lambda: replace(a_plan(), disk_bytes=value),
-        lambda: replace(chain(), update_peak_bytes=value),
-        lambda: replace(chain(), resident_bytes=value),
-        lambda: replace(chain(), base_forward_bytes=(1, 1, 1, value)),
-        lambda: replace(chain(), base_backward_bytes=(value, 1, 1, 1)),
-        lambda: replace(a_plan(), budget_bytes=value),
-        lambda: replace(a_plan(), peak_bytes=value),
-        lambda: replace(a_plan(), host_bytes=value),
-        lambda: Profile.from_chain([1.0], [1.0], [value], [20], input_bytes=0),
-        lambda: Profile.from_chain([1.0], [1.0], [0], [value], input_bytes=0),
-        lambda: Profile.from_chain([1.0], [1.0], [1], [1], input_bytes=value),
-        lambda: Profile.from_chain([1.0], [1.0], [1], [1], input_bytes=0, forward_temp_bytes=[value]),
-        lambda: Profile.from_chain([1.0], [1.0], [1], [1], input_bytes=0, backward_temp_bytes=[value]),
-    ]
-    for make in makers:
-        with pytest.raises(InvalidInputError, match=r"bytes|tuple of int"):
-            make()
-
-
-@pytest.mark.parametrize("value", NOT_SECONDS, ids=lambda v: repr(v)[:12])
-def test_no_seconds(value: Any) -> None:
-    makers: list[Callable[[], object]] = [
-        lambda: replace(AGAIN, recompute_s=value),
-        lambda: replace(chain().stages[0], forward_s=value),
-        lambda: replace(chain().stages[0], backward_s=value),
-        lambda: Link(1, 1, value),
-        lambda: replace(a_plan(), step_s=value),
-        lambda: replace(a_plan(), baseline_step_s=value),
-        lambda: replace(a_plan(), lower_bound_s=value),
-        lambda: Profile.from_chain([value], [1.0], [1], [1], input_bytes=0),
-        lambda: Profile.from_chain([1.0], [value], [1], [1], input_bytes=0),
-    ]
-    for make in makers:
-        with pytest.raises(InvalidInputError, match="finite number of seconds"):
-            make()
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Storage("s", -1, 0, 0), "bytes"),
+        (lambda: replace(KEEPING, forward_bytes=1 << 60), "bytes"),
+        (lambda: replace(chain(), base_forward_bytes=(1, 1, 1, True)), "base_forward_bytes"),
+        (lambda: replace(a_plan(), budget_bytes=10**5000), "bytes"),
+        (lambda: Profile.from_chain([1.0], [1.0], [1], [1.5], input_bytes=0), "bytes"),
+        (lambda: Profile.from_chain([1.0], [1.0], [1], [1], input_bytes=0, forward_temp_bytes=["12"]), "bytes"),
+        (lambda: Profile.from_chain([1.0], [None], [1], [1], input_bytes=0), "finite number of seconds"),
+        (lambda: replace(AGAIN, recompute_s=-0.5), "finite number of seconds"),
+        (lambda: Link(1, 1, 1e10), "finite number of seconds"),
+        (lambda: replace(a_plan(), step_s=10**400), "finite number of seconds"),
+        (lambda: replace(KEEPING, saved=(0, 0)), "index twice"),
+        (lambda: replace(chain().stages[3], linked=(1 << 70,)), "indices"),
+        (lambda: Decision("recompute", ops=(True,)), "indices"),
+    ],
+)
+def test_no_amounts(make: Callable[[], object], message: str) -> None:
+    """For others: `test_values_of_another_type_are_refused`."""
+    with pytest.raises(InvalidInputError, match=message):
+        make()
 
 
 def test_no_bandwidth() -> None:
@@ -117,28 +95,10 @@ def test_no_bandwidth() -> None:
                 Link(*rates)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("value", NOT_INDICES, ids=repr)
-def test_no_indices(value: Any) -> None:
-    makers: list[Callable[[], object]] = [
-        lambda: replace(KEEPING, saved=value),
-        lambda: Option("keep", (), value, 1, 1),
-        lambda: replace(KEEPING, moves=value),
-        lambda: replace(AGAIN, ops=value),
-        lambda: replace(chain().stages[3], linked=value),
-        lambda: Decision("swap", (Transfer(value, 1, 1),)),
-        lambda: Decision("recompute", ops=value),
-    ]
-    for make in makers:
-        with pytest.raises(InvalidInputError):
-            make()
-
-
 CONTRADICTIONS: dict[str, tuple[str, Callable[[], object]]] = {
     "made later than held last": ("program_until", lambda: Storage("s", 1, 3, 2)),
     "made before the step's beginning": ("born", lambda: Storage("s", 1, -2, 2)),
     "a graph that is dropped before it is made": ("graph_until", lambda: Storage("s", 1, 2, 2, graph_until=1)),
-    "a truth that is none": ("to_end", lambda: Storage("s", 1, 0, 2, to_end="no")),  # type: ignore[arg-type]
-    "name": ("name", lambda: Storage(["s"], 1, 0, 2)),  # type: ignore[arg-type]
     "saved and pinned": ("saved and pinned", lambda: Option("keep", (1, 2), (2,), 1, 1)),
     "moves what it doesn't save": ("positions", lambda: Option("swap", (7,), (), 1, 1, moves=(1,))),
     "time without recompute": ("with recomputes=False", lambda: replace(AGAIN, recomputes=False)),
@@ -171,22 +131,16 @@ CONTRADICTIONS: dict[str, tuple[str, Callable[[], object]]] = {
     ),
     "linked to what isn't held": ("linked", lambda: Stage("s", "s", (KEEPING, AGAIN), 1, 1, linked=(0,))),
     "linked and can't recompute": ("linked", lambda: Stage("s", "s", (KEEPING,), 1, 1, linked=(0,))),
-    "an option that is none": ("Option", lambda: Stage("s", "s", ("keep",), 1, 1)),  # type: ignore[arg-type]
     "segment from below": ("first <= last", lambda: Segment(-1, 2)),
-    "segment of halves": ("first <= last", lambda: Segment(0.5, 2)),  # type: ignore[arg-type]
     "inner segment past the end": ("out of order", lambda: Segment(0, 3, (Segment(1, 4),))),
-    "inner segment before the first": ("out of order", lambda: Segment(1, 3, (Segment(0, 2),))),
     "inner segments overlap": ("out of order", lambda: Segment(0, 9, (Segment(1, 4), Segment(4, 5)))),
-    "an inner segment that is none": ("Segment", lambda: Segment(0, 9, ((1, 2),))),  # type: ignore[arg-type]
     "unknown action": ("unknown action", lambda: Decision("offload")),  # type: ignore[arg-type]
     "kept and moved": ("can't move", lambda: Decision.moving("keep", (0,), 1, 1)),
     "swapped, and operations chosen": ("can't save operations", lambda: Decision("swap", ops=(1,))),
     "moved without points": ("indices", lambda: Transfer((0,), None, None)),  # type: ignore[arg-type]
     "points without moves": ("moves nothing", lambda: Transfer((), 1, 1)),
     "moved twice": ("twice", lambda: Decision("swap", (Transfer((0, 1), 1, 1), Transfer((1,), 2, 2)))),
-    "a transfer that is none": ("Transfer", lambda: Decision("swap", ((0,),))),  # type: ignore[arg-type]
     "a point below": ("stage indices", lambda: Decision.moving("swap", (0,), -1, 1)),
-    "an option that is no word": ("option", lambda: Decision("keep", option=1)),  # type: ignore[arg-type]
     "fingerprint": ("training", lambda: Fingerprint("", "", "yes", "", "", "")),  # type: ignore[arg-type]
 }
 
@@ -211,7 +165,6 @@ IMPOSSIBLE: dict[str, tuple[str, Callable[[], object]]] = {
         lambda: Profile.from_chain([1, 1], [1, 1], [1], [1], input_bytes=0),
     ),
     "saves less than its output": ("below its output", lambda: Profile.from_chain([1], [1], [2], [1], input_bytes=0)),
-    "a storage that is none": ("Storage", lambda: replace(chain(), storages=(*chain().storages, 12))),
     "no link": ("Link", lambda: replace(chain(), link=None)),
     "too few base bytes": ("4 stages", lambda: replace(chain(), base_forward_bytes=(1, 1, 1))),
     "two of one name": ("'a' is used twice", lambda: with_stage(3, name="a")),
@@ -234,7 +187,6 @@ IMPOSSIBLE: dict[str, tuple[str, Callable[[], object]]] = {
     "notes": ("notes", lambda: replace(chain(), notes="abc")),
     "a plan of nothing": ("2 decisions", lambda: replace(a_plan(), choices=(KEEP, KEEP), segments=())),
     "a plan with a stage twice": ("used twice", lambda: replace(a_plan(), stages=("a", "(b)", "c", "a"))),
-    "a plan with a segment that is none": ("Segment", lambda: replace(a_plan(), segments=((0, 3),))),
     "status": ("unknown status", lambda: replace(a_plan(), status="proven")),
     "a point past the end": (
         "no stage has index 4",

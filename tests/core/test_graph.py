@@ -7,7 +7,6 @@ from typing import Any
 
 import networkx as nx
 import pytest
-from random_chains import random_chain
 
 from ckptplan.core.link import Link
 from ckptplan.core.option import Option
@@ -89,36 +88,6 @@ def test_a_skip_a_branch_a_shared_block_and_glue() -> None:
         (Z, 4): needs(("recompute",), linked=True, program=True),
         (OUT, 5): needs((), program=True),
     }
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_edges_are_what_options_hold_and_the_program(seed: int) -> None:
-    profile = random_chain(seed, 12)
-    graph, n = profile.graph(), len(profile.stages)
-    assert nx.is_directed_acyclic_graph(graph)
-    assert nx.is_bipartite(graph)
-    assert len(graph) == n + len(profile.storages)
-    for i, stage in enumerate(profile.stages):
-        edges = [
-            (s, data["held_by"])
-            for s in range(len(profile.storages))
-            for ends in ((("stage", i), ("storage", s)), (("storage", s), ("stage", i)))
-            if (data := graph.get_edge_data(*ends)) is not None
-        ]
-        for option in stage.options:
-            assert {s for s, names in edges if option.name in names} == set(option.held)
-        assert {s for (_, s), _, linked in graph.in_edges(("stage", i), data="linked") if linked} == set(stage.linked)
-    for s, storage in enumerate(profile.storages):
-        assert list(graph.predecessors(("storage", s))) == [("stage", storage.born)] * (storage.born >= 0)
-        later = [i for _, i in graph["storage", s]]
-        assert later == sorted(later)
-        last = min(storage.program_until, n - 1)
-        assert [i for i in later if graph.edges[("storage", s), ("stage", i)]["program"]] == [last] * (
-            last > storage.born
-        )
-        for i in later:
-            between = [k for k in range(storage.born + 1, i) if not profile.stages[k].is_glue and k not in later]
-            assert graph.edges[("storage", s), ("stage", i)]["passes"] == len(between)
 
 
 def test_a_traced_transformer_is_a_chain() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from torch import nn
 import ckptplan
 from ckptplan import Estimate, InvalidInputError, PlanMismatchError, UnsupportedModelError, estimate
 from ckptplan.core.request import Training
-from ckptplan.memory import estimate as estimating
 from ckptplan.memory.allocator import EMPTY_CACHE, FREE, replay
 from ckptplan.memory.batches import does_the_same
 from ckptplan.training.step import make_step
@@ -112,36 +112,6 @@ def tokens(*lengths: int) -> list[torch.Tensor]:
     return [torch.randint(0, 50, (2, length)) for length in lengths]
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        {"accumulation_steps": 2, "set_to_none": False},
-        {"accumulation_steps": 3, "set_to_none": True, "keeps": ("batch",)},
-    ],
-)
-def test_micro_batches_of_different_lengths(how: dict[str, Any]) -> None:
-    model, batches = Language(), tokens(48, 16, 32, 8, 24, 40)
-    found = estimate(model, batches, optimizer=adamw, **how)
-    names = [p.name for p in found.phases]
-    assert ("forward 2, accumulating 3" in names) == (how["accumulation_steps"] == 3)
-    assert_measured(found, model, batches, adamw(model.parameters()), **how)
-
-
-def test_a_batch_smaller_than_what_it_takes_the_place_of() -> None:
-    model, batches = Language(), [*tokens(32), torch.zeros(2, 0, dtype=torch.long)]
-    found = estimate(model, batches, optimizer=adamw)
-    assert_measured(found, model, batches, adamw(model.parameters()))
-    assert all(phase.reserved_bytes == phase.peak_bytes for phase in found.phases)
-
-
-def test_a_tensor_that_batches_share_is_loaded_for_each() -> None:
-    model, (first, second) = Language(), tokens(32, 32)
-    weights = torch.ones(2, 32)
-    batches = [(first, weights), (second, weights)]
-    found = estimate(model, batches, optimizer=adamw, keeps=("batch",))
-    assert_measured(found, model, batches, adamw(model.parameters()), keeps=("batch",))
-
-
 class Rebinding(torch.optim.Optimizer):
     """Makes its state anew in each update."""
 
@@ -156,9 +126,28 @@ class Rebinding(torch.optim.Optimizer):
             p.sub_(state["sum"], alpha=0.01)
 
 
-def test_more_than_two_updates() -> None:
-    model, batches = Language(), tokens(48, 16, 32, 32, 40)
-    assert_measured(estimate(model, batches, optimizer=Rebinding), model, batches, Rebinding(model.parameters()))
+def sharing() -> list[Any]:
+    """Batches that have a tensor in common."""
+    weights = torch.ones(2, 32)
+    return [(batch, weights) for batch in tokens(32, 32)]
+
+
+LOOPS: dict[str, tuple[Callable[[], list[Any]], Any, dict[str, Any]]] = {
+    "accumulating": (lambda: tokens(48, 16, 32, 8, 24, 40), adamw, {"accumulation_steps": 2, "set_to_none": False}),
+    "keeping": (lambda: tokens(48, 16, 32, 8, 24, 40), adamw, {"accumulation_steps": 3, "keeps": ("batch",)}),
+    "a smaller one in its place": (lambda: [*tokens(32), torch.zeros(2, 0, dtype=torch.long)], adamw, {}),
+    "a tensor for each": (sharing, adamw, {"keeps": ("batch",)}),
+    "many updates": (lambda: tokens(48, 16, 32, 32, 40), Rebinding, {}),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_what_a_loop_does_with_its_batches(name: str) -> None:
+    make, optimizer, how = LOOPS[name]
+    model, batches = Language(), make()
+    found = estimate(model, batches, optimizer=optimizer, **how)
+    assert ("forward 2, accumulating 3" in [p.name for p in found.phases]) == (how.get("accumulation_steps") == 3)
+    assert_measured(found, model, batches, optimizer(model.parameters()), **how)
 
 
 # --- paths ---
@@ -186,23 +175,10 @@ def test_batches_that_take_other_paths() -> None:
     estimate(model, batches, optimizer=adamw, accumulate=True)  # all gradients are there from the start
 
 
-def test_batches_of_one_shape_are_recorded_once_unless_values_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorded: list[int] = []
-    original = estimating.Folding
-
-    def counted(step: Any, *more: Any, **how: Any) -> Any:
-        recorded.append(len(step.args[0]))
-        return original(step, *more, **how)
-
-    monkeypatch.setattr(estimating, "Folding", counted)
-    batches = [torch.randn(n, 8) for n in (8, 24, 8, 24, 8)]
-    found = estimate(Experts(), batches)
-    assert recorded == [8, 24]
-    assert len({found.phase(name).peak_bytes for name in ("forward", "forward 3", "forward 5")}) == 1
-    recorded.clear()
+def test_batches_of_one_shape_are_apart_where_values_are_read() -> None:
     model = Experts(by_value=True)
-    batches = [torch.full((8, 8), value) for value in (-1.0, 1.0, -1.0)]
-    found = estimate(model, [*batches, batches[1]], optimizer=adamw)
+    batches = [torch.full((8, 8), value) for value in (-1.0, 1.0, -1.0, 1.0)]
+    found = estimate(model, batches, optimizer=adamw)
     phases = [found.phase(name) for name in ("forward", "forward 2", "forward 3", "forward 4")]
     assert [phase.categories["saved activations"] for phase in phases] == [4 * 8 * n for n in (16, 64, 16, 64)]
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from equal_layers import Layers
 from measured_phases import measure_phases
 from torch import nn
 
@@ -20,17 +23,14 @@ from ckptplan.training.step import make_step
 transformers = pytest.importorskip("transformers")
 
 
-class Layers(nn.Module):
-    def __init__(self, run: Any) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)) for _ in range(3))
-        self.run = run
+def layers(run: Callable[[nn.Module, torch.Tensor], torch.Tensor] = lambda layer, x: layer(x)) -> Layers:
+    """Three layers, which `run` calls."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = self.run(layer, x)
-        return x
+    def forward(model: Any, x: torch.Tensor) -> torch.Tensor:
+        return functools.reduce(lambda x, layer: run(layer, x), model.layers, x)
+
+    torch.manual_seed(0)
+    return Layers(forward, depth=3, width=64)
 
 
 def gpt2() -> tuple[nn.Module, dict[str, torch.Tensor]]:
@@ -62,7 +62,7 @@ def test_a_model_that_checkpoints_by_itself(how: dict[str, bool] | None) -> None
 
 
 def test_the_remedy_is_one_that_the_model_has() -> None:
-    model = Layers(lambda layer, x: layer(x))
+    model = layers()
     model.gradient_checkpointing = True  # type: ignore[assignment]
     with pytest.raises(UnsupportedModelError, match="set its gradient_checkpointing to False"):
         ckptplan.solve(model, budget_gb=1, inputs=torch.randn(32, 64))
@@ -91,14 +91,14 @@ def test_ranges_for_the_profiler_do_nothing() -> None:
 
     before = torch.cuda.nvtx._nvtx
     x = torch.randn(32, 64)
-    plain = ckptplan.estimate(Layers(lambda layer, x: layer(x)), x, device="h100")
-    assert ckptplan.estimate(Layers(marked), x, device="h100").phases == plain.phases
-    ckptplan.solve(Layers(marked), budget_gb=1, inputs=x, device="h100")
+    plain = ckptplan.estimate(layers(), x, device="h100")
+    assert ckptplan.estimate(layers(marked), x, device="h100").phases == plain.phases
+    ckptplan.solve(layers(marked), budget_gb=1, inputs=x, device="h100")
     assert torch.cuda.nvtx._nvtx is before
 
 
 def test_inference_has_no_loss() -> None:
-    model, x = Layers(lambda layer, x: layer(x)), torch.randn(32, 64)
+    model, x = layers(), torch.randn(32, 64)
     calls: list[bool] = []
 
     def loss(output: torch.Tensor) -> torch.Tensor:
@@ -126,12 +126,12 @@ def test_a_branch_on_a_drawn_number_is_an_estimate_of_both(draw: str) -> None:
 
     x = torch.randn(32, 64)
     reseed((), 0)
-    found = ckptplan.estimate(Layers(branches), x)
+    found = ckptplan.estimate(layers(branches), x)
     states = torch.get_rng_state(), random.getstate()
     (note,) = (note for note in found.notes if "draws may decide what runs" in note)
     low, high = (float(part) * 2**20 for part in re.findall(r"[\d.]+(?= to| MiB)", note))
-    never = ckptplan.estimate(Layers(lambda layer, x: layer(x)), x).peak_bytes
-    always = ckptplan.estimate(Layers(lambda layer, x: (y := layer(x)).exp() * y.sin() + y.cos()), x).peak_bytes
+    never = ckptplan.estimate(layers(), x).peak_bytes
+    always = ckptplan.estimate(layers(lambda layer, x: (y := layer(x)).exp() * y.sin() + y.cos()), x).peak_bytes
     shown = 2**13  # the note's figures have two digits of MiB
     assert never - shown <= low < high <= always + shown
     assert high == pytest.approx(found.peak_bytes, abs=shown)
@@ -140,5 +140,5 @@ def test_a_branch_on_a_drawn_number_is_an_estimate_of_both(draw: str) -> None:
 
 
 def test_drawn_tensors_decide_nothing() -> None:
-    found = ckptplan.estimate(Layers(lambda layer, x: nn.functional.dropout(layer(x))), torch.randn(32, 64))
+    found = ckptplan.estimate(layers(lambda layer, x: nn.functional.dropout(layer(x))), torch.randn(32, 64))
     assert not found.notes

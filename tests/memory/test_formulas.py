@@ -137,30 +137,6 @@ def _estimate(model: nn.Module, **settings: Any) -> Estimate:
     return ckptplan.estimate(model, torch.zeros(8, WIDTH, device="meta"), device=DEVICE, **settings)
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "state", "each"),
-    [("sgd", 0, 8), ("momentum", 4, 12), ("adamw", 8, 16)],
-)
-def test_bytes_a_parameter_at_rest(optimizer: str, state: int, each: int) -> None:
-    model = _linears()
-    found = _estimate(model, optimizer=optimizer, set_to_none=False)
-    n = _parameters(model)
-    held = found.phase("optimizer 2").categories
-    parts = [held.get(name, 0) for name in ("weights", "gradients", "optimizer state")]
-    assert parts == [4 * n, 4 * n, state * n]
-    assert sum(parts) == each * n
-    # At rest nothing else is there but the batch and the libraries' workspaces.
-    others = held["inputs"] + _workspaces(found)
-    assert found.phase("optimizer 2").end_bytes == each * n + others
-
-
-def _workspaces(found: Estimate) -> int:
-    """What cuBLAS holds for the two threads that multiply: what is there between the phases and has no other name."""
-    alike = [t.nbytes for t in found.alive if "workspace" in t.name]
-    assert alike
-    return sum(alike)
-
-
 def _adamw(**settings: Any) -> Callable[[Any], torch.optim.Optimizer]:
     return lambda parameters: torch.optim.AdamW(parameters, **settings)
 
@@ -185,28 +161,6 @@ def test_a_fused_update_counts_its_steps_on_the_device() -> None:
     model = _linears()
     held = _estimate(model, optimizer=_adamw(fused=True)).phase("optimizer 2").categories
     assert held["optimizer state"] == 8 * _parameters(model) + 4 * len(list(model.parameters()))
-
-
-def test_mixed_precision_keeps_float32_weights_gradients_and_state_and_casts_weights_while_it_runs() -> None:
-    model = _linears()
-    n = _parameters(model)
-    found = _estimate(model, optimizer="adam", amp="bfloat16", set_to_none=False)
-    held = found.phase("optimizer 2").categories
-    assert [held[name] for name in ("weights", "gradients", "optimizer state")] == [4 * n, 4 * n, 8 * n]
-    # One layer more: weight 4, gradient 4 and state 8 in float32, and while forward runs its cast, 2, beside what it
-    # saves, which is its input in 16 bit.
-    longer = _estimate(_linears(5), optimizer="adam", amp="bfloat16", set_to_none=False)
-    layer, input_bytes = WIDTH * WIDTH, 2 * 8 * WIDTH
-    at_rest = longer.phase("forward 2").start_bytes - found.phase("forward 2").start_bytes
-    assert at_rest == 16 * layer
-    at_peak = longer.phase("forward 2").peak_bytes - found.phase("forward 2").peak_bytes
-    assert at_peak == (16 + 2) * layer + input_bytes
-    # The first cast weight isn't needed by backward, since the batch needs no gradient: it goes when autocast ends.
-    forward = found.phase("forward 2")
-    assert forward.peak_bytes - forward.end_bytes >= 2 * layer
-    # Without autograd the cache alone holds casts, all of them until autocast ends.
-    more = longer.phase("inference").peak_bytes - found.phase("inference").peak_bytes
-    assert more == (4 + 2) * layer
 
 
 # --- copies ---

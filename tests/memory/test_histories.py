@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from histories import GENERATED, LETTERS, STATES, Replay, history_from, load_history, rows_of, settings_of, start_of
+from histories import GENERATED, Replay, load_history, rows_of, settings_of, start_of
 from make_histories import histories
 
 from ckptplan.memory.allocator import Addresses, CachingAllocator, SegmentInfo
@@ -130,46 +130,15 @@ def test_a_difference_is_found_where_it_is() -> None:
 
 # --- by hand ---
 
-A, B, C = 0x7F0000000000, 0x7F0004000000, 0x7F0008000000
+A, C = 0x7F0000000000, 0x7F0008000000
 
 
-def by_hand(
-    conf: str, events: Sequence[tuple[str, int, int]], segments: Sequence[Any] = (), blocks: Sequence[Any] = ()
-) -> dict[str, Any]:
+def by_hand(conf: str, events: Sequence[tuple[str, int, int]]) -> dict[str, Any]:
     """A history from events (letter, address, size) of one stream."""
     action, address, size = zip(*events, strict=True)
     columns = {"action": "".join(action), "address": address, "size": size, "stream": (0,) * len(events)}
-    initial = {"segments": segments, "blocks": blocks}
+    initial: dict[str, Any] = {"segments": (), "blocks": ()}
     return {"allocator_conf": conf, "devices": [{"events": columns, "initial": initial, "final_segments": []}]}
-
-
-def test_the_calls_of_a_history() -> None:
-    """12 MiB are freed, wait for another stream and are there again; then all that is unused is released."""
-    first, second = 12 * M - 100, 12 * M
-    events = [("A", A, 12 * M), ("a", A, first), ("A", B, 30 * M), ("a", B, 30 * M), ("f", A, first), ("s", 0, 0)]
-    events += [("A", C, 12 * M), ("a", C, second), ("c", A, first), ("a", A, second)]
-    events += [("f", B, 30 * M), ("c", B, 30 * M), ("F", B, 30 * M)]
-    found = Replay(by_hand("", events))
-    assert found.calls == [
-        ("allocate", 0, first, 0),
-        ("allocate", 1, 30 * M, 0),
-        ("record_stream", 0, -1),
-        ("free", 0),
-        ("allocate", 2, second, 0),
-        ("synchronize", -1),
-        ("allocate", 3, second, 0),
-        ("free", 1),
-        ("empty_cache",),
-    ]
-    assert (found.allocations, found.first_difference) == (4, None)
-    assert (found.allocator.peak_reserved_bytes, found.allocator.reserved_bytes) == (54 * M, 24 * M)
-
-
-def test_a_record_that_begins_in_a_free() -> None:
-    """The block waits when the record starts, and is free for the request that follows."""
-    history = by_hand("", [("c", A, 12 * M), ("a", A, 12 * M)], [[A, 12 * M, 0, False, False]], [[A, 12 * M, 12 * M]])
-    assert [block.state for block in start_of(history["devices"][0])[0].blocks] == ["waiting"]
-    assert Replay(history).first_difference is None
 
 
 def test_a_release_of_some_segments() -> None:
@@ -181,57 +150,3 @@ def test_a_release_of_some_segments() -> None:
     assert found.first_difference is None
     assert ("release", A) in found.calls
     assert (found.allocator.peak_reserved_bytes, found.allocator.reserved_bytes) == (74 * M, 50 * M)
-
-
-def test_an_expandable_segment_begins_where_the_record_maps_its_lowest_page() -> None:
-    """At the start its first page is unmapped; the lowest room is taken, so it comes back before the fourth does."""
-    start = [[A + 20 * M, 40 * M, 0, False, True]], [[A + 20 * M, 40 * M, 40 * M]]
-    events = [("M", A, 20 * M), ("a", A, 15 * M)]
-    assert Replay(by_hand("expandable_segments:True", events, *start)).first_difference is None
-
-
-# --- from a recording ---
-
-
-def snapshot_of(conf: str, segments: Sequence[dict[str, Any]], trace: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """As `torch.cuda.memory._snapshot()` gives it, of device 1."""
-    made: list[dict[str, Any]] = [
-        {"device": 0, "address": 0, "total_size": M, "stream": 0, "segment_type": "small", "is_expandable": False}
-        | {"blocks": []}
-    ]
-    for segment in segments:
-        blocks = [
-            {"address": at, "size": size, "requested_size": asked, "state": STATES[state], "frames": []}
-            for at, size, asked, state in segment["blocks"]
-        ]
-        kind = "small" if segment["small"] else "large"
-        made.append(
-            {"device": 1, "address": segment["address"], "total_size": segment["size"], "stream": segment["stream"]}
-            | {"segment_type": kind, "is_expandable": segment["expandable"], "blocks": blocks}
-        )
-    settings = {"PYTORCH_CUDA_ALLOC_CONF": conf, "expandable_segments": "expandable_segments:True" in conf}
-    return {"segments": made, "device_traces": [[], list(trace)], "allocator_settings": settings}
-
-
-@pytest.mark.parametrize("name", sorted(histories()))
-def test_what_a_device_recorded_becomes_a_history(name: str) -> None:
-    history = load_history(GENERATED / f"{name}.json.gz")
-    recorded = history["devices"][0]
-    actions = {letter: action for action, letter in LETTERS.items()}
-    trace = [
-        {"action": actions[letter], "device_free" if letter == "o" else "addr": address, "size": size}
-        | {"stream": stream, "frames": [], "pool_id": (0, 0)}
-        for letter, address, size, stream in rows_of(recorded)
-    ]
-    conf = history["allocator_conf"]
-    before = snapshot_of(conf, as_recorded(start_of(recorded))[::-1], [])
-    named = {"action": "annotate", "addr": 0, "size": 0, "stream": 0, "user_metadata": "weights"}
-    after = snapshot_of(conf, recorded["final_segments"], [*trace, named])
-    made = history_from(before, after, 1, peak_allocated=recorded["peak_allocated"])
-    assert made["allocator_conf"] == conf
-    (device,) = made["devices"]
-    assert device == {key: recorded[key] for key in device}
-    assert recorded.keys() - device.keys() == {"device", "entries", "starts_empty"}
-    trace[-1]["pool_id"] = (0, 1)
-    with pytest.raises(ValueError, match="private pools"):
-        history_from(before, snapshot_of(conf, [], trace), 1, peak_allocated=0)

@@ -46,22 +46,6 @@ def test_what_a_loop_holds(name: str, holds_output: bool, keeps: tuple[str, ...]
     assert_measured(found, model, x, optimizer, loss_fn=loss_fn, holds_output=holds_output, keeps=keeps)
 
 
-def test_dropped_logits_are_free_before_backward() -> None:
-    model, x, _ = MODELS["loss in the output"]()
-    held, dropped = (estimate(model, x, holds_output=holds) for holds in (True, False))
-    assert held.phase("backward").peak_bytes - dropped.phase("backward").peak_bytes == 2 * 16 * 50 * 4
-
-
-def test_micro_batches_are_kept_as_well() -> None:
-    model, x, _ = MODELS["loss of the output"]()
-    how: dict[str, Any] = {"loss_fn": square, "accumulation_steps": 2}
-    plain, kept = (estimate(model, x, keeps=keeps, **how) for keeps in ((), KEPT))
-    name = "forward, accumulating"
-    output = batch = 256 * 64 * 4
-    assert kept.phase(name).start_bytes - plain.phase(name).start_bytes == output + 4
-    assert kept.phase(name).peak_bytes - plain.phase(name).peak_bytes in range(4, output + batch + 5)
-
-
 def test_the_loop_is_named() -> None:
     model, x, _ = MODELS["loss in the output"]()
     assert "loop      holds the output during backward, and nothing of a step until the next" in str(estimate(model, x))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -25,23 +24,6 @@ def lingering(plan: ckptplan.Plan) -> int:
     return sum(t.release - i + t.prefetch - i for i, choice in enumerate(plan.choices) for t in choice.transfers)
 
 
-def nearer(chain: ckptplan.Profile, plan: ckptplan.Plan, most_s: float) -> Iterator[tuple[int, int, str]]:
-    """Single points that could be nearer to their stage at no cost, after those that lie before them in the lane."""
-    for i, choice in enumerate(plan.choices):
-        for k, t in enumerate(choice.transfers):
-            for point in ("release", "prefetch"):
-                for step in range(i, getattr(t, point)):
-                    transfers = list(choice.transfers)
-                    transfers[k] = replace(t, **{point: step})
-                    choices = [*plan.choices[:i], replace(choice, transfers=tuple(transfers)), *plan.choices[i + 1 :]]
-                    try:
-                        took_s = simulate(chain, choices, plan.segments).makespan_s
-                    except ckptplan.InvalidInputError:
-                        continue
-                    if took_s <= most_s:
-                        yield i, k, point
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_as_fast_and_as_small(seed: int) -> None:
     rng = random.Random(seed)
@@ -55,7 +37,6 @@ def test_as_fast_and_as_small(seed: int) -> None:
         assert after.makespan_s <= before.makespan_s * (1 + 1e-9)
         assert after.peak_bytes <= plan.budget_bytes
         assert lingering(found) <= lingering(plan)
-        assert not list(nearer(chain, found, after.makespan_s))
 
 
 def test_a_plan_that_fits_with_its_points_moved_needs_no_smaller_budget() -> None:

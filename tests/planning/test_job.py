@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 from random_chains import homogeneous_chain
@@ -84,7 +82,7 @@ def test_plans_that_leave_fewer_fragments_are_tried_where_fragments_exceed_the_b
     assert plan.lower_bound_s <= ckptplan.solve(chain, budget / 2**30).step_s <= plan.step_s
 
 
-def test_what_smaller_fragments_leave_unused_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_smaller_fragments_leave_unused_is_used() -> None:
     """The first plan's fragments say by how much to go down, and those of the next are smaller."""
     chain = homogeneous_chain(12, link_ratio=4.0)
     budget = ckptplan.solve(chain, 1.0).peak_bytes
@@ -100,21 +98,6 @@ def test_what_smaller_fragments_leave_unused_is_used(monkeypatch: pytest.MonkeyP
     assert plan.reserved_bytes is not None
     assert 0.9 * budget <= plan.reserved_bytes <= budget
     assert plan.step_s < fitting[0].step_s
-    # A search between the two that finds nothing in its time leaves the plan that fits.
-    solve, asked = jobs.solve_profile, []
-
-    def finds_nothing_the_third_time(*args: Any, **options: Any) -> ckptplan.Plan:
-        asked.append(args)
-        if len(asked) == 3:
-            raise ckptplan.InfeasibleBudgetError(
-                "nothing", budget_bytes=1, min_peak_bytes=2, min_peak_bound_bytes=0, stage="", phase="forward"
-            )
-        return solve(*args, **options)
-
-    monkeypatch.setattr(jobs, "solve_profile", finds_nothing_the_third_time)
-    again = jobs.Job(chain, limits, needs, on_cuda=True).solved(budget)
-    assert len(asked) == 3
-    assert again.step_s <= fitting[0].step_s
 
 
 def beside(more: int) -> Callable[[ckptplan.Plan], DeviceBytes]:
@@ -140,24 +123,6 @@ def test_the_bound_counts_what_every_plan_has_beside_its_tensors_and_nothing_els
         assert plan.counted_bytes <= budget == plan.budget_bytes
         assert plan.lower_bound_s == pytest.approx(alone.solved(budget).lower_bound_s)
         assert plan.status == "feasible"
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_orders_with_other_fragments(seed: int) -> None:
-    """No plan over the budget, none that the referee rejects."""
-    chain = homogeneous_chain(6, link_ratio=1.0)
-    budget = int(ckptplan.solve(chain, 1024).peak_bytes * (0.6 + 0.2 * seed))
-
-    def needs(plan: ckptplan.Plan) -> DeviceBytes:
-        fragments = hash(tuple(choice.action == "keep" for choice in plan.choices)) % 16 << 18
-        return DeviceBytes(plan.peak_bytes, plan.peak_bytes, plan.peak_bytes + fragments)
-
-    limits = Limits(actions=("keep", "recompute"), segments=False, time_limit_s=0.5)
-    job = jobs.Job(chain, limits, needs, on_cuda=True)
-    with contextlib.suppress(ckptplan.InfeasibleBudgetError):
-        plan = job.solved(budget)
-        assert plan.counted_bytes <= budget == plan.budget_bytes
-        job.sound(plan)
 
 
 def test_the_smallest_budget_that_is_named_works() -> None:

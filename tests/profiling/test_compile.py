@@ -124,13 +124,6 @@ def test_mixed_actions_and_segments_over_compiled_stages(planned: tuple[Model, t
     assert max(swapped.peak_bytes, again.peak_bytes) < 0.6 * kept.peak_bytes
 
 
-@pytest.mark.parametrize("planned", ["compile()"], indirect=True)
-@pytest.mark.parametrize("action", ["swap", "recompute"])
-def test_actions_on_compiled_stages(planned: tuple[Model, torch.Tensor, Profile], action: str) -> None:
-    model, x, measured = planned
-    check(model, plan_of(measured, action), x)
-
-
 def test_steps_under_autocast_do_not_compile_anew() -> None:
     torch._dynamo.reset()
     model, x = build("compile()")
@@ -155,14 +148,22 @@ def test_steps_under_autocast_do_not_compile_anew() -> None:
     assert all(map(torch.equal, want, got))
 
 
-def test_stages_whose_graph_breaks() -> None:
+@pytest.mark.parametrize("how", ["graph breaks", "disabled", "inside of stages", "inductor"])
+def test_other_ways_to_compile(how: str) -> None:
     torch._dynamo.reset()
     counters.clear()
-    model, x = build("compile()", breaks=True)
+    form, backend = "" if how == "inside of stages" else "compile()", "inductor" if how == "inductor" else "aot_eager"
+    model, x = build(form, breaks=how == "graph breaks", backend=backend)
+    if how == "disabled":
+        model.layers[1] = torch.compiler.disable(model.layers[1])
+    elif how == "inside of stages":
+        for layer in model.layers:
+            layer.down.compile(backend="aot_eager")
     measured = traced(model, x)
-    assert counters["graph_break"]
-    for action in ("swap", "recompute"):
-        check(model, plan_of(measured, action), x, slack=0.05)  # saved tensors come back one graph at a time
+    assert bool(counters["graph_break"]) == (how == "graph breaks")
+    # What breaks saves tensors that come back one graph at a time.
+    check(model, plan_of(measured, "swap", "recompute"), x, slack=0.05 if how in ("graph breaks", "disabled") else 0.02)
+    torch._dynamo.reset()
 
 
 def test_the_compiler_leaves_hooks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,30 +188,6 @@ def test_the_compiler_leaves_hooks_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     assert compiled == without
 
 
-def test_disabled_stages() -> None:
-    torch._dynamo.reset()
-    model, x = build("compile()")
-    model.layers[1] = torch.compiler.disable(model.layers[1])
-    check(model, plan_of(traced(model, x), "swap", "recompute"), x, slack=0.05)
-
-
-def test_compiled_modules_inside_of_stages() -> None:
-    torch._dynamo.reset()
-    model, x = build()
-    for layer in model.layers:
-        layer.down.compile(backend="aot_eager")
-    measured = traced(model, x)
-    for action in ("swap", "recompute"):
-        check(model, plan_of(measured, action), x)
-
-
-def test_inductor() -> None:
-    torch._dynamo.reset()
-    model, x = build("compile()", backend="inductor")
-    check(model, plan_of(traced(model, x), "recompute", "swap"), x)
-    torch._dynamo.reset()
-
-
 # --- what a model is afterwards ---
 
 
@@ -225,6 +202,9 @@ def test_everything_is_as_before(planned: tuple[Model, torch.Tensor, Profile]) -
     assert [type(m) for m in twin.modules()] == [type(m) for m in model.modules()]
     assert twin(x).shape == (512, 100)
     assert handle.stats().forwards == 0, "the copy follows the plan"
+    pickled = pickle.loads(pickle.dumps(model))  # plain
+    assert not any("_compiled_call_impl" in m.__dict__ for m in pickled.modules())
+    assert pickled(x).shape == (512, 100)
     with handle.paused():
         model(x)
         assert handle.stats().forwards == 0
@@ -238,16 +218,6 @@ def test_everything_is_as_before(planned: tuple[Model, torch.Tensor, Profile]) -
     model(x).mean().backward()
     assert handle.stats().forwards == 1
     model.zero_grad()
-
-
-def test_pickles_of_a_planned_model_are_plain() -> None:
-    torch._dynamo.reset()
-    model, x = build("compile()")
-    plan = plan_of(traced(model, x), "recompute")
-    with apply(model, plan):
-        twin = pickle.loads(pickle.dumps(model))
-    assert not any("_compiled_call_impl" in m.__dict__ for m in twin.modules())
-    assert twin(x).shape == (512, 100)
 
 
 # --- refusals ---

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import random
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ import pytest
 import torch
 import transformers
 from equal_layers import DEPTH, FORWARDS, Layers
+from test_dropped_graphs import Detached, Midway, Parts, Unused, loss_of
 from test_menus import by_made_up_times
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -22,7 +22,6 @@ from ckptplan.core.link import Link
 from ckptplan.distributed.absent import sharded
 from ckptplan.profiling import profiler
 from ckptplan.profiling.bytes import folding, unfolding
-from ckptplan.profiling.bytes.folding import Periods, Run
 from ckptplan.profiling.target import Target
 from ckptplan.profiling.times.timing import StageWork, Times
 
@@ -156,7 +155,16 @@ def vit(layers: int = 6) -> Built:
         patch_size=8, num_labels=10,
     )  # fmt: skip
     images = {"pixel_values": torch.randn(2, 3, 32, 32), "labels": torch.tensor([1, 2])}
-    return transformers.ViTForImageClassification(config), images, {}
+    return transformers.ViTForImageClassification(config), images, {"menus": False}
+
+
+def collecting(loss_fn: Callable[[Any], torch.Tensor]) -> Built:
+    return Collecting(8), torch.randn(16, 40, 32), {"menus": False, "loss_fn": loss_fn}
+
+
+def normed() -> Built:
+    layers = nn.Sequential(nn.Conv2d(3, 16, 1), *(Normed() for _ in range(8)))
+    return layers, torch.randn(4, 3, 16, 16), {"menus": False}
 
 
 def of_one_weight() -> Built:
@@ -198,12 +206,16 @@ class Case(NamedTuple):
     folded: bool = True
 
 
+UNITS = ckptplan.FSDP(4, units=("Residual",), param_dtype="bfloat16")
+
+
+def dropping_graphs(kind: type[Parts], *, folded: bool) -> Case:
+    deep = type(kind.__name__, (kind,), {"depth": 7})
+    return Case(lambda: (deep(), torch.randn(96, 32), {"menus": False, "loss_fn": loss_of}), folded)
+
+
 def equal(**options: Any) -> Built:
     return stack(*(Residual(place=k) for k in range(8)), **options)
-
-
-def sharded_by(ranks: int, **settings: Any) -> ckptplan.FSDP:
-    return ckptplan.FSDP(ranks, units=("Residual",), **settings)
 
 
 def special(forward: Callable[..., torch.Tensor]) -> Case:
@@ -215,41 +227,30 @@ CASES: dict[str, Case] = {
     "vit": Case(vit),
     "accumulating": Case(lambda: equal(accumulate=True, optimizer="adamw")),
     "absent": Case(lambda: equal(device="a100-40gb", amp=torch.bfloat16)),
-    "sharded": Case(lambda: equal(device="a100-40gb", fsdp=sharded_by(4, param_dtype="bfloat16"))),
-    "sharded, whole": Case(lambda: equal(fsdp=sharded_by(3, reshard_after_forward=False))),
+    "sharded": Case(lambda: equal(device="a100-40gb", fsdp=UNITS)),
     "stack": Case(lambda: stack(*(Residual(place=k) for k in range(9)), menus=True)),
     "two in turn": Case(lambda: stack(*(Residual(64 + 64 * (k % 2)) for k in range(12)))),
     "some frozen": Case(frozen),
     "dropping": Case(lambda: stack(*(Dropping() for _ in range(8)))),
     "all hooked": Case(lambda: stack(*(Hooked(k, *range(8)) for k in range(8)))),
     "nested": Case(lambda: stack(*(nn.Sequential(*(Residual() for _ in range(5))) for _ in range(5)))),
-    "collecting": Case(lambda: (Collecting(8), torch.randn(16, 40, 32), {"loss_fn": lambda out: out[0].sum()})),
-    "normed": Case(
-        lambda: (nn.Sequential(nn.Conv2d(3, 16, 1), *(Normed() for _ in range(8))), torch.randn(4, 3, 16, 16), {})
-    ),
+    "collecting": Case(lambda: collecting(lambda out: out[0].sum())),
+    "normed": Case(normed),
+    "graph dropped": dropping_graphs(Detached, folded=True),
     "checkpointed": Case(lambda: stack(*(Checkpointed() for _ in range(7)))),
-    "carrying": Case(lambda: (Carrying(), (torch.randn(16, 40, 32), torch.randn(16, 40, 32)), {})),
+    "carrying": Case(lambda: (Carrying(), tuple(torch.randn(2, 16, 40, 32)), {"menus": False})),
     # Here some operation isn't that of another layer, or there are as many as layers, so all are run.
+    "graph dropped in another layer": dropping_graphs(Midway, folded=False),
+    "graphs dropped behind all": dropping_graphs(Unused, folded=False),
     "one hooked": Case(lambda: stack(*(Hooked(k, 5) for k in range(8))), folded=False),
     "heavy once": Case(lambda: stack(*(HeavyOnce(place=k) for k in range(8))), folded=False),
-    "stacking": Case(
-        lambda: (Collecting(8), torch.randn(16, 40, 32), {"loss_fn": lambda out: torch.stack(out[1]).sum()}),
-        folded=False,
-    ),
+    "stacking": Case(lambda: collecting(lambda out: torch.stack(out[1]).sum()), folded=False),
     "place read": Case(lambda: stack(*(Residual(place=k, reads_place=True) for k in range(8))), folded=False),
     "one weight": Case(of_one_weight, folded=False),
     "reading": Case(lambda: stack(*(Reading() for _ in range(7))), folded=False),
     "a step of its own": Case(stepping, folded=False),
     **{forward.__name__: special(forward) for forward in (*FORWARDS, at_random)},
 }
-
-
-class Profiles(NamedTuple):
-    """Profiles with layers left out and without, and whether the first one could do with those that were run."""
-
-    few: ckptplan.Profile
-    full: ckptplan.Profile
-    folded: bool
 
 
 @contextlib.contextmanager
@@ -279,37 +280,31 @@ def built(name: str) -> Built:
     return model.train(), inputs, options
 
 
-@functools.cache
-def profiles(name: str) -> Profiles:
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
+@pytest.mark.parametrize("name", CASES)
+def test_profiles_are_those_of_all_layers(name: str) -> None:
+    """And whether those of a few layers did."""
     model, inputs, options = built(name)
-    refused: list[bool] = []
-    original = unfolding.Folding.replay
+    judged = unfolding.Folding.folds.fget  # type: ignore[attr-defined]
+    give_up, replay = unfolding.Folding.give_up, unfolding.Folding.replay
+    folds: list[bool] = []
+    given_up: list[Any] = []
+    begun: list[bool] = []
 
     def replayed(self: Any, *args: Any, **kwargs: Any) -> Any:
-        refused.append(True)
-        found = original(self, *args, **kwargs)
-        refused.pop()
+        begun.append(True)
+        found = replay(self, *args, **kwargs)
+        begun.pop()
         return found
 
     with without_clocks() as patch:
         patch.setattr(unfolding.Folding, "replay", replayed)
-        folds: list[bool] = []
-        given_up: list[Any] = []
-        give_up = unfolding.Folding.give_up
         patch.setattr(unfolding.Folding, "give_up", lambda self: given_up.append(give_up(self)))
-        judged = unfolding.Folding.folds.fget  # type: ignore[attr-defined]
         patch.setattr(unfolding.Folding, "folds", property(lambda self: folds.append(judged(self)) or folds[-1]))
         few = ckptplan.profile(model, inputs, **options)
-        folded = all(folds) and not given_up and not refused
+        folded = all(folds) and not given_up and not begun  # one that is refused isn't ended
         patch.setattr(unfolding, "find_runs", lambda model: [])
         full = ckptplan.profile(model, inputs, **options)
-    return Profiles(few, full, folded)
-
-
-@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
-@pytest.mark.parametrize("name", CASES)
-def test_profiles_are_those_of_all_layers(name: str) -> None:
-    few, full, folded = profiles(name)
     assert folded == CASES[name].folded
     ours, theirs = dataclasses.asdict(few), dataclasses.asdict(full)
     for field, value in theirs.items():
@@ -350,7 +345,7 @@ def test_layers_with_other_settings_inside_an_object_are_not_equal() -> None:
 def test_units_with_other_settings_are_not_equal() -> None:
     """Also where they act in backward alone, which no forward shows."""
     layers = nn.Sequential(*(Residual() for _ in range(12)))
-    with sharded(layers, ckptplan.FSDP(4, units=("Residual",))):
+    with sharded(layers, UNITS):
         assert [(run.count, run.kept) for run in folding.find_runs(layers)] == [(12, 5)]
         for name in ("set_reshard_after_backward", "set_requires_gradient_sync"):
             getattr(layers[6], name)(False, recurse=False)
@@ -358,19 +353,3 @@ def test_units_with_other_settings_are_not_equal() -> None:
             getattr(layers[6], name)(True, recurse=False)
         layers[0].set_modules_to_backward_prefetch([layers[3]])
         assert folding.find_runs(layers) == []
-
-
-# --- names and periods ---
-
-
-def test_names_of_the_short_model_and_back() -> None:
-    run = Run("model.h", 1, 16, 2, kept=4)
-    names = (*(f"model.h.{i}.{part}" for i in range(18) for part in ("attn", "mlp")), "head")
-    short = tuple(filter(None, map(run.shortened, names)))
-    assert short == (*(f"model.h.{i}.{part}" for i in range(10) for part in ("attn", "mlp")), "head")
-    periods = Periods.of(run, short)
-    assert periods is not None
-    assert periods.stages(short) == names
-    assert periods.order == (0, 1, 1, 1, 1, 1, 2, 3)
-    assert [periods.home(g) for g in (4, 5, 12, 13, 36, 37)] == [None, 0, 0, 1, 3, None]
-    assert Periods.of(run, (*short[:4], *short[5:])) is None

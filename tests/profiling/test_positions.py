@@ -15,7 +15,6 @@ from torch import nn
 import ckptplan
 from ckptplan.core.errors import InvalidInputError, PlanMismatchError
 from ckptplan.profiling.bytes.fake import fake_parameters
-from ckptplan.profiling.bytes.replays import _Names
 from ckptplan.profiling.bytes.tracker import Tracker
 from ckptplan.profiling.target import Target, find_target
 from ckptplan.runtime.guard.differences import Differences
@@ -112,17 +111,6 @@ def test_what_lies_elsewhere_has_a_position_and_stays_there() -> None:
     packing, _ = pack(strict, [elsewhere, large])
     with pytest.raises(PlanMismatchError, match=r"storage number 1 of the stage.* which is not on meta"):
         strict.leave(0, packing.saved, one_transfer((0,)))
-
-
-def test_the_profile_counts_what_lies_elsewhere_and_no_bytes_of_it() -> None:
-    tracker = Tracker(Target(CUDA))
-    names = _Names(tracker, set())
-    with tracker:
-        here, lengths = torch.empty(4, 4, device=CUDA), torch.arange(4)
-        found = [names.find(t) for t in (here, lengths, lengths[1:], torch.tensor(2.0))]
-        assert found == [(("forward", 0, 0), True), (("outside", 0, 0), True), (("outside", 0, 0), True), (None, False)]
-        assert [tracker.bytes_here(t) for t in (here, lengths)] == [512, 0]
-        assert tracker.live_bytes == 512
 
 
 class Exponential(nn.Module):

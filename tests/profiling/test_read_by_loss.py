@@ -20,11 +20,6 @@ def target(model: nn.Module, x: torch.Tensor) -> tuple[Loss, int]:
     return lambda y: (y - values).square().mean(), values.nbytes
 
 
-def labels(model: nn.Module, x: torch.Tensor) -> tuple[Loss, int]:
-    values = torch.zeros(ROWS, dtype=torch.long)
-    return lambda y: nn.functional.cross_entropy(y, values), values.nbytes
-
-
 def teacher(model: nn.Module, x: torch.Tensor) -> tuple[Loss, int]:
     other = nn.Linear(WIDTH, WIDE).requires_grad_(False)
     return lambda y: other(y).square().mean(), sum(p.nbytes for p in other.parameters())
@@ -35,15 +30,11 @@ def teacher_of_the_input(model: nn.Module, x: torch.Tensor) -> tuple[Loss, int]:
     return lambda y: (other(x) - y).square().mean(), sum(p.nbytes for p in other.parameters())
 
 
-def a_view_of_the_input(model: nn.Module, x: torch.Tensor) -> tuple[Loss, int]:
-    return lambda y: (y[:8] - x[8:16]).square().mean(), 0
-
-
 def the_model(model: nn.Module, x: torch.Tensor) -> tuple[Loss, int]:
     return lambda y: y.square().mean() + sum(p.abs().sum() for p in model.parameters()), 0
 
 
-LOSSES = [target, labels, teacher, teacher_of_the_input, a_view_of_the_input, the_model]
+LOSSES = [target, teacher, teacher_of_the_input, the_model]
 
 
 @pytest.mark.parametrize("make", LOSSES, ids=lambda make: make.__name__)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from made_plans import plan_of, scheduled
 from odd.layers import Folded
 from odd.memory import tensor_in_an_argument_object
+from small_models import assert_kept, plan_of, scheduled
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -18,73 +17,31 @@ import ckptplan
 from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.core.segment import Segment
 from ckptplan.profiling.bytes import storages
-from ckptplan.profiling.bytes.storages import enlarged, ruled_bytes
+from ckptplan.profiling.bytes.storages import ruled_bytes
 from ckptplan.profiling.profiler import profile
 
 ATEN = torch.ops.aten
 
 
-def folds() -> tuple[nn.Module, torch.Tensor, None]:
+def folds() -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)
-    return nn.Sequential(*(Folded() for _ in range(3))), torch.randn(4, 4, 12, 12), None
+    return nn.Sequential(*(Folded() for _ in range(3))), torch.randn(4, 4, 12, 12)
 
 
-def _loss(function: Callable[..., torch.Tensor]) -> Any:
-    def build() -> tuple[nn.Module, torch.Tensor, Any]:
-        torch.manual_seed(0)
-        layers = (nn.Sequential(nn.Linear(64, 64), nn.Sigmoid()) for _ in range(3))
-        return nn.Sequential(*layers), torch.randn(256, 64), lambda output: function(output, torch.zeros_like(output))
-
-    return build
-
-
-def bags() -> tuple[nn.Module, Any, None]:
-    """No rule knows `EmbeddingBag`'s."""
-
-    class Bags(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.bag = nn.EmbeddingBag(100, 32)
-            self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(3)))
-
-        def forward(self, index: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-            return self.layers(self.bag(index, offsets))
-
-    torch.manual_seed(0)
-    return Bags(), (torch.randint(0, 100, (4000,)), torch.arange(0, 4000, 4)), None
-
-
-LARGER = {
-    "fold": folds,
-    "mse": _loss(F.mse_loss),
-    "cross entropy": _loss(F.binary_cross_entropy),
-    "bags": bags,
-}
-
-
-@pytest.mark.parametrize("name", LARGER)
-def test_peaks_are_predicted_by_rule(name: str) -> None:
-    _check(name)
-
-
-@pytest.mark.parametrize("name", ["fold", "bags"])
-def test_peaks_are_predicted_by_what_operations_made_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storages, "_RULES", {})
-    _check(name)
-
-
-def _check(name: str) -> None:
-    model, x, loss_fn = LARGER[name]()
-    measured = profile(model, x, loss_fn=loss_fn, menus=False)
+@pytest.mark.parametrize("by_rule", [True, False])
+def test_peaks_are_predicted_by_rule_and_by_what_operations_made(
+    by_rule: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not by_rule:
+        monkeypatch.setattr(storages, "_RULES", {})
+    model, x = folds()
+    measured = profile(model, x, menus=False)
     for action in ("swap", "recompute"):
         plan = plan_of(measured, [action] * len(measured.stages))
-        found = ckptplan.verify(model, plan, x, loss_fn, repeats=1)
-        assert found.gradients_equal
-        assert found.other_paths == 0
-        assert found.measured_peak_bytes <= plan.peak_bytes
+        found = assert_kept(model, plan, x)
         # Random states of recomputed stages weigh much in models as small as these.
         assert plan.peak_bytes - found.measured_peak_bytes <= 16 << 10
-    assert ckptplan.estimate(model, x, loss_fn=loss_fn).peak_bytes >= found.plain_peak_bytes  # type: ignore[operator]
+    assert ckptplan.estimate(model, x).peak_bytes >= found.plain_peak_bytes  # type: ignore[operator]
 
 
 @pytest.mark.parametrize(
@@ -113,19 +70,9 @@ def test_rules_give_the_real_sizes(func: Any, args: tuple[Any, ...]) -> None:
 
 
 def test_a_device_that_is_not_here_has_them_by_rule() -> None:
-    model, x, _ = folds()
+    model, x = folds()
     chain = profile(model, x, device="a100-40gb", menus=False)
     assert max(s.nbytes for s in chain.storages) >= 4 * 4 * 9 * 144 * 4
-
-
-def test_only_new_storages_that_match_are_enlarged() -> None:
-    x = torch.zeros(4)
-    made = torch.ones(2, 2)
-    assert enlarged((x,), made, (16, 16)) is made
-    assert enlarged((x,), x.view(2, 2), (64,)).untyped_storage().nbytes() == 16
-    assert enlarged((x,), made, (8,)) is made
-    larger = enlarged((x,), (made, x), (64,))[0]
-    assert (larger.shape, larger.stride(), larger.untyped_storage().nbytes()) == (made.shape, made.stride(), 64)
 
 
 # ---------------------------------------------------------------- checkpoints inside
@@ -169,9 +116,7 @@ def test_checkpoints_inside_stages(levels: int, how: Any) -> None:
         plan = scheduled(measured, options, (Segment(real[0], real[-1], inner),))
     else:
         plan = plan_of(measured, [how] * len(measured.stages))
-    found = ckptplan.verify(model, plan, x, repeats=1)
-    assert found.gradients_equal, found.differing
-    assert found.measured_peak_bytes <= plan.peak_bytes
+    found = assert_kept(model, plan, x)
     # Stages that run again have states of their own beside those of their checkpoints, not all at the peak.
     assert plan.peak_bytes - found.measured_peak_bytes <= 16 << 10
     assert torch.get_rng_state is taking

@@ -13,7 +13,6 @@ from torch import nn
 import ckptplan
 from ckptplan.core.overheads import NO_OVERHEADS, Overheads
 from ckptplan.core.request import Training
-from ckptplan.profiling import profiler
 from ckptplan.profiling.times import overheads, timing
 from ckptplan.profiling.times.stopwatch import Measurement, Stopwatch, Took
 from ckptplan.runtime.recompute.segments import SegmentFrame
@@ -26,13 +25,6 @@ CPU = torch.device("cpu")
 def as_often_as_for_users(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other tests time each stage once (torch_setup.py)."""
     monkeypatch.setattr(timing, "_LEAST_RUNS", 3)
-
-
-def test_a_device_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    first = overheads.measure_overheads(CPU)
-    monkeypatch.setattr(overheads, "_measured", lambda *_: pytest.fail("it was measured before"))
-    assert overheads.measure_overheads(CPU) is first
-    assert min(first.call_s, first.swap_s + first.storage_s, first.rerun_s) > 0
 
 
 def test_what_runs_in_a_sweep_take_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,62 +114,3 @@ def test_a_measured_profile_says_its_error() -> None:
     profile = ckptplan.profile(model, torch.randn(64, 64))
     assert 0 < profile.step_error <= 1  # 1 where the machine was too busy to tell
     assert f"± {profile.step_error:.1%}" in str(profile)
-
-
-class Noisy(Slowing):
-    """A watch to which all kinds take 1 s each time, but for one, which takes 1, 2 and 3 s in turn."""
-
-    def end(self, span: Measurement) -> Took:
-        self.kinds.append(span.kind)
-        same = self.kinds.count(span.kind) if span.kind == ("kind 1", None, "forward") else 0
-        return Took(1.0 + same % 3, 0.0)
-
-
-def test_only_kinds_with_much_of_the_error_are_timed_further(monkeypatch: pytest.MonkeyPatch) -> None:
-    watches: list[Noisy] = []
-    monkeypatch.setattr(timing, "Stopwatch", lambda device: watches.append(Noisy(device)) or watches[-1])
-    monkeypatch.setattr(timing, "_MORE_S", 60.0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8)) for _ in range(3)))
-    kinds = {str(i): f"kind {i}" for i in range(3)}
-    step = make_step(model, Training(torch.randn(2, 8), loss_fn=torch.mean))
-    timing.time_stages(step, timing.StageWork(kinds, Counter(kinds.values()), {}), CPU, lambda: None)
-    runs = Counter(kind[0] for kind in watches[0].kinds if isinstance(kind, tuple) and kind[1:] == (None, "forward"))
-    assert runs["kind 0"] == runs["kind 2"] == 1 + timing._LEAST_RUNS  # one is a warm-up
-    assert runs["kind 1"] > runs["kind 0"]
-
-
-class Even(Slowing):
-    """A watch to which recompute takes no time at all, as it may look where the machine is slow for a while."""
-
-    def end(self, span: Measurement) -> Took:
-        self.kinds.append(span.kind)
-        return Took(1.0, 0.0)
-
-
-def test_a_recompute_takes_most_of_what_its_operations_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "Stopwatch", Even)
-    model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
-    step = make_step(model, Training(torch.randn(2, 8), loss_fn=torch.mean))
-    again = {"kind": {(): (), (0,): (64,)}}
-    for shares, wanted_s in (
-        ({}, {(): timing._LEAST_SHARES[True], (0,): timing._LEAST_SHARES[False]}),
-        ({("kind", ()): 1.0, ("kind", (0,)): 0.5}, {(): 0.8, (0,): 0.4}),
-    ):
-        work = timing.StageWork({"0": "kind"}, {"kind": 1}, again, shares)
-        times, _, _ = timing.time_stages(step, work, CPU, lambda: None)
-        assert times.recompute_s == {("kind", way): pytest.approx(s) for way, s in wanted_s.items()}
-
-
-def test_a_trace_says_what_share_of_its_operations_a_recompute_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With nothing saved all up to the last tensor that backward needs; with outputs saved, less."""
-    found: list[Any] = []
-    timed = profiler.time_stages
-    monkeypatch.setattr(profiler, "time_stages", lambda *args: found.append(args[1].rerun_shares) or timed(*args))
-    blocks = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(3)]
-    profile = ckptplan.profile(nn.Sequential(*blocks), torch.randn(512, 64))
-    (shares,) = found
-    kind = profile.stages[0].kind
-    assert 0.3 < shares[kind, ()] <= 1
-    selective = [shares[kind, ops] for ops in (o.ops for o in profile.stages[0].options) if ops]
-    assert selective
-    assert all(0 <= share < shares[kind, ()] for share in selective)

@@ -6,12 +6,11 @@ import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from brute_force import Combination, combinations, decision, fastest, fastest_of_all_points, smallest_peak
 from made_plans import plan_with
-from random_chains import random_chain, random_options, random_segments, rich_chain, textbook_chain
+from random_chains import random_chain, random_options, random_segments, rich_chain
 
 from ckptplan.core.errors import InvalidInputError, PlanMismatchError
 from ckptplan.core.link import Link
@@ -116,47 +115,19 @@ def test_queues_are_first_in_first_out() -> None:
     assert timeline.makespan_s == 18
 
 
-def test_a_shared_storage_is_counted_once_and_stays_for_its_last_holder() -> None:
-    profile = four_stages()
-    shared = Storage("shared", 1000, 0, 2)
-    stages = tuple(saving_also(s, 4) if i in (0, 2) else s for i, s in enumerate(profile.stages))
-    profile = replace(profile, stages=stages, storages=(*profile.storages, shared))
-    kept = [step.start_bytes for step in simulate(profile, (KEEP,) * 4).steps]
-    assert kept == [100, 1110, 1120, 1130, 1149, 1136, 1123, 1110, 90]
-    # Recomputed, stage 2 doesn't hold it; the program does until forward 2 has started, and stage 0 to the end.
-    dropped = [step.start_bytes for step in simulate(profile, (RECOMPUTE, KEEP, RECOMPUTE, KEEP)).steps]
-    assert dropped == [100, 1100, 1110, 110, 129, 116, 113, 100, 90]
-
-
-def test_what_a_stage_is_the_first_to_hold_was_there_before() -> None:
-    # The program lets go of it in forward 0, stage 2 holds it: it can't have come from nowhere.
-    profile = four_stages()
-    stages = tuple(saving_also(s, 4) if i == 2 else s for i, s in enumerate(profile.stages))
-    profile = replace(profile, stages=stages, storages=(*profile.storages, Storage("late", 1000, 0, 0)))
-    kept = simulate(profile, (KEEP,) * 4)
-    assert starts(kept) == [100, 1110, 1120, 1130, 1149, 1136, 123, 110, 90]
-    dropped = simulate(profile, (KEEP, KEEP, RECOMPUTE, KEEP))
-    assert starts(dropped) == [100, 110, 120, 120, 139, 126, 123, 110, 90]
-    r = residency(profile, [stage.keep for stage in profile.stages])
-    assert worst_bytes(kept) == (r.forward_bytes, r.backward_bytes)
-
-
-def five_linked(*, out2_to_end: bool = False, skip: tuple[int, int] | None = None, glue: int | None = None) -> Profile:
+def five_linked(*, glue: int | None = None) -> Profile:
     """Stage i makes inner_i of 10 and out_i of 4 bytes (storages 2 i and 2 i + 1), and saves out_(i-1) and inner_i.
 
     Keep adds 16 bytes in forward and 5 in backward, recompute 6 and 15. Forward 1 s, backward 2 s, recompute 1.5 s.
     Base 100, and one more for every backward step. Links carry 2 bytes/s.
 
-    With `skip` = (i, j), stage j saves out_i too; stage `glue` is glue.
+    Stage `glue` is glue.
     """
     storages = []
     stages = []
     for i in range(5):
-        until = skip[1] if skip and skip[0] == i else min(i + 1, 4)
-        storages += [Storage(f"inner{i}", 10, i, i), Storage(f"out{i}", 4, i, until, to_end=out2_to_end and i == 2)]
+        storages += [Storage(f"inner{i}", 10, i, i), Storage(f"out{i}", 4, i, min(i + 1, 4))]
         inputs = (2 * i - 1,) if i else ()
-        if skip and skip[1] == i:
-            inputs += (2 * skip[0] + 1,)
         keep = Option("keep", (*inputs, 2 * i), (), 16, 5)
         again = Option("recompute", inputs, (), 6, 15, recompute_s=1.5, recomputes=True)
         menu = [keep, again]
@@ -210,72 +181,7 @@ def test_segment_of_three() -> None:
     ]
 
 
-def test_nested_segment() -> None:
-    timeline = simulate(five_linked(), (RECOMPUTE,) * 5, (Segment(0, 4, (Segment(1, 2),)),))
-    forward = [(100, 106)] + [(104, 110)] * 4  # nothing is held; the program holds the last output
-    backward = [
-        (100, 116),  # 4: stage 0 runs, keeping
-        (114, 120),  # stage 1, in the inner segment: inner0', out0'
-        (118, 124),  # stage 2: inner0', out0', which stage 1 holds, out1'
-        (118, 134),  # stage 3, keeping: inner0', out0', out2'; nobody holds out1'
-        (132, 147),  # stage 4's backward: inner0', out0', out2', inner3', out3'
-        (129, 134),  # 3, base 101: without out3'
-        (116, 132),  # 2, base 102: stage 1 runs again, keeping: inner0', out0'
-        (130, 145),  # stage 2's backward: inner1'' and out1'' on top
-        (127, 132),  # 1, base 103: inner0', out0', inner1''
-        (114, 119),  # 0, base 104: inner0'
-    ]
-    assert [(s.start_bytes, s.peak_bytes) for s in timeline.steps] == [*forward, *backward, (90, 90)]
-    # Forward 5, backward 10, sweeps 4 and 1, two last stages' recomputes 1.5 each.
-    assert timeline.makespan_s == 23
-    assert timeline.runs == (2, 3, 3, 2, 2)
-
-
 NESTED = (Segment(1, 3, (Segment(1, 2),)),)
-
-
-@pytest.mark.parametrize(
-    ("other", "segments", "more"),
-    [
-        # Stage 4 saves out1 too: there from forward 3 on, where the plain segment had let it go, to backward 4.
-        ({"skip": (1, 4)}, (Segment(1, 3),), [0, 0, 0, 4, 4, 4, 0, 0, 0, 0, 0, 0, 0]),
-        # Stage 3 takes out1 too. Forward 3 has it as the program's; backward 3 as the copy, which stage 2 holds anyway.
-        ({"skip": (1, 3)}, (Segment(1, 3),), [0, 0, 0, 4, 0, 0, 0, 0, 0, 0, 0, 0, 0]),
-        # With stages 1 and 2 in an inner segment only stage 3 holds the copy of out1; on the way to it, it is there.
-        ({"skip": (1, 3)}, NESTED, [0, 0, 0, 4, 0, 0, 0, 0, 4, 0, 0, 0, 0, 0]),
-        # Stage 3 holds out0 until its backward, as stage 1 does anyway.
-        ({"skip": (0, 3)}, (Segment(1, 3),), [0] * 13),
-        # The caller keeps out2: 4 bytes more in forward 4 and in all of backward, where the sweep makes its own copy.
-        ({"out2_to_end": True}, (Segment(1, 3),), [0, 0, 0, 0, 4, *[4] * 7, 0]),
-    ],
-)
-def test_what_others_hold_of_a_segment(other: dict[str, Any], segments: tuple[Segment, ...], more: list[int]) -> None:
-    plain, found = (peaks(simulate(five_linked(**how), MIDDLE, segments)) for how in ({}, other))
-    assert [b - a for a, b in zip(plain, found, strict=True)] == more
-
-
-def test_glue_inside_a_segment_is_not_run_again() -> None:
-    choices = (RECOMPUTE, RECOMPUTE, KEEP, RECOMPUTE, KEEP)
-    timeline = simulate(five_linked(glue=2), choices, (Segment(0, 3),))
-    forward = [
-        (100, 106),
-        (104, 110),
-        (104, 120),  # the glue keeps out1 and inner2
-        (118, 124),  # out1, inner2, out2
-        (122, 138),  # stage 3 holds out2, which glue made; out3
-    ]
-    backward = [
-        (132, 137),  # 4: out1, inner2, out2, out3, inner4
-        (119, 135),  # 3, base 101: stage 0 runs with out1, inner2, out2 there
-        (133, 149),  # stage 1: inner0', out0' on top
-        (143, 158),  # stage 3's backward: inner0', out0', inner1'; nobody is linked to the copy of out1
-        (140, 145),  # the glue, base 102: without out2
-        (127, 132),  # 1, base 103: inner0', out0', inner1'
-        (114, 119),  # 0
-    ]
-    assert [(s.start_bytes, s.peak_bytes) for s in timeline.steps] == [*forward, *backward, (90, 90)]
-    assert timeline.makespan_s == 15 + 2 + 1.5
-    assert timeline.runs == (2, 2, 1, 2, 1)
 
 
 def test_a_segment_s_input_is_swapped() -> None:
@@ -295,26 +201,6 @@ def test_a_segment_s_input_is_swapped() -> None:
         five_linked(), (KEEP, Decision.moving("recompute", (0,), 1, 4, "recompute+swap"), *MIDDLE[2:]), (Segment(1, 3),)
     )
     assert early.makespan_s == 20.5
-
-
-def test_selective_option() -> None:
-    profile = four_stages()
-    partly = Option("selective-1", (4,), (), 8, 9, recompute_s=0.25, recomputes=True, ops=(2,))
-    swapped = replace(partly, name="selective-1+swap", moves=(0,))
-    stage = replace(profile.stages[0], options=(*profile.stages[0].options, partly, swapped))
-    profile = replace(
-        profile, stages=(stage, *profile.stages[1:]), storages=(*profile.storages, Storage("s0.mm", 6, 0, 0))
-    )
-    timeline = simulate(profile, (Decision("recompute", option="selective-1", ops=(2,)), KEEP, KEEP, KEEP))
-    # Against keep: 6 bytes held, not 10; 8 and 9 on top, not 12 and 5.
-    assert peaks(timeline) == [108, 118, 128, 138, 150, 137, 124, 100 + 6 + 9, 90]
-    assert timeline.makespan_s == 12.25
-    assert timeline.runs == (2, 1, 1, 1)
-    away = Decision.moving("recompute", (0,), 0, 0, "selective-1+swap", ops=(2,))
-    timeline = simulate(profile, (away, KEEP, KEEP, KEEP))
-    assert peaks(timeline) == [108, 112, 122, 132, 144, 131, 118, 115, 90]
-    # 6 bytes at 10 bytes/s, both ways in plain sight.
-    assert timeline.makespan_s == pytest.approx(12.25 + 2 * 0.6, abs=1e-12)
 
 
 def sound() -> tuple[Profile, Plan]:
@@ -450,19 +336,6 @@ def test_budgets_are_exact() -> None:
     assert [(v.kind, v.stage) for v in found] == [("moves", "s0")]
     with pytest.raises(PlanMismatchError, match="stage 0"):
         simulate(profile, replace(plan, stages=("x", *plan.stages[1:])))
-
-
-def test_a_storage_the_program_still_holds() -> None:
-    """It leaves when the program lets it go, though its copy is done before."""
-    profile, plan = sound()
-    moved = profile.storages[0]
-    storages = (replace(moved, program_until=2), *profile.storages[1:])
-    longer = simulate(replace(profile, storages=storages), plan)
-    plain = simulate(profile, plan)
-    more = [a.start_bytes - b.start_bytes for a, b in zip(longer.steps, plain.steps, strict=True)]
-    assert plan.choices[0].transfers[0].release == 1
-    assert more == [0, 0, moved.nbytes, *[0] * (len(more) - 3)]
-    assert longer.makespan_s == plain.makespan_s
 
 
 def tightest(options: Sequence[Option], r: Residency) -> tuple[Decision, ...]:
@@ -606,19 +479,6 @@ def test_no_release_and_prefetch_points_beat_the_lazy_ones() -> None:
             assert best == (every if every is None else pytest.approx(every, rel=1e-9)), (seed, budget, host)
 
 
-def test_brute_force_tries_every_segment() -> None:
-    # Stages that can only keep or recompute. A sweep over k stages can be done in 1, 2, 6, 22, 90, ... ways: the large
-    # Schröder numbers S(k), as every stretch that is recomputed together is a bracket around its own sweep. A step of n
-    # stages begins with a single stage, 2 ways, or with a segment of j stages, S(j - 1) ways.
-    schroeder = [1, 2, 6, 22, 90]
-    steps = [1]
-    for n in range(1, 6):
-        longer = (schroeder[j - 1] * steps[n - j] for j in range(2, n + 1))
-        steps.append(2 * steps[n - 1] + sum(longer))
-        found = combinations(textbook_chain(random.Random(n), n), actions=("keep", "recompute"))
-        assert len(found) == len({(combination.options, combination.segments) for combination in found}) == steps[n]
-
-
 def test_brute_force_leaves_nothing_out_that_the_referee_accepts() -> None:
     """Options and segments are put together without any idea of the rules; whatever breaks none is priced."""
     tried, begin_in_glue = 0, 0
@@ -654,12 +514,3 @@ def forests(first: int, limit: int) -> Iterator[tuple[Segment, ...]]:
         for inner in forests(first, last):
             for rest in forests(last + 1, limit):
                 yield (Segment(first, last, inner), *rest)
-
-
-def test_brute_force_knows_the_compute_time_of_what_it_tries() -> None:
-    for seed in range(5):
-        profile = random_chain(seed, 4, most_options=3)
-        for found in combinations(profile):
-            timeline = simulate(profile, [decision(option) for option in found.options], found.segments)
-            # 1e-9: the same seconds added in another order.
-            assert timeline.events[-1].end_s == pytest.approx(found.compute_s, rel=1e-9), (seed, found)

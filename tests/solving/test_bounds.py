@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 
 import pytest
-from exactly import LONG_S, NO_RECOMPUTE, NOTHING_MOVES, ROUNDING
+from exactly import LONG_S, NO_RECOMPUTE, ROUNDING
 from random_chains import homogeneous_chain, random_chain, random_options, random_segments, textbook_chain
 
 from ckptplan.core.option import ACTIONS
@@ -64,23 +64,6 @@ def test_never_above_any_plan_of_longer_chains() -> None:
     assert compared > 40
 
 
-def test_a_smaller_space_has_no_smaller_bound() -> None:
-    for seed in range(10):
-        profile = random_chain(seed, 10)
-        least, most = peak_of(profile, "recompute"), peak_of(profile, "keep")
-        if least >= most:
-            continue
-        budget = (least + most) // 2
-        whole = bound(profile, budget).bound_s
-        for smaller in ({"segments": False}, {"host_bytes": 0}, {"menu": menus(profile, NOTHING_MOVES)}):
-            assert bound(profile, budget, **smaller).bound_s >= whole * (1 - 1e-4), (seed, smaller)
-
-
-def test_an_update_that_does_not_fit_is_no_plan() -> None:
-    profile = next(p for p in (random_chain(seed, 3) for seed in range(100)) if p.update_peak_bytes > 0)
-    assert bound(profile, profile.update_peak_bytes - 1).bound_s == math.inf
-
-
 # Makespans of plans that were found for 40 equal stages; seconds, by the share of the link and the budget in per cent.
 KNOWN = {0.3: {20: 1.373333, 60: 1.23}, 1e-6: {40: 1.42}}
 
@@ -93,14 +76,6 @@ def test_tight_on_equal_stages(link_ratio: float) -> None:
         found = bound(profile, least + (most - least) * percent // 100)
         # What remains is whole transfers, and the bytes of parts of a stage.
         assert step_s / 1.008 <= found.bound_s <= step_s * (1 + 1e-6), percent
-
-
-def test_segments_lower_the_bound_of_a_chain_without_a_link() -> None:
-    profile = homogeneous_chain(30, link_ratio=1e-6)
-    menu = menus(profile, NOTHING_MOVES)
-    budget = peak_of(profile, "recompute")
-    alone = bound(profile, budget, menu=menu, segments=False).bound_s
-    assert bound(profile, budget, menu=menu).bound_s < alone * 0.999
 
 
 def test_prices_are_the_slope_of_the_bound() -> None:

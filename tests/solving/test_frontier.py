@@ -31,12 +31,6 @@ CHAINS = {
     "rich": random_chain(7, 6),
     "textbook": random_chain(6, 6),
 }
-OVERHEADS = (0.0, 0.3, 10.0)
-
-
-@functools.cache
-def leanest(name: str, overhead: float) -> Plan:
-    return smallest_within(CHAINS[name], overhead, Limits(time_limit_s=LONG_S))
 
 
 @functools.cache
@@ -62,7 +56,7 @@ def test_a_search_that_does_not_find_the_smallest_peak_again_begins_with_it(monk
     assert validate(profile, plans[0], least) == ()
 
 
-@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.parametrize("name", ["rich", "textbook"])
 def test_frontier_runs_from_the_smallest_peak_to_everything_kept(name: str) -> None:
     profile = CHAINS[name]
     plans = frontier_profile(profile, points=4, limits=Limits(time_limit_s=LONG_S))
@@ -98,11 +92,11 @@ def test_plans_of_a_frontier_are_handed_out() -> None:
 
 @pytest.mark.parametrize(
     ("name", "overhead"),
-    [*(("homogeneous", overhead) for overhead in OVERHEADS), ("rich", 0.05), ("textbook", 0.3)],
+    [("homogeneous", 0.0), ("rich", 0.05), ("textbook", 0.3), ("textbook", 10.0)],
 )
 def test_smallest_peak_within_a_slowdown(name: str, overhead: float) -> None:
     profile = CHAINS[name]
-    plan = leanest(name, overhead)
+    plan = smallest_within(profile, overhead, Limits(time_limit_s=LONG_S))
     check(profile, plan, plan.budget_bytes)
     assert plan.overhead <= overhead + 1e-9
     assert plan.budget_bytes == plan.peak_bytes
@@ -111,13 +105,6 @@ def test_smallest_peak_within_a_slowdown(name: str, overhead: float) -> None:
     if plan.peak_bound_bytes > least_bytes(name):
         below = solve_profile(profile, plan.peak_bound_bytes - 1)
         assert below.overhead > overhead
-
-
-def test_more_slowdown_never_needs_more_memory() -> None:
-    peaks = [leanest("homogeneous", overhead).peak_bytes for overhead in OVERHEADS]
-    # 0.01 %: the bisection stops there.
-    assert all(b <= a * 1.0001 for a, b in pairwise(peaks))
-    assert peaks[-1] < peaks[0]
 
 
 def test_bad_requests() -> None:

@@ -11,7 +11,6 @@ import time
 import pytest
 from exactly import LONG_S
 from random_chains import rich_chain
-from steered import steer
 
 from ckptplan.core.plan import Plan
 from ckptplan.core.request import Limits
@@ -100,19 +99,3 @@ def test_what_a_local_search_has_come_to_is_handed_out(monkeypatch: pytest.Monke
     with pytest.raises(KeyboardInterrupt):
         solve_profile(profile, budget, Limits(gap=0.0, on_plan=seen.append))
     assert seen[-1].step_s <= come_to[-1] * (1 + 1e-9)  # but for rounding
-
-
-def test_bounds_and_plans_are_reported_within_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    steer(monkeypatch, least_s=1e-9)
-    profile = rich_chain(random.Random(6), 24)
-    told: list[tuple[str, float, float]] = []
-    seen: list[Plan] = []
-    solve_profile(
-        profile,
-        BUDGET,
-        Limits(gap=0.0, time_limit_s=1.0, on_plan=seen.append),
-        on_progress=lambda *state: told.append(state[:3]),
-    )
-    assert len({bound for part, _, bound in told if part == "bound"}) > 2  # those before and after, and one within
-    assert [bound for *_, bound in told] == sorted(bound for *_, bound in told)
-    assert [plan.step_s for plan in seen] == sorted({plan.step_s for plan in seen}, reverse=True)

@@ -12,8 +12,6 @@ from exactly import LONG_S, ROUNDING
 from random_chains import (
     homogeneous_chain,
     launched,
-    random_options,
-    random_segments,
     rich_chain,
     textbook_chain,
 )
@@ -21,8 +19,7 @@ from random_chains import (
 from ckptplan.core.option import ACTIONS
 from ckptplan.core.profile import Profile
 from ckptplan.core.request import Limits
-from ckptplan.core.schedule import StepNeed, evaluate, residency, tightest_peak
-from ckptplan.referee import simulate, validate
+from ckptplan.referee import validate
 from ckptplan.solving.bound.pricing import lower_bound
 from ckptplan.solving.cost import menus
 from ckptplan.solving.enumerate import PlanSpace
@@ -55,57 +52,6 @@ def slow_host(profile: Profile, pace: float) -> Profile:
 def drawn(seed: int, size: int) -> Profile:
     rng = random.Random(seed)
     return launched(rng, textbook_chain(rng, size) if seed % 2 else rich_chain(rng, size, most_options=4))
-
-
-def test_recompute_is_launched_and_a_swap_is_not() -> None:
-    """The best plan for device and link recomputes, for 13 s; launching that takes 14 s, and the best swaps, 13.5 s."""
-    chain = Profile.from_chain(
-        [1.0] * 4, [2.0] * 4, [1] * 4, [8] * 4, input_bytes=0, out_bytes_per_s=2.0, in_bytes_per_s=2.0
-    )
-    host = replace(
-        chain,
-        stages=tuple(
-            replace(
-                stage,
-                forward_launch_s=1.0,
-                backward_launch_s=2.0,
-                options=tuple(replace(option, launch_s=2.0 * option.recomputes) for option in stage.options),
-            )
-            for stage in chain.stages
-        ),
-    )
-    assert (chain.baseline_step_s, host.baseline_step_s) == (12.0, 12.0)
-    budget = everything_kept_bytes(chain) - 4
-    alone, found = solve_profile(chain, budget), solve_profile(host, budget)
-    assert [choice.action for choice in alone.choices] == ["keep", "keep", "recompute", "keep"]
-    assert (alone.step_s, alone.status) == (13.0, "optimal")
-    launched_s = simulate(host, alone.choices).makespan_s
-    assert launched_s == simulate(host, alone.choices).launch_s == 14.0
-    assert [choice.action for choice in found.choices] == ["swap", "keep", "keep", "keep"]
-    assert (found.step_s, found.launch_s, found.status) == (13.5, 12.0, "optimal")
-    assert found.step_s == brute_force.fastest(host, budget)
-    # With the lanes' optimum as its bound, the slower plan is named.
-    wrong = replace(alone, launch_s=14.0, baseline_launch_s=12.0)
-    assert [violation.kind for violation in validate(host, wrong, budget)] == ["prediction"]
-
-
-def test_a_mixture_never_takes_longer() -> None:
-    compared = 0
-    for seed in range(40):
-        rng = random.Random(seed)
-        profile = drawn(seed, rng.randint(1, 9))
-        segments = random_segments(rng, profile)
-        options = random_options(rng, profile, segments)
-        budget = tightest_peak(profile, residency(profile, options, segments)).bytes + rng.randint(0, 30)
-        share = rng.choice((0.0, 0.2, 0.5, 0.9, 0.99))
-        view = mixed(profile, share)
-        same = [stage.option(option.name) for stage, option in zip(view.stages, options, strict=True)]
-        step, mixture = evaluate(profile, options, budget, segments), evaluate(view, same, budget, segments)
-        assert not isinstance(step, StepNeed)
-        assert not isinstance(mixture, StepNeed)
-        assert mixture.makespan_s <= step.makespan_s * ROUNDING, (seed, share)
-        compared += mixture.makespan_s < step.makespan_s
-    assert compared > 15
 
 
 def test_the_linear_program_bounds_both_sums_together() -> None:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 
-import brute_force
-import numpy as np
 import pytest
 from exactly import ROUNDING, Limits, solve_profile
-from random_chains import random_chain, random_options, random_segments
 
 from ckptplan.core.link import Link
 from ckptplan.core.option import Option
@@ -18,9 +14,6 @@ from ckptplan.core.profile import Profile
 from ckptplan.core.stage import Stage
 from ckptplan.core.storage import Storage
 from ckptplan.referee import simulate, validate
-from ckptplan.solving.cost import Evaluator
-from ckptplan.solving.points import Moves
-from ckptplan.solving.room import Room
 
 pytestmark = pytest.mark.planning
 
@@ -42,100 +35,6 @@ def test_parts_and_orders_are_found(name: str, budget: int, step_s: float) -> No
     assert plan.step_s == pytest.approx(step_s, rel=1e-9)
     assert plan.status == "optimal"
     assert validate(profile, plan, budget) == ()
-
-
-def test_a_real_models_plan_is_as_fast_as_any() -> None:
-    """0.0259 s with all moves of all options, which was called optimal, and 0.0258 s with other points."""
-    profile = Profile.load(PROFILES / "hidden_model.json")
-    plan = solve_profile(profile, 16273809)
-    assert validate(profile, plan, 16273809) == ()
-    assert plan.status == "optimal"
-    assert plan.step_s < 0.0252
-
-
-def test_the_fastest_moves_are_those_of_brute_force() -> None:
-    compared = shorter = 0
-    for seed in range(50):
-        rng = random.Random(seed)
-        profile = random_chain(seed, rng.randint(2, 4), most_options=5)
-        segments = random_segments(rng, profile)
-        options = tuple(random_options(rng, profile, segments))
-        if seed % 2:
-            segments, options = (), tuple(stage.find("swap") or stage.keep for stage in profile.stages)
-        codes = [stage.options.index(option) for stage, option in zip(profile.stages, options, strict=True)]
-        host = rng.choice((None, None, rng.randint(0, 60)))
-        evaluator = Evaluator(profile, Room(host))
-        budget = evaluator.peak(codes, segments) + rng.randint(0, 20)
-        search = evaluator.search(codes, budget, segments)
-        moves = search.fastest()
-        assert search.complete
-        chosen = brute_force.fastest_of(
-            profile, brute_force.Combination(0.0, options, segments), budget, host_bytes=host
-        )
-        assert (moves is None) == (chosen is None), seed
-        if moves is None or chosen is None:
-            continue
-        schedule = evaluator.with_moves(codes, segments, moves)
-        timeline = simulate(profile, schedule.choices, segments)
-        assert timeline.makespan_s == pytest.approx(schedule.step_s, rel=1e-9, abs=1e-9)
-        assert (timeline.peak_bytes, timeline.host_bytes) == (schedule.peak_bytes, schedule.host_bytes)
-        assert timeline.peak_bytes <= budget
-        best_s = max(simulate(profile, chosen, segments).makespan_s, profile.baseline_step_s)
-        assert moves.seconds == pytest.approx(best_s, rel=1e-9, abs=1e-9), seed
-        assert schedule.step_s <= moves.seconds  # less where a swap that moves nothing is a keep
-        lazy = evaluator.schedule(codes, budget, segments)
-        shorter += lazy is None or schedule.step_s < lazy.step_s * (1 - 1e-9)
-        compared += 1
-    assert compared > 15
-    assert shorter
-
-
-def count(moves: Moves) -> int:
-    return sum(map(len, moves.sendings))
-
-
-def test_changes_never_make_a_step_longer_and_their_costs_are_the_referees() -> None:
-    shorter = fewer = fewest = 0
-    for seed in range(40):
-        rng = random.Random(seed)
-        profile = random_chain(seed, rng.randint(4, 14))
-        segments = random_segments(rng, profile)
-        options = random_options(rng, profile, segments)
-        if seed % 3:
-            segments, options = (), [stage.find("swap") or stage.keep for stage in profile.stages]
-        codes = [stage.options.index(option) for stage, option in zip(profile.stages, options, strict=True)]
-        evaluator = Evaluator(profile)
-        budget = evaluator.peak(codes, segments) + rng.randint(0, 30)
-        lazy = evaluator.schedule(codes, budget, segments)
-        assert lazy is not None
-        start = Moves.of(lazy.step_s, lazy.choices, evaluator.options(lazy.codes), profile)
-        search = evaluator.search(lazy.codes, budget, segments)
-        found = search.improved(start, deadline=float("inf"))
-        # What gains nothing by itself goes with others, and more does where some time may be lost.
-        apart, order = search._faster(start, deadline=float("inf"))
-        assert found.seconds <= apart.seconds * ROUNDING
-        assert count(found) <= count(apart)
-        fewer += count(found) < count(apart)
-        together = search.joined(apart, order, apart.seconds * 1.05, float("inf"))
-        assert together.seconds <= apart.seconds * 1.05 * ROUNDING
-        fewest += count(together) < count(found)
-        least_s = float(evaluator.least_s(np.array([lazy.codes], np.int8), budget, segments)[0])
-        assert least_s <= found.seconds * ROUNDING
-        assert found.seconds <= lazy.step_s
-        if found is not start:
-            schedule = evaluator.with_moves(lazy.codes, segments, found)
-            timeline = simulate(profile, schedule.choices, segments)
-            assert timeline.makespan_s == pytest.approx(schedule.step_s, rel=1e-9, abs=1e-9)
-            assert timeline.peak_bytes == schedule.peak_bytes <= budget
-            assert schedule.step_s <= found.seconds * ROUNDING
-            joined = evaluator.joined(schedule, budget, schedule.step_s * 1.05, float("inf"))
-            assert joined.step_s <= schedule.step_s * 1.05 * ROUNDING
-            assert joined.host_bytes == schedule.host_bytes
-            assert simulate(profile, joined.choices, segments).peak_bytes == joined.peak_bytes <= budget
-            shorter += 1
-    assert shorter > 2
-    assert fewer
-    assert fewest
 
 
 def of_parts(sizes: list[int], needs: int, link: Link) -> Profile:
