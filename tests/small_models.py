@@ -414,11 +414,12 @@ def state_of(model: nn.Module) -> tuple[Any, ...]:
 
 
 def assert_kept(model: nn.Module, plan: Plan, inputs: Any = None, loss_fn: Any = None, **how: Any) -> Verification:
-    """A step under a plan has the plain gradients, saves what was profiled, and keeps to the plan's peak."""
+    """A step under a plan has the plain gradients, saves and runs what was planned, and keeps to the plan's peak."""
     found = verify(model, plan, inputs, loss_fn, repeats=1, **how)
     what = [choice.option for choice in plan.choices], plan.segments
     assert found.gradients_equal, (what, found.differing)
     assert found.other_paths == 0, what
+    assert found.stats.runs == found.stats.planned_runs, what
     assert found.measured_peak_bytes <= plan.peak_bytes <= plan.budget_bytes, what
     return found
 

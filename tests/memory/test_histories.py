@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from histories import GENERATED, Replay, load_history, rows_of, settings_of, start_of
+from histories import GENERATED, LETTERS, STATES, Replay, history_from, load_history, rows_of, settings_of, start_of
 from make_histories import histories
 
 from ckptplan.memory.allocator import Addresses, CachingAllocator, SegmentInfo
@@ -150,3 +150,50 @@ def test_a_release_of_some_segments() -> None:
     assert found.first_difference is None
     assert ("release", A) in found.calls
     assert (found.allocator.peak_reserved_bytes, found.allocator.reserved_bytes) == (74 * M, 50 * M)
+
+
+# --- from a recording ---
+
+
+def snapshot_of(conf: str, segments: Sequence[dict[str, Any]], trace: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """As `torch.cuda.memory._snapshot()` gives it, of device 1."""
+    made: list[dict[str, Any]] = [
+        {"device": 0, "address": 0, "total_size": M, "stream": 0, "segment_type": "small", "is_expandable": False}
+        | {"blocks": []}
+    ]
+    for segment in segments:
+        blocks = [
+            {"address": at, "size": size, "requested_size": asked, "state": STATES[state], "frames": []}
+            for at, size, asked, state in segment["blocks"]
+        ]
+        kind = "small" if segment["small"] else "large"
+        made.append(
+            {"device": 1, "address": segment["address"], "total_size": segment["size"], "stream": segment["stream"]}
+            | {"segment_type": kind, "is_expandable": segment["expandable"], "blocks": blocks}
+        )
+    settings = {"PYTORCH_CUDA_ALLOC_CONF": conf, "expandable_segments": "expandable_segments:True" in conf}
+    return {"segments": made, "device_traces": [[], list(trace)], "allocator_settings": settings}
+
+
+@pytest.mark.parametrize("name", sorted(histories()))
+def test_what_a_device_recorded_becomes_a_history(name: str) -> None:
+    history = load_history(GENERATED / f"{name}.json.gz")
+    recorded = history["devices"][0]
+    actions = {letter: action for action, letter in LETTERS.items()}
+    trace = [
+        {"action": actions[letter], "device_free" if letter == "o" else "addr": address, "size": size}
+        | {"stream": stream, "frames": [], "pool_id": (0, 0)}
+        for letter, address, size, stream in rows_of(recorded)
+    ]
+    conf = history["allocator_conf"]
+    before = snapshot_of(conf, as_recorded(start_of(recorded))[::-1], [])
+    named = {"action": "annotate", "addr": 0, "size": 0, "stream": 0, "user_metadata": "weights"}
+    after = snapshot_of(conf, recorded["final_segments"], [*trace, named])
+    made = history_from(before, after, 1, peak_allocated=recorded["peak_allocated"])
+    assert made["allocator_conf"] == conf
+    (device,) = made["devices"]
+    assert device == {key: recorded[key] for key in device}
+    assert recorded.keys() - device.keys() == {"device", "entries", "starts_empty"}
+    trace[-1]["pool_id"] = (0, 1)
+    with pytest.raises(ValueError, match="private pools"):
+        history_from(before, snapshot_of(conf, [], trace), 1, peak_allocated=0)

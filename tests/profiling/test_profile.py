@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import functools
 import random
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -511,3 +512,20 @@ def test_a_layer_converted_to_its_own_type() -> None:
     assert ckptplan.estimate(model, x).peak_bytes > 0
     assert nn.Module._apply is before
     assert model[-1].weight is weight
+
+
+class WithScripted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+        with warnings.catch_warnings(action="ignore"):  # TorchScript is deprecated
+            self.scripted = torch.jit.script(nn.Sequential(nn.Linear(32, 32)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.scripted(self.linear(x)))
+
+
+def test_a_scripted_container_inside_of_a_stage() -> None:
+    """Its class gives no forward, and hooks don't see what it calls."""
+    model, x = nn.Sequential(WithScripted(), WithScripted(), WithScripted()), torch.randn(64, 32)
+    assert_kept(model, ckptplan.solve(model, budget="50%", inputs=x), x)
