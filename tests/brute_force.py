@@ -328,6 +328,7 @@ class Group(NamedTuple):
     stage: int
     positions: tuple[int, ...]
     nbytes: int
+    copied_bytes: int
     there: dict[int, int]
     """The last forward step in which the program holds some of the bytes -> how many."""
 
@@ -368,12 +369,13 @@ def parts_of(
     stages = []
     for i, (option, positions) in enumerate(zip(found.options, moves.positions, strict=True)):
         size = {p: profile.storages[option.saved[p]].nbytes for p in positions}
+        new = {p: not profile.storages[option.saved[p]].on_host for p in positions}
         alike: dict[Any, tuple[Group, ...]] = {}
         for way in groupings(positions):
             there = [there_until(profile, i, option, group) for group in way]
-            each = [sorted((size[p], *there_until(profile, i, option, [p])) for p in group) for group in way]
+            each = [sorted((size[p], new[p], *there_until(profile, i, option, [p])) for p in group) for group in way]
             groups = [
-                Group(i, tuple(sorted(group)), sum(size[p] for p in group), until)
+                Group(i, tuple(sorted(group)), sum(size[p] for p in group), sum(size[p] * new[p] for p in group), until)
                 for group, until in zip(way, there, strict=True)
             ]
             alike.setdefault(str(sorted(each)), tuple(groups))
@@ -488,7 +490,9 @@ def fastest_of(
             for at in _points(groups, releases, [g.there for g in groups], forward, budget_bytes):
                 # Of a stage's transfers the one that must be gone first leaves first.
                 queue = sorted(
-                    (g.stage, point, ways[g.stage].out_s(g.nbytes)) for g, point in zip(groups, at, strict=True)
+                    (g.stage, point, ways[g.stage].out_s(g.copied_bytes))
+                    for g, point in zip(groups, at, strict=True)
+                    if g.copied_bytes
                 )
                 out = min(out, (_out_s(queue, forward_s), at))
             if out[0] + sum(steps.backward_s) >= below_s:

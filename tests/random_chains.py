@@ -332,6 +332,13 @@ def random_chain(seed: int, n: int, *, most_options: int = 7) -> Profile:
     return dropped(rng, chain) if seed % 3 and seed % 5 == 2 else chain
 
 
+def on_the_host(rng: random.Random, profile: Profile) -> Profile:
+    """`profile` with storages that the host has already, a few or all."""
+    share = rng.choice((0.3, 0.6, 1.0))
+    storages = (replace(storage, on_host=rng.random() < share) for storage in profile.storages)
+    return replace(profile, storages=tuple(storages))
+
+
 def with_disk(rng: random.Random, chain: Profile) -> Profile:
     """A chain with a disk behind the host, no faster than the link."""
     link = chain.link

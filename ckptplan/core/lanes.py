@@ -3,7 +3,7 @@
 NOTE [Lanes]
 1. Compute runs forward steps 0..n-1, then backward steps n-1..0. Each direction of the links is a queue beside it,
    first in, first out: a copy begins when it has joined and the copy in front of it is done, and takes `Link.out_s`
-   or `Link.in_s`.
+   or `Link.in_s`. What needs no copy is no part of a queue.
 2. A stage's transfers join the queue outwards when its forward step ends. Forward step `release + 1` waits for one.
 3. One joins the queue inwards when backward step `prefetch` is about to start. Backward step `needed` waits for it.
 4. A *lane* is one half of the step with its queue. Forward is one with `joins = i + 1` and `due = release + 1`.

@@ -24,6 +24,7 @@ NOTE [Residency]
    What has the same two points may be one transfer: every byte of it counts until the last is copied out, which
    `release` waits for, and all of it is allocated at once at `prefetch`, before the first byte is copied in. All that a
    stage moves goes to one tier, host or disk; which one changes times alone, never the device's bytes.
+   What the tier has already (`on_host`) isn't copied out: a transfer of such storages alone leaves at `release` itself.
 5. Bytes of a step = base(step) + resident storages at its start + what the stage's option adds on top at the worst
    moment, what it makes included.
 6. A segment `a..b` begins and ends with a module stage. It runs forward with its stages' recompute options. Just
@@ -61,7 +62,7 @@ with 20 + 5 bytes, y for stage 1 and z, whatever is decided for stage 0.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -140,6 +141,11 @@ def passing(profile: Profile, i: int, option: Option) -> list[tuple[range, int]]
 def can_move(storage: Storage) -> bool:
     """Whether any stage might move it (rule 4)."""
     return counts(storage) and not storage.stays and awaits_backward(storage)
+
+
+def copied_bytes(storages: Iterable[Storage]) -> int:
+    """Bytes that are copied out where these storages move in one transfer (rule 4)."""
+    return sum(storage.nbytes for storage in storages if not storage.on_host)
 
 
 def movers(storage: Storage, n: int) -> range:

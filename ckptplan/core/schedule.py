@@ -48,8 +48,8 @@ class Residency:
     ----------
     moves : tuple of tuple of int
         Per stage, the positions in its option's `saved` that leave the device.
-    moved_bytes : tuple of int
-        Their bytes per stage.
+    moved_bytes, copied_bytes : tuple of int
+        Their bytes per stage, and those of them that are copied out.
     lingering : tuple of (int, int, int)
         Stage, last forward step and bytes of each move that the program holds beyond its stage.
     needed : tuple of int
@@ -64,6 +64,7 @@ class Residency:
 
     moves: tuple[tuple[int, ...], ...]
     moved_bytes: tuple[int, ...]
+    copied_bytes: tuple[int, ...]
     lingering: tuple[tuple[int, int, int], ...]
     needed: tuple[int, ...]
     forward_bytes: tuple[int, ...]
@@ -148,6 +149,7 @@ def residency(
     return Residency(
         moves,
         moved_bytes=tuple(sum(storage.nbytes for storage in storages) for storages in moving),
+        copied_bytes=tuple(map(rules.copied_bytes, moving)),
         lingering=tuple(
             (i, until, storage.nbytes)
             for i, storages in enumerate(moving)
@@ -196,12 +198,13 @@ def tightest_peak(profile: Profile, r: Residency) -> StepNeed:
 
 
 class Sending(NamedTuple):
-    """A transfer with its bytes; a `Transfer` whose values are right by construction."""
+    """A transfer with its bytes, and those copied out; a `Transfer` whose values are right by construction."""
 
     moves: tuple[int, ...]
     release: int
     prefetch: int
     nbytes: int
+    copied_bytes: int
 
 
 Sendings = tuple[tuple[Sending, ...], ...]
@@ -218,7 +221,11 @@ def lazy_sendings(profile: Profile, r: Residency, budget_bytes: int) -> Sendings
     prefetch = last_resident(r.backward_bytes, r.moved_bytes, r.needed, budget_bytes)
     last_release, last_prefetch = rules.enforceable_points(profile.stages)
     return tuple(
-        (Sending(r.moves[i], last_release[release[i]], last_prefetch[prefetch[i]], r.moved_bytes[i]),)
+        (
+            Sending(
+                r.moves[i], last_release[release[i]], last_prefetch[prefetch[i]], r.moved_bytes[i], r.copied_bytes[i]
+            ),
+        )
         if r.moves[i] and (release[i] < n - 1 or prefetch[i] < n - 1)
         else ()
         for i in range(n)
@@ -346,7 +353,8 @@ def makespan_s(profile: Profile, r: Residency, sendings: Sendings, on_disk: Coll
     for i, found in enumerate(sendings):
         link = profile.disk if i in on_disk and profile.disk is not None else profile.link
         for sent in found:
-            out.append(Copy(i + 1, sent.release + 1, link.out_s(sent.nbytes)))
+            if sent.copied_bytes:
+                out.append(Copy(i + 1, sent.release + 1, link.out_s(sent.copied_bytes)))
             back.append(Copy(r.needed[i] + 1, sent.prefetch + 1, link.in_s(sent.nbytes)))
     back.sort(key=attrgetter("due"))  # stable: of those with one point, in the stages' order
     lanes_s = lane(out, [stage.forward_s for stage in profile.stages])[0] + lane(back, r.backward_s)[0]

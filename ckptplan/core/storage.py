@@ -28,6 +28,8 @@ class Storage:
         graph holds it when forward ends.
     stays : bool
         Whether it never moves, because a transfer would cost more than it frees.
+    on_host : bool
+        Whether the tier to which it moves has the same bytes already, as of frozen weights: it leaves without a copy.
     graph_until : int or None
         Last forward step at whose start the graph that saved it is there, which the program drops in forward: no stage
         holds it any longer, and no backward reads it. None: stages hold it until their backward.
@@ -43,6 +45,7 @@ class Storage:
     to_end: bool = False
     stays: bool = False
     graph_until: int | None = None
+    on_host: bool = False
     origin: str = field(default="", compare=False)
 
     @staticmethod

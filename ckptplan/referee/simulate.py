@@ -399,7 +399,8 @@ class _Step:
                 if held.pop(s, None) is not None:
                     self.device.drop((s, 0), stage)
         for sent in self.sent[k]:
-            sent.done_s = self.clock.send(name, sent.nbytes, self.ways[k])
+            new = sum(self.storages[s].nbytes for s in sent.storages if not self.storages[s].on_host)
+            sent.done_s = self.clock.send(name, new, self.ways[k]) if new else self.clock.now
         self.clock.wait(max((sent.done_s for sent in self.release_at[k]), default=0.0), name)
         for sent in self.release_at[k]:
             for s in sent.storages:

@@ -54,6 +54,8 @@ Segments = tuple[Segment, ...]
 Number = TypeVar("Number", np.int64, np.float64)
 Change = tuple[tuple[int, int], ...]
 """(stage, code) of each stage whose option changes."""
+Lingering = tuple[int, int, NDArray[np.int64], bool]
+"""A stage, a later step until which the program holds what it moves, the bytes, and whether that needs no copy out."""
 Batch = TypeVar("Batch", Codes, Sequence[Change])
 """Rows of codes, or changes of some stages' codes."""
 
@@ -67,25 +69,27 @@ class Needs:
     """Bytes of decision vectors before any transfer is scheduled; shapes (vectors, stages).
 
     `forward` and `backward` are the bytes of each step if everything that moves were away wherever it can be; `moved`
-    is what each stage moves. `lingering` are those of it that the program holds beyond their stage: the stage, the last
-    step, and the bytes of each vector.
+    is what each stage moves, and `copied` what of it is copied out. `lingering` is what of it the program holds beyond
+    the stage.
     """
 
     forward: NDArray[np.int64]
     backward: NDArray[np.int64]
     moved: NDArray[np.int64]
-    lingering: list[tuple[int, int, NDArray[np.int64]]]
+    copied: NDArray[np.int64]
+    lingering: list[Lingering]
 
     def most(self) -> NDArray[np.int64]:
         """Bytes of each vector's largest step."""
         return np.asarray(np.maximum(self.forward.max(axis=1), self.backward.max(axis=1)))
 
     def put(self) -> NDArray[np.int64]:
-        """Bytes that the stages before each have put in the queue; shape (vectors, stages + 1)."""
-        rows, n = self.moved.shape
-        out = np.zeros((rows, n + 1), np.int64)
-        np.cumsum(self.moved, axis=1, out=out[:, 1:])
-        return out
+        """Bytes that the stages before each move; shape (vectors, stages + 1)."""
+        return _before(self.moved)
+
+    def put_out(self) -> NDArray[np.int64]:
+        """The same of what they copy out."""
+        return _before(self.copied)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +110,14 @@ class Queued:
     """Plans as their two lanes; shapes (vectors, stages), of `joined` (stages + 1,).
 
     `front[:, k]` is the first stage whose bytes may still be there in step `k`; `moved` are the bytes that move in the
-    end, and `joined[k]` says how many stages' copies have joined the backward lane when step `k` starts.
+    end, `copied` those of them that are copied out, and `joined[k]` says how many stages' copies have joined the
+    backward lane when step `k` starts.
     """
 
     front_forward: NDArray[np.int64]
     front_backward: NDArray[np.int64]
     moved: NDArray[np.int64]
+    copied: NDArray[np.int64]
     joined: NDArray[np.int64]
     forward_s: NDArray[np.float64]
     backward_s: NDArray[np.float64]
@@ -123,6 +129,7 @@ class Queued:
             front_forward=self.front_forward[rows],
             front_backward=self.front_backward[rows],
             moved=self.moved[rows],
+            copied=self.copied[rows],
             forward_s=self.forward_s[rows],
             backward_s=self.backward_s[rows],
         )
@@ -132,10 +139,12 @@ class Queued:
 class _Shared:
     """Storages with the same number of possible holders, two or more; shapes (storages, holders[, codes]).
 
-    `lingering` are (storage, stage, step): the stage may move it, and the program holds it until that later step.
+    `lingering` are (storage, stage, step, on_host): the stage may move it, and the program holds it until that later
+    step.
     """
 
     nbytes: NDArray[np.int64]
+    copied_bytes: NDArray[np.int64]
     program_stop: NDArray[np.int64]
     moved_stop: NDArray[np.int64]
     first_mover: NDArray[np.int64]
@@ -143,7 +152,7 @@ class _Shared:
     stages: NDArray[np.int64]
     holds: NDArray[np.bool_]
     fixes: NDArray[np.bool_]
-    lingering: tuple[tuple[int, int, int], ...]
+    lingering: tuple[tuple[int, int, int, bool], ...]
 
 
 class Evaluator:
@@ -163,6 +172,7 @@ class Evaluator:
         self.parameters = parameters
         self.room = room
         self.chain = Chain(profile)
+        self.any_on_host = any(storage.on_host for storage in profile.storages)
         self._forward_s = np.array([stage.forward_s for stage in profile.stages])
         self._width = max(len(stage.options) for stage in profile.stages)
         n = len(profile.stages)
@@ -212,7 +222,8 @@ class Evaluator:
             forward[:, position] -= nbytes[codes[:, i]]
         backward[:, :n] += t.private_held[every, codes]
         moved = t.private_moved[every, codes]
-        lingering = [(i, until, nbytes[codes[:, i]]) for i, until, nbytes in t.lingering]
+        copied = t.private_copied[every, codes] if self.any_on_host else moved
+        lingering = [(i, until, nbytes[codes[:, i]], on_host) for i, until, nbytes, on_host in t.lingering]
         if t.back_in_order:
             backward[:, 1:] -= moved
         else:
@@ -240,14 +251,17 @@ class Evaluator:
             mover = last[row, which]
             np.subtract.at(backward, (row, t.back_stop[mover]), nbytes[row, which])
             np.add.at(moved, (row, mover), nbytes[row, which])
-            for s, i, until in group.lingering:
-                lingering.append((i, until, np.where(moves[:, s] & (last[:, s] == i), group.nbytes[s], 0)))
+            if copied is not moved:
+                np.add.at(copied, (row, mover), group.copied_bytes[which])
+            for s, i, until, on_host in group.lingering:
+                lingering.append((i, until, np.where(moves[:, s] & (last[:, s] == i), group.nbytes[s], 0), on_host))
         starts = np.cumsum(backward, axis=1)[:, :n]
         backward = starts + t.own_backward[every, codes]
         for k, extra in t.in_sweep:
             np.maximum(backward[:, k], starts[:, k] + extra, out=backward[:, k])
-        lingering = [(i, until, nbytes) for i, until, nbytes in lingering if nbytes.any()]
-        return Needs(np.cumsum(forward, axis=1)[:, :n] + t.own_forward[every, codes], backward, moved, lingering)
+        lingering = [found for found in lingering if found[2].any()]
+        forward = np.cumsum(forward, axis=1)[:, :n] + t.own_forward[every, codes]
+        return Needs(forward, backward, moved, copied, lingering)
 
     def makespans(self, codes: Codes, budget_bytes: int, segments: Segments = ()) -> NDArray[np.float64]:
         """Makespan of each row's lazy schedule, infinite where the row doesn't fit."""
@@ -273,19 +287,20 @@ class Evaluator:
     def _least_s(self, codes: Codes, budget_bytes: int, segments: Segments) -> NDArray[np.float64]:
         t, needs = self._tables(segments), self.needs(codes, segments)
         rows, n = codes.shape
-        put = needs.put()
+        put, put_out = needs.put(), needs.put_out()
         largest = needs.moved.max(axis=1)
-        there = put[:, :n].copy()  # of it, what isn't needed in any case
-        for i, until, nbytes in needs.lingering:
-            there[:, i + 1 : until + 1] -= nbytes[:, None]
+        there = put_out[:, :n].copy()  # of it, what isn't needed in any case
+        for i, until, nbytes, on_host in needs.lingering:
+            if not on_host:
+                there[:, i + 1 : until + 1] -= nbytes[:, None]
         total = np.zeros(rows)
         every = np.arange(n)
         lanes_of = (
-            (needs.forward + there, put[:, :n], np.broadcast_to(self._forward_s, (rows, n)), 0),
+            (needs.forward + there, put_out[:, :n], np.broadcast_to(self._forward_s, (rows, n)), 0),
             (needs.backward + put[:, t.joined[:n]], put[:, t.joined[:n]], t.backward_s[every, codes], 1),
         )
         for whole, queued, compute_s, way in lanes_of:
-            copy_s = copies_s(largest[:, None], self.profile.link)[way][:, 0]
+            copy_s = copies_s(largest[:, None], largest[:, None], self.profile.link)[way][:, 0]
             rate = np.where(largest > 0, largest / np.where(copy_s > 0, copy_s, 1.0), 1.0)
             rate[(largest > 0) & (copy_s == 0)] = np.inf
             gone = np.zeros(rows)
@@ -344,7 +359,7 @@ class Evaluator:
 
     def queued_s(self, queued: Queued) -> NDArray[np.float64]:
         """Makespans of plans that fit the device; infinite where host and disk have no room for what they move."""
-        out_s, in_s = copies_s(queued.moved, self.profile.link)
+        out_s, in_s = copies_s(queued.copied, queued.moved, self.profile.link)
         if self.profile.disk is not None and self.room.disk_bytes:
             for row in np.flatnonzero(queued.moved.sum(axis=1) > self.room.host_bytes):
                 on_disk = self.room.on_disk(queued.moved[row].tolist())
@@ -352,7 +367,8 @@ class Evaluator:
                     out_s[row] = np.inf
                 else:
                     away = sorted(on_disk)
-                    out_s[row, away], in_s[row, away] = copies_s(queued.moved[row, away], self.profile.disk)
+                    there = queued.copied[row, away], queued.moved[row, away]
+                    out_s[row, away], in_s[row, away] = copies_s(*there, self.profile.disk)
         in_order = np.arange(queued.moved.shape[1] + 1)
         return _lanes(queued.front_forward, out_s, in_order, queued.forward_s) + _lanes(
             queued.front_backward, in_s, queued.joined, queued.backward_s
@@ -371,9 +387,9 @@ class Evaluator:
         if self.room.total_bytes is not None:
             fits &= put[np.arange(rows), cutoff] <= self.room.total_bytes
         every = np.arange(n)
-        moved = np.where(every < cutoff[:, None], needs.moved, 0)
-        forward_s = np.broadcast_to(self._forward_s, (rows, n))
-        return fits, Queued(front_forward, front_backward, moved, t.joined, forward_s, t.backward_s[every, codes])
+        moved, copied = (np.where(every < cutoff[:, None], sizes, 0) for sizes in (needs.moved, needs.copied))
+        seconds = np.broadcast_to(self._forward_s, (rows, n)), t.backward_s[every, codes]
+        return fits, Queued(front_forward, front_backward, moved, copied, t.joined, *seconds)
 
     def _enforce(
         self,
@@ -421,7 +437,7 @@ class Evaluator:
         before = replace(needs, moved=stays).put()
         n = codes.shape[1]
         forward = needs.forward + before[:, :n]
-        for i, until, nbytes in needs.lingering:
+        for i, until, nbytes, _ in needs.lingering:
             forward[:, i + 1 : until + 1] -= np.where(stays[:, i] > 0, nbytes, 0)[:, None]
         return replace(needs, forward=forward, backward=needs.backward + before[:, self._tables(segments).joined[:n]])
 
@@ -549,14 +565,14 @@ class _Tables:
     ----------
     forward, backward : array (stages + 1,)
         Changes of the bytes that are there whatever is decided, or as long as `gone_next` doesn't take them off.
-    private_held, private_moved : array (stages, codes)
-        Bytes of storages that no other stage may hold.
+    private_held, private_moved, private_copied : array (stages, codes)
+        Bytes of storages that no other stage may hold; of those that move, those that are copied out.
     gone_next : array (stages, codes)
         Bytes that are gone from the forward step behind the stage on.
     gone_later : dict
         (step, stage) -> bytes by code that are gone from this later forward step on.
-    lingering : list of (int, int, array)
-        Stage, last step and bytes by code of what the program holds until then.
+    lingering : list of (int, int, array, bool)
+        Stage, last step and bytes by code of what the program holds until then, and whether it leaves without a copy.
     shared : list of _Shared
     own_forward, own_backward : array (stages, codes)
         Base bytes, and what the option adds on top.
@@ -612,8 +628,8 @@ class _Tables:
         self.forward = np.zeros(n + 1, np.int64)
         self.backward = np.zeros(n + 1, np.int64)
         self.private_held = np.zeros((n, self.width), np.int64)
-        self.private_moved, self.gone_next = self.private_held.copy(), self.private_held.copy()
-        self.lingering: list[tuple[int, int, NDArray[np.int64]]] = []
+        self.private_moved, self.private_copied, self.gone_next = np.zeros((3, n, self.width), np.int64)
+        self.lingering: list[Lingering] = []
         self.gone_later: dict[tuple[int, int], NDArray[np.int64]] = {}
         for s, (storage, holders) in enumerate(zip(self.profile.storages, self.chain.holders, strict=True)):
             program = self.chain.program[s]
@@ -641,11 +657,11 @@ class _Tables:
         """Take the tables without segments, and change what stages in segments do otherwise."""
         self.forward, self.backward = plain.forward, plain.backward.copy()
         self.private_held, self.private_moved = plain.private_held.copy(), plain.private_moved.copy()
-        self.gone_next = plain.gone_next.copy()
-        self.lingering = [(i, until, nbytes) for i, until, nbytes in plain.lingering if i not in self.held]
+        self.private_copied, self.gone_next = plain.private_copied.copy(), plain.gone_next.copy()
+        self.lingering = [found for found in plain.lingering if found[0] not in self.held]
         self.gone_later = {(at, i): nbytes for (at, i), nbytes in plain.gone_later.items() if i not in self.held}
         for i in self.held:
-            self.private_held[i] = self.private_moved[i] = self.gone_next[i] = 0
+            self.private_held[i] = self.private_moved[i] = self.private_copied[i] = self.gone_next[i] = 0
             for s in self.evaluator.private[i]:
                 self.add_private(s, self.chain.holders[s][0])
         self.shared = []
@@ -688,9 +704,10 @@ class _Tables:
                 at = self.gone_later.setdefault((stop, i), np.zeros(self.width, np.int64))
                 at += np.where(chosen, storage.nbytes, 0)
         if (until := rules.there_until(storage, i, self.n)) > i:
-            self.lingering.append((i, until, np.where(moves, storage.nbytes, 0)))
+            self.lingering.append((i, until, np.where(moves, storage.nbytes, 0), storage.on_host))
         self.private_held[i] += np.where(holds & rules.awaits_backward(storage), storage.nbytes, 0)
         self.private_moved[i] += np.where(moves, storage.nbytes, 0)
+        self.private_copied[i] += np.where(moves, rules.copied_bytes([storage]), 0)
 
     def shared_by(self, group: Sequence[int]) -> _Shared:
         """Storages with equally many possible holders."""
@@ -700,6 +717,7 @@ class _Tables:
         moves = np.array([[self.among(holder.moving) for holder in chain.holders[s]] for s in group])
         return _Shared(
             np.array([storages[s].nbytes for s in group]),
+            np.array([rules.copied_bytes([storages[s]]) for s in group]),
             np.array(stops),
             np.array([[rules.forward_stop(stop, None, i) for i in range(n)] for stop in stops]),
             np.array([chain.movers[s].start for s in group]),
@@ -708,7 +726,7 @@ class _Tables:
             holds,
             holds & ~moves,
             tuple(
-                (at, holder.stage, until)
+                (at, holder.stage, until, storages[s].on_host)
                 for at, s in enumerate(group)
                 for holder in chain.holders[s]
                 if holder.stage in chain.movers[s]
@@ -741,19 +759,19 @@ def _fronts(
     put: NDArray[np.int64],
     joined: NDArray[np.int64],
     budget_bytes: int,
-    lingering: Sequence[tuple[int, int, NDArray[np.int64]]] = (),
+    lingering: Sequence[Lingering] = (),
 ) -> NDArray[np.int64]:
     """Per step, the shortest prefix of the queue that must have left for the step to fit."""
     if lingering:  # what the program holds in a step doesn't leave by being copied
         put = put.copy()
-        for i, _, nbytes in lingering:
+        for i, _, nbytes, _ in lingering:
             put[:, i + 1 :] -= nbytes[:, None]
     rows, n = needs.shape
     index = np.arange(rows)
     front = np.zeros((rows, n), np.int64)
     now = np.zeros(rows, np.int64)
     for k in range(n):
-        for i, until, nbytes in lingering:
+        for i, until, nbytes, _ in lingering:
             if until == k - 1:
                 put[:, i + 1 :] += nbytes[:, None]
         least = needs[:, k] + put[:, joined[k]] - budget_bytes
@@ -810,10 +828,20 @@ def moved_bytes(sendings: Sendings) -> list[int]:
     return [sum(sent.nbytes for sent in found) for found in sendings]
 
 
-def copies_s(moved: NDArray[np.int64], link: Link) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """How long each copy takes outwards and inwards; 0 where nothing moves."""
-    out_s, in_s = link.out_s(moved), link.in_s(moved)  # type: ignore[arg-type] # of an array as of a number
-    return np.where(moved > 0, out_s, 0.0), np.where(moved > 0, in_s, 0.0)
+def copies_s(
+    copied: NDArray[np.int64], moved: NDArray[np.int64], link: Link
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """How long each copy of `copied` bytes out and of `moved` bytes back takes; 0 where there are none."""
+    out_s, in_s = link.out_s(copied), link.in_s(moved)  # type: ignore[arg-type] # of an array as of a number
+    return np.where(copied > 0, out_s, 0.0), np.where(moved > 0, in_s, 0.0)
+
+
+def _before(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Sums over the stages before each; shape (vectors, stages + 1)."""
+    rows, n = sizes.shape
+    out = np.zeros((rows, n + 1), np.int64)
+    np.cumsum(sizes, axis=1, out=out[:, 1:])
+    return out
 
 
 def menus(profile: Profile, actions: Sequence[Action]) -> tuple[tuple[int, ...], ...]:

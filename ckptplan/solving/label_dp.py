@@ -11,6 +11,7 @@ cost.py) run forward over `k`, so one pass decides about both:
 | moved_open  | bytes moved out by the stages of an open segment; they join the backward queue where it ends         |
 | elapsed_s   | seconds of both lanes so far, waiting included                                                       |
 | moved_total | bytes moved so far                                                                                    |
+| copied_total | those of them that are copied out: what the tier has already joins the backward queue alone          |
 | due         | how many of them must have gone by now in each lane, for all steps so far to fit                      |
 
 In an open segment, for each level of nesting: its `first` stage, the bytes of the copies that its sweep holds at the
@@ -106,6 +107,7 @@ class _Labels:
     due: Floats
     moved_open: Ints
     moved_total: Ints
+    copied_total: Ints
     held: Ints
     fixed: Ints
     late: Ints
@@ -161,14 +163,15 @@ class _HeldByStage:
 
     Attributes
     ----------
-    keeps, moves : int
-        Bytes of what no other stage may hold: those that stay, and those that move.
+    keeps, moves, copied : int
+        Bytes of what no other stage may hold: those that stay, those that move, and of these those that are copied out.
     tracked, linked : list of (int, bool)
         Storages that a label knows by name, and those that a segment which makes them doesn't hold; whether each goes.
     """
 
     keeps: int = 0
     moves: int = 0
+    copied: int = 0
     tracked: list[tuple[int, bool]] = field(default_factory=list)
     linked: list[tuple[int, bool]] = field(default_factory=list)
 
@@ -244,6 +247,7 @@ class LabelDp:
                 found.tracked.append((s, goes))
             elif goes and self.tracker.moves(s, k):
                 found.moves += storages[s].nbytes
+                found.copied += rules.copied_bytes([storages[s]])
             else:
                 found.keeps += storages[s].nbytes
         return found
@@ -330,9 +334,10 @@ class LabelDp:
             self.moves.append(taken)
         last = pools[0]
         # What need never be away in either lane doesn't move; the rest must have gone by the end of both.
-        due, total = last.due.max(axis=0), last.elapsed_s
-        for lane, rate in enumerate(self.rates):
-            total = total + np.maximum(due - last.moved_total + last.backlog[lane], 0.0) / rate
+        total, uncopied = last.elapsed_s, last.moved_total - last.copied_total
+        due = np.maximum(last.due[OUT], last.due[BACK] - uncopied), last.due.max(axis=0)
+        for lane, put in enumerate((last.copied_total, last.moved_total)):
+            total = total + np.maximum(due[lane] - put + last.backlog[lane], 0.0) / self.rates[lane]
         order = np.argsort(total, kind="stable").tolist()
         return [self._read(history, row) for row in order[:count]]
 
@@ -360,13 +365,16 @@ class LabelDp:
         if now is None:
             return None
         inner = level + move.opened  # segments around the stage
-        moved = self._hold(now, k, inner, move.code)
+        moved, copied = self._hold(now, k, inner, move.code)
         fits = self._backward(now, k, inner, move, moved)
         for s in self.tracker.expiring[k]:
-            moved = moved + self.tracker.leave(now, s)
+            leaving = self.tracker.leave(now, s)
+            moved = moved + leaving
+            copied = copied if self.profile.storages[s].on_host else copied + leaving
         now.moved_open = now.moved_open + moved
         now.moved_total = now.moved_total + moved
-        self._put(now, OUT, moved)
+        now.copied_total = now.copied_total + copied
+        self._put(now, OUT, copied)
         if inner - move.ends == 0:
             self._put(now, BACK, now.moved_open)
             now.moved_open = np.zeros_like(now.moved_open)
@@ -388,17 +396,18 @@ class LabelDp:
             return None
         now = before.take(rows)
         now.parent = rows
-        self._run(now, OUT, room[rows], now.moved_total, self.profile.stages[k].forward_s)
+        self._run(now, OUT, room[rows], now.copied_total, self.profile.stages[k].forward_s)
         now.first[level : level + move.opened] = k
         return now
 
-    def _hold(self, now: _Labels, k: int, inner: int, code: int) -> Ints:
-        """Note what stage `k` holds until its backward; return what of it moves."""
+    def _hold(self, now: _Labels, k: int, inner: int, code: int) -> tuple[Ints, Ints]:
+        """Note what stage `k` holds until its backward; return what of it moves, and what of that is copied out."""
         held, t = self._holds[k][code], self.tracker
         now.held_bytes = now.held_bytes + held.keeps
         for steps, nbytes in self.chain.passing[k][code]:
             now.passing[self._spans.index(steps)] += nbytes
         moved: Ints = np.full(len(now), held.moves)
+        copied: Ints = np.full(len(now), held.copied)
         for s, goes in held.tracked:
             t.hold(now, s, k, goes, True)
         for s, goes in held.linked:
@@ -408,9 +417,10 @@ class LabelDp:
                 t.hold(now, s, k, goes, mine)
             elif goes and t.moves(s, k):
                 moved = moved + np.where(mine, storage.nbytes, 0)
+                copied = copied + np.where(mine, rules.copied_bytes([storage]), 0)
             else:
                 now.held_bytes = now.held_bytes + np.where(mine, storage.nbytes, 0)
-        return moved
+        return moved, copied
 
     def _backward(self, now: _Labels, k: int, inner: int, move: _Move, moved: Ints) -> NDArray[np.bool_]:
         """Run backward step `k`, and before it the sweep that ends here; return which labels it fits."""

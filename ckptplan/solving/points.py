@@ -19,13 +19,13 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from ckptplan.core import rules
 from ckptplan.core.link import Link
 from ckptplan.core.option import Option
-from ckptplan.core.plan import Decision
+from ckptplan.core.plan import Decision, Transfer
 from ckptplan.core.profile import Profile
 from ckptplan.core.schedule import EQUAL_S, Sending, Sendings, residency
 from ckptplan.core.segment import Segment
@@ -51,24 +51,27 @@ class Moves(NamedTuple):
     def of(cls, seconds: float, choices: Sequence[Decision], options: Sequence[Option], profile: Profile) -> Moves:
         """Those of a plan's decisions for these options."""
 
-        def size(option: Option, moves: Sequence[int]) -> int:
-            return sum(profile.storages[option.saved[p]].nbytes for p in moves)
+        def sending(option: Option, t: Transfer) -> Sending:
+            moving = [profile.storages[option.saved[p]] for p in t.moves]
+            nbytes = sum(storage.nbytes for storage in moving)
+            return Sending(t.moves, t.release, t.prefetch, nbytes, rules.copied_bytes(moving))
 
         return cls(
             seconds,
             tuple(
-                tuple(Sending(t.moves, t.release, t.prefetch, size(option, t.moves)) for t in choice.transfers)
+                tuple(sending(option, t) for t in choice.transfers)
                 for option, choice in zip(options, choices, strict=True)
             ),
         )
 
 
 class Item(NamedTuple):
-    """Storages of a stage that move together, as positions in its option's `saved`."""
+    """Storages of a stage that move together, as positions in its option's `saved`, and what of them is copied out."""
 
     stage: int
     positions: tuple[int, ...]
     nbytes: int
+    copied_bytes: int
 
 
 class MovesSearch:
@@ -113,7 +116,9 @@ class MovesSearch:
 
     def item(self, stage: int, positions: Sequence[int]) -> Item:
         """These positions of a stage."""
-        return Item(stage, tuple(positions), sum(self.sizes_of[stage][p] for p in positions))
+        saved, sizes = self.options[stage].saved, self.sizes_of[stage]
+        copied = rules.copied_bytes(self.profile.storages[saved[p]] for p in positions)
+        return Item(stage, tuple(positions), sum(sizes[p] for p in positions), copied)
 
     def parts(self) -> list[list[tuple[Item, ...]]] | None:
         """Per stage, every choice of its transfers, those of all that it may move first.
@@ -124,15 +129,18 @@ class MovesSearch:
         found = []
         count = 1
         for stage, sizes in enumerate(self.sizes_of):
-            until = self.until_of[stage]
-            choices: dict[tuple[tuple[tuple[int, int], ...], ...], list[list[int]]] = {(): []}
+            until, saved = self.until_of[stage], self.options[stage].saved
+            free = {p: self.profile.storages[saved[p]].on_host for p in sizes}
+            choices: dict[tuple[tuple[tuple[int, int, bool], ...], ...], list[list[int]]] = {(): []}
             for p in sizes:
                 for groups in list(choices.values()):
                     ways = [[*groups, [p]]]
                     if self.together:
                         ways += [[*groups[:at], [*groups[at], p], *groups[at + 1 :]] for at in range(len(groups))]
                     for way in ways:
-                        key = tuple(sorted(tuple(sorted((sizes[q], until[q]) for q in group)) for group in way))
+                        key = tuple(
+                            sorted(tuple(sorted((sizes[q], until[q], free[q]) for q in group)) for group in way)
+                        )
                         choices.setdefault(key, way)
                 if count * len(choices) > self.parameters.tried:
                     self.complete = False
@@ -175,14 +183,21 @@ class MovesSearch:
         if links is None or max(*needs[0], *needs[1], self.profile.update_peak_bytes) > most:
             return None
         out = [
-            Leaving(item.stage, item.stage + 1, self.frees(item), links[item.stage].out_s(item.nbytes))
-            for item in items
+            Leaving(item.stage, item.stage + 1, self.frees(item), links[item.stage].out_s(item.copied_bytes))
+            for item in self.copied(items)
         ]
-        back = [Leaving(i, needed[i] + 1, ((needed[i] + 1, nbytes),), links[i].in_s(nbytes)) for i, _, nbytes in items]
+        back = [
+            Leaving(i, needed[i] + 1, ((needed[i] + 1, nbytes),), links[i].in_s(nbytes)) for i, _, nbytes, _ in items
+        ]
         return (
             Lane(out, needs[0], most, self.forward_s, self.last_release, orders, ranked=True),
             Lane(back, needs[1], most, self.residency.backward_s, self.last_prefetch, orders, ranked=False),
         )
+
+    @staticmethod
+    def copied(items: Iterable[Item]) -> list[Item]:
+        """Those that are copied out, the copies of the forward lane; the others leave as early as they may."""
+        return [item for item in items if item.copied_bytes]
 
     def frees(self, item: Item) -> tuple[tuple[int, int], ...]:
         """The forward steps from which on an item's bytes may be gone, and how many."""
@@ -221,15 +236,19 @@ class MovesSearch:
         """The result; never less than with everything kept. What has the same points is one transfer."""
         baseline_s, seconds = self.profile.baseline_step_s, max(out.seconds + back.seconds, self.residency.launch_s)
         found: list[dict[tuple[int, int], Item]] = [{} for _ in range(self.n)]
-        for number in out.order:
-            item = items[number]
-            points = self.last_release[out.points[number]], self.last_prefetch[back.points[number]]
-            before = found[item.stage].get(points, Item(item.stage, (), 0))
+        copied = self.copied(items)
+        released = {copied[number]: out.points[number] for number in out.order}
+        released |= {item: item.stage for item in items if item not in released}
+        prefetched = {item: back.points[number] for number, item in enumerate(items)}
+        for item, release in released.items():
+            points = self.last_release[release], self.last_prefetch[prefetched[item]]
+            before = found[item.stage].get(points, Item(item.stage, (), 0, 0))
             found[item.stage][points] = self.item(item.stage, sorted(before.positions + item.positions))
         return Moves(
             baseline_s if seconds <= baseline_s * (1 + EQUAL_S) else seconds,
             tuple(
-                tuple(Sending(item.positions, *points, item.nbytes) for points, item in sent.items()) for sent in found
+                tuple(Sending(item.positions, *points, item.nbytes, item.copied_bytes) for points, item in sent.items())
+                for sent in found
             ),
         )
 
@@ -247,7 +266,8 @@ class MovesSearch:
         lanes = self.lanes(items)
         if lanes is None:
             return None
-        out = lanes[0].follow(sorted(range(len(items)), key=lambda at: items[at].stage))
+        copied = self.copied(items)
+        out = lanes[0].follow(sorted(range(len(copied)), key=lambda at: copied[at].stage))
         if out is None or out.seconds + self.compute_s >= below_s * (1 - EQUAL_S):
             return None
         back = lanes[1].follow(range(len(items)))

@@ -115,6 +115,23 @@ def test_queues_are_first_in_first_out() -> None:
     assert timeline.makespan_s == 18
 
 
+def test_what_the_host_has_already_leaves_without_a_copy() -> None:
+    """Stage 0's 10 bytes, as of frozen weights, pass those of stage 1 that are being copied for 5 s."""
+    profile = four_stages(out=2, back=10)
+    weights = replace(profile.storages[0], on_host=True)
+    profile = replace(profile, storages=(weights, *profile.storages[1:]))
+    moves = Decision.moving("swap", (0,), 1, 1, "swap"), Decision.moving("swap", (0,), 2, 2, "swap")
+    timeline = simulate(profile, (*moves, KEEP, KEEP))
+    assert starts(timeline)[:4] == [100, 110, 110, 110]  # forward 2 begins without stage 0's, forward 3 without both
+    assert [(event.stage, event.start_s, event.end_s) for event in timeline.events if event.lane == "out"] == [
+        ("s1", 2, 7)
+    ]
+    assert [event.stage for event in timeline.events if event.lane == "in"] == ["s1", "s0"]
+    assert timeline.host_bytes == 20
+    alone = simulate(profile, (moves[0], KEEP, KEEP, KEEP))
+    assert (alone.makespan_s, alone.stall_s) == (12, 0)
+
+
 def five_linked(*, glue: int | None = None) -> Profile:
     """Stage i makes inner_i of 10 and out_i of 4 bytes (storages 2 i and 2 i + 1), and saves out_(i-1) and inner_i.
 

@@ -11,7 +11,7 @@ from functools import cached_property
 import brute_force
 import pytest
 from exactly import LONG_S, NO_RECOMPUTE, NOTHING_MOVES, ROUNDING, SAME, Limits, check, solve_profile
-from random_chains import enlarged, launched, moving_alone, odd_chain, random_chain, rich_chain, with_disk
+from random_chains import enlarged, launched, moving_alone, odd_chain, on_the_host, random_chain, rich_chain, with_disk
 
 from ckptplan.core.errors import InfeasibleBudgetError
 from ckptplan.core.option import ACTIONS
@@ -32,7 +32,7 @@ FOR_LONG_CHAINS = Parameters(few_plans=0, many_plans=0, rounds=20)
 """No exact search; each of the others ends with its rounds, long before its time limit."""
 MOST_PLANS, MOST_WORK = 1500, 5000
 """What brute force tries in a second or two; chains with more are left out."""
-KINDS = ("any", "odd", "launched", "no room", "disk")
+KINDS = ("any", "odd", "launched", "no room", "disk", "on the host")
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Case:
 
 
 def drawn(kind: str, seed: int) -> Case:
-    """A chain with ties and extreme links, a launching host, moves without room, a disk, or any of these but the last.
+    """A chain with ties and extreme links, a launching host, moves without room, a disk, copies on the host, or any.
 
     Host limits, sets of actions and segments are drawn with it.
     """
@@ -87,6 +87,12 @@ def drawn(kind: str, seed: int) -> Case:
             rng.choice((15, 40, 1000)),
             rng.choice((NO_RECOMPUTE, ACTIONS)),
         )
+    elif kind == "on the host":
+        chain = (
+            with_disk(rng, random_chain(seed, size, most_options=5)) if seed % 5 == 0 else odd_chain(rng, min(size, 4))
+        )
+        profile = on_the_host(rng, chain)
+        disk = None if host is None or seed % 5 else rng.choice((15, 40, 1000))
     else:
         profile = random_chain(seed, size, most_options=7 if size < 5 else 4)
         actions = rng.choice((actions, NO_RECOMPUTE, ("keep",)))
@@ -114,7 +120,7 @@ def test_all_agree_with_brute_force(kind: str) -> None:
             assert all(option.allowed(case.limits.actions) for option in used)
             seen["moves nothing"] += any(o.moves and not c.moves for o, c in zip(used, plan.choices, strict=True))
             seen["on disk"] += plan.disk_bytes > 0
-            if kind == "disk":  # bounded by the link's rate, whatever is on the disk
+            if case.limits.disk_bytes:  # bounded by the link's rate, whatever is on the disk
                 at_the_link_s = case.fastest_s(budget, host_bytes=case.limits.host_bytes + case.limits.disk_bytes)
                 assert plan.lower_bound_s == pytest.approx(at_the_link_s, **SAME), (seed, budget)
                 assert plan.lower_bound_s <= case.fastest_s(budget, any_tier=True) * ROUNDING

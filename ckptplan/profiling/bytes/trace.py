@@ -388,7 +388,7 @@ class _Tracing:
                 self.lasting[sid] = until = max(until, graph_until)
                 storages.append(Storage(name, nbytes, born, until, to_end, stays, origin=origin))
             else:
-                storages.append(Storage(name, nbytes, born, until, False, stays, graph_until, origin))
+                storages.append(Storage(name, nbytes, born, until, False, stays, graph_until, origin=origin))
         return storages, {sid: s for s, sid in enumerate(wanted)}
 
     def _at(self, segment: int) -> int:

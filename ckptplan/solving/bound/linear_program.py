@@ -21,6 +21,7 @@ Per lane with rate v, and per step k, with the multiplier of each row:
 The objective is the lanes' time plus e, and one row says that e >= launches - lanes. Its multiplier is the share of
 launching in the price of time: 0 where lanes take longer, 1 where launching does, in between where both do.
 
+What the tier has already is gone behind the stage that moves it, and joins the backward queue alone.
 What a segment moves joins the forward queue behind its first stage, no later than in truth, and the backward queue at
 its last stage, when it is needed back. A storage that several stages share may only move with the last of them and if
 all move it; of the others the two nearest are asked. Everything left out makes the optimum lower.
@@ -51,7 +52,7 @@ class Column:
     backward: Floats
     seconds: Floats
     launch: float
-    moves: float
+    moves: dict[bool, float]  # by whether they leave without a copy
     returns: list[tuple[int, float]]  # stage that holds a dropped storage again, bytes
 
 
@@ -181,16 +182,23 @@ class Master:
                 lane.joins.append(self._row(0, 0, (put[k + 1], 1), (put[k], -1)))
                 memory[k].SetCoefficient(away[k], -1)
             self.lanes.append(lane)
+        self.left = []  # what the stages before k + 1 move without a copy, which is away from that step on
+        if any(c.on_host):
+            gone = [lp.NumVar(0, big if k else 0, "") for k in range(n + 1)]
+            self.left = [self._row(0, 0, (gone[k + 1], 1), (gone[k], -1)) for k in range(n)]
+            for k in range(n):
+                self.forward[k].SetCoefficient(gone[k], -1)
         for k in range(n):
             m = c.menus[k]
             for o, var in enumerate(self.x[k]):
                 self._set(self.lanes[1].drain[k], var, -float(m.seconds[o]) * c.back)
-            if m.free.any():
-                _, limit = self._moved(k, k)
-                for o, var in enumerate(self.x[k]):
-                    self._set(limit, var, -m.free[o])
+            for on_host, free in m.free.items():
+                if free.any():
+                    _, limit = self._moved(k, k, on_host)
+                    for o, var in enumerate(self.x[k]):
+                        self._set(limit, var, -free[o])
             for s in sorted({s for items in m.shared for s in items}):
-                moved, limit = self._moved(k, k)
+                moved, limit = self._moved(k, k, c.on_host[s])
                 for o, var in enumerate(self.x[k]):
                     if s in m.shared[o]:
                         limit.SetCoefficient(var, -float(c.size[s]))
@@ -201,10 +209,10 @@ class Master:
                         row = self._row(-big, size, (moved, 1), *((v, size) for v in fixing))
                         self.ask[k, s, j] = row
 
-    def _moved(self, out_at: int, back_at: int) -> tuple[Any, Any]:
-        """A variable for bytes that join both queues, and the row that limits it."""
+    def _moved(self, out_at: int, back_at: int, on_host: bool) -> tuple[Any, Any]:
+        """A variable for bytes that join both queues, or leave without a copy, and the row that limits it."""
         moved = self.lp.NumVar(0, self.big, "")
-        self.lanes[0].joins[out_at].SetCoefficient(moved, -1)
+        (self.left if on_host else self.lanes[0].joins)[out_at].SetCoefficient(moved, -1)
         self.lanes[1].joins[back_at].SetCoefficient(moved, -1)
         self.host.SetCoefficient(moved, 1)
         return moved, self._row(-self.big, 0, (moved, 1))
@@ -227,9 +235,10 @@ class Master:
             self.carry[b].SetCoefficient(var, self.carry[b].GetCoefficient(var) - nbytes)
             for k in range(b + 1, again):
                 self.backward[k].SetCoefficient(var, self.backward[k].GetCoefficient(var) - nbytes)
-        if self.lanes and column.moves:
-            _, limit = self._moved(a, b)
-            limit.SetCoefficient(var, -float(column.moves))
+        for on_host, nbytes in column.moves.items():
+            if self.lanes and nbytes:
+                _, limit = self._moved(a, b, on_host)
+                limit.SetCoefficient(var, -nbytes)
 
     def used(self) -> tuple[Segment, ...]:
         """The segments that have a share in the solution."""

@@ -84,7 +84,8 @@ class _Holder:
 class _Part(NamedTuple):
     """What a stage may move: a large storage, or several small ones of one size.
 
-    `moves` is the variable that says how much of it moves, and `gone` the first forward step in which it may be away.
+    `moves` is the variable that says how much of it moves, `gone` the first forward step in which it may be away, and
+    `on_host` whether it leaves without a copy.
     """
 
     storages: tuple[int, ...]
@@ -92,6 +93,7 @@ class _Part(NamedTuple):
     one: bool
     moves: Any
     gone: int
+    on_host: bool
 
 
 @dataclass(slots=True)
@@ -391,7 +393,7 @@ class MixedModel:
             storage = self.profile.storages[s]
             size = storage.nbytes / self.unit
             alone = s if self.is_large(storage.nbytes) else -storage.nbytes
-            key = (storage.born, storage.program_until, storage.stays, tuple(holders), alone)
+            key = (storage.born, storage.program_until, storage.stays, storage.on_host, tuple(holders), alone)
             if key in found:
                 found[key].size += size
                 found[key].storages.append(s)
@@ -474,21 +476,36 @@ class MixedModel:
                     if j != at:
                         self.require(var + against <= 1)
                 gone = rules.there_until(storage, holder.stage, n) + 1
-                self.parts[holder.stage].append(_Part(tuple(group.storages), group.size, one, var, gone))
-        self.most_moved = [sum(part.size for part in parts) for parts in self.parts]
-        self.moved = {}
-        for o, parts in enumerate(self.parts):
-            if parts:
-                self.moved[o] = self.amount(self.most_moved[o])
-                self.require(self.moved[o] == self.sum([part.size * part.moves for part in parts]))
-        self.put: list[Any] = [0.0]  # bytes that the stages before each move
-        before: list[Any] = []
-        for o in range(n):
-            before = [*before, self.moved[o]] if o in self.moved else before
-            before = [self.equal(before, sum(self.most_moved))] if before else []
-            self.put.append(self.sum(before))
+                part = _Part(tuple(group.storages), group.size, one, var, gone, storage.on_host)
+                self.parts[holder.stage].append(part)
+        self.most_moved, self.moved, put = self.put_by(self.parts)
+        self.most_copied, self.copied_out, put_out = self.most_moved, self.moved, put
+        self.left: list[list[Any]] = [[] for _ in range(n)]  # per forward step, what has left without a copy
+        if any(part.on_host for parts in self.parts for part in parts):
+            copied = [[part for part in parts if not part.on_host] for parts in self.parts]
+            self.most_copied, self.copied_out, put_out = self.put_by(copied)
+            for o, part in ((o, part) for o, parts in enumerate(self.parts) for part in parts if part.on_host):
+                for k in range(max(part.gone, o + 1), n):
+                    self.left[k].append(part.size * part.moves)
+        self.put = put_out, put  # bytes that join each lane before each stage
         if host_bytes is not None:
-            self.require(self.put[n] <= host_bytes / self.unit)
+            self.require(put[n] <= host_bytes / self.unit)
+
+    def put_by(self, parts: Sequence[Sequence[_Part]]) -> tuple[list[float], dict[int, Any], list[Any]]:
+        """Per stage the most bytes of these parts, how many of them move, and how many of the stages before it do."""
+        most = [sum(part.size for part in of_stage) for of_stage in parts]
+        moved = {}
+        for o, of_stage in enumerate(parts):
+            if of_stage:
+                moved[o] = self.amount(most[o])
+                self.require(moved[o] == self.sum([part.size * part.moves for part in of_stage]))
+        put: list[Any] = [0.0]
+        before: list[Any] = []
+        for o in range(self.n):
+            before = [*before, moved[o]] if o in moved else before
+            before = [self.equal(before, sum(most))] if before else []
+            put.append(self.sum(before))
+        return most, moved, put
 
     def add_lane(self, lane: int, away: Callable[[list[Any]], list[Any]]) -> Any:
         """What is away by step, which the link has carried before; return the time for which compute waits."""
@@ -501,22 +518,22 @@ class MixedModel:
         return self.add_flow(lane, carried, rate) if self.moved and rate < math.inf else 0.0
 
     def away_out(self, carried: list[Any]) -> list[Any]:
-        """Per forward step, what is away: transfers leave first in, first out, and are done or not."""
+        """Per forward step, what a copy has away: transfers leave first in, first out, and are done or not."""
         away: list[list[Any]] = [[] for _ in range(self.n)]
-        most_put = [0.0, *accumulate(self.most_moved)]
+        most_put = [0.0, *accumulate(self.most_copied)]
         for k in range(self.n):
             ahead: Any = None  # whether all of the stages before is done
-            for o in [o for o in self.moved if o < k]:
+            for o in [o for o in self.copied_out if o < k]:
                 all_done = self.implied()
                 for number, part in enumerate(self.parts[o]):
-                    if part.one:
+                    if part.one and not part.on_host:
                         z = self.add_done(0, o, number)
                         self.require(all_done + part.moves - z <= 1)
                         if ahead is not None:
                             self.require(z <= ahead)
-                        self.require(carried[k] >= self.put[o] + part.size * z - most_put[o] * (1 - z))
+                        self.require(carried[k] >= self.put[0][o] + part.size * z - most_put[o] * (1 - z))
                         away[k] += [part.size * z] if k >= part.gone else []
-                away[k] += self.small(part for part in self.parts[o] if k >= part.gone)
+                away[k] += self.small(part for part in self.parts[o] if k >= part.gone and not part.on_host)
                 if ahead is not None:
                     self.require(all_done <= ahead)
                 ahead = all_done
@@ -562,7 +579,7 @@ class MixedModel:
         n, whole = self.n, sum(self.most_moved)
         enforced = rules.enforceable_points(self.profile.stages)[lane]
         compute_s, added_s = ((self.forward_s, [[]] * n), (self.backward_s, self.added_s))[lane]
-        put = self.put if lane == 0 else [self.sum([put, *self.late(k)]) for k, put in enumerate(self.put)]
+        put = self.put[lane] if lane == 0 else [self.sum([put, *self.late(k)]) for k, put in enumerate(self.put[lane])]
         stalls = [self.amount(whole) for _ in range(n)]  # in bytes that the link carries meanwhile
         self.require(carried[0] == 0)
         for k in range(n):
@@ -574,7 +591,7 @@ class MixedModel:
             self.require(carried[k + 1] <= put[k + 1])
             # What is away must be when the last point before that the runtime can meet comes.
             self.require(self.away[lane][k] <= carried[enforced[k - 1] + 1 if k else 0])
-        self.require(carried[enforced[-1] + 1] >= self.put[n])
+        self.require(carried[enforced[-1] + 1] >= self.put[lane][n])
         return self.sum([1 / rate * stall for stall in stalls])
 
     def late(self, k: int) -> list[Any]:
@@ -602,7 +619,7 @@ class MixedModel:
                 ]
             )
             backward = self.sum([*self.adds_backward(k), *self._copies(k)])
-            out, back = self.away[0][k], self.away[1][k]
+            out, back = self.sum([self.away[0][k], *self.left[k]]), self.away[1][k]
             forward = self.sum([*passing[k], *self.adds_forward(k)])
             self.require(forward - out <= self.room - self.base[0][k])
             self.require(there + backward - back <= self.room - self.base[1][k])
@@ -809,10 +826,10 @@ class PeakModel(MixedModel):
         return False
 
     def away_out(self, carried: list[Any]) -> list[Any]:
-        """Per forward step, all that moves, from where it may be away."""
+        """Per forward step, all that is copied out, from where it may be away."""
+        copied = [(o, part) for o, parts in enumerate(self.parts) for part in parts if not part.on_host]
         return [
-            self.sum([part.size * part.moves for o in self.moved if o < k for part in self.parts[o] if k >= part.gone])
-            for k in range(self.n)
+            self.sum([part.size * part.moves for o, part in copied if o < k and k >= part.gone]) for k in range(self.n)
         ]
 
     def away_back(self, carried: list[Any]) -> list[Any]:

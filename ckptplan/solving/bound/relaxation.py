@@ -45,7 +45,10 @@ class _Menu:
         # What moves if the stage itself wants it, and what other stages have a say in.
         asked = data.movable[i]
         free = [[s for s in option.moved if s in asked and not asked[s]] for option in options]
-        self.free = np.array([sum(data.size[s] for s in moved) for moved in free], float)
+        self.free = {  # by whether they leave without a copy
+            on_host: np.array([sum(data.size[s] for s in moved if data.on_host[s] == on_host) for moved in free], float)
+            for on_host in (False, True)
+        }
         self.shared = [[s for s in option.moved if asked.get(s)] for option in options]
         self.fixes = [[s for s in option.held if s not in option.moved] for option in options]
         self.passing = [
@@ -75,6 +78,7 @@ class BoundData:
         self.budget = budget_bytes / self.unit
         self.host = None if host_bytes is None else host_bytes / self.unit
         self.size = np.array([s.nbytes for s in profile.storages], float) / self.unit
+        self.on_host = [storage.on_host for storage in profile.storages]
         self.again: list[Option | None] = [
             stage.recompute if space.segments and not stage.is_glue and self._rerun_ways(i) else None
             for i, stage in enumerate(profile.stages)
@@ -98,7 +102,7 @@ class BoundData:
         self._segment_numbers()
         link = profile.link
         moving = [
-            {*single, *(s for s, _, _ in many)} for single, many in zip(self.movable, self.segment_moves, strict=True)
+            {*single, *(s for s, _ in many)} for single, many in zip(self.movable, self.segment_moves, strict=True)
         ]
         largest = max((sum(profile.storages[s].nbytes for s in items) for items in moving), default=0)
         # A transfer of b bytes takes latency + b / rate; no stage's transfer is faster per byte than the largest one's.
@@ -193,7 +197,7 @@ class BoundData:
         self.again_s = np.full(n, np.inf)
         self.run_launch, self.again_launch = np.zeros((2, n))
         self.drops: list[list[tuple[int, float]]] = [[] for _ in range(n)]
-        self.segment_moves: list[list[tuple[int, int, float]]] = [[] for _ in range(n)]
+        self.segment_moves: list[list[tuple[int, int]]] = [[] for _ in range(n)]
         for i, stage in enumerate(stages):
             again = self.again[i]
             keep_kept, _ = self.own(
@@ -218,7 +222,7 @@ class BoundData:
                     self.drops[i].append((rules.latest_first(self.profile.storages[s]), float(self.size[s])))
             for s in {s for o in ways for s in o.moved} & self.movable_any[i]:
                 made = rules.latest_first(self.profile.storages[s]) if s in stage.linked else n
-                self.segment_moves[i].append((s, made, float(self.size[s])))
+                self.segment_moves[i].append((s, made))
 
 
 class Intervals:
@@ -237,7 +241,8 @@ class Intervals:
             self.longest = max(self.longest, i + 1 - at)
         self.longest = self.longest if can.any() else 0
         w = self.longest
-        held, moves = np.zeros((2, w, n))
+        held = np.zeros((w, n))
+        moves = {on_host: np.zeros((w, n)) for on_host in (False, True)}
         self.possible = np.zeros((w, n), bool)
         for i in range(w):
             held[i, : n - i] = c.full[i:]
@@ -248,12 +253,13 @@ class Intervals:
             for made, nbytes in c.drops[j]:
                 first = np.arange(low, made + 1)
                 held[j - first, first] -= nbytes
-            for _, made, nbytes in c.segment_moves[j]:
+            for s, made in c.segment_moves[j]:
                 first = np.arange(low if made == n else max(low, made + 1), j + 1)
-                moves[j - first, first] += nbytes
+                moves[c.on_host[s]][j - first, first] += c.size[s]
         self.held_at = np.maximum(held, 0.0)
         self.held = np.cumsum(self.held_at, axis=0)
-        self.moves = np.cumsum(moves, axis=0)
+        self.moves = {on_host: np.cumsum(of, axis=0) for on_host, of in moves.items()}
+        """Bytes that they move, by whether these leave without a copy."""
         self.run = np.concatenate([[0.0], np.cumsum(c.run_s)])
         self.run_launch = np.concatenate([[0.0], np.cumsum(c.run_launch)])
 

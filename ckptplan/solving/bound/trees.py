@@ -49,6 +49,8 @@ class Costs:
         Per stage and option, what does not depend on memory: recompute and moves.
     move_out, move_back : array (stages,)
         Per byte that joins the queues after a stage.
+    leave : array (stages,)
+        Per byte that leaves behind a stage without a copy out: what it spares in each later forward step.
     constant : float
         What any plan pays, memory left out.
     """
@@ -59,6 +61,7 @@ class Costs:
     options: list[Floats]
     move_out: Floats
     move_back: Floats
+    leave: Floats
     asked: dict[tuple[int, int], float]
     host: float
     constant: float
@@ -110,6 +113,7 @@ class Costs:
             options=options,
             move_out=moves[0],
             move_back=moves[1],
+            leave=np.cumsum(linear[0]) - linear[0].sum(),
             asked=asked,
             host=host,
             constant=constant,
@@ -120,17 +124,20 @@ class Costs:
         seconds, launch = intervals.sweep_s(first, last)
         return np.asarray(self.tau[last] * np.where(np.isfinite(seconds), seconds, 0.0) + self.launch * launch)
 
-    def move(self, i: int, s: int | None = None) -> float:
-        """Price of a byte that stage i moves, of storage s where others have a say."""
-        price = float(self.move_out[i] + self.move_back[i]) + self.host
-        return price if s is None else price + self.asked.get((i, s), 0.0)
+    def move(self, i: int | slice, last: int | slice, on_host: bool) -> Floats:
+        """Price of a byte that stage i, or a segment of which it is the first, moves; `last`: its last stage."""
+        return np.asarray((self.leave if on_host else self.move_out)[i] + self.move_back[last] + self.host)
 
     def moving(self, data: BoundData, i: int) -> Floats:
         """Per option of stage i, the least that its moves can cost: any part of them moves."""
         m = data.menus[i]
-        cost = m.free * min(0.0, self.move(i))
+        prices = [float(self.move(i, i, on_host)) for on_host in (False, True)]
+        cost = np.zeros(len(m.codes))
+        for on_host, nbytes in m.free.items():
+            cost += nbytes * min(0.0, prices[on_host])
         for o, shared in enumerate(m.shared):
-            cost[o] += sum(data.size[s] * min(0.0, self.move(i, s)) for s in shared)
+            for s in shared:
+                cost[o] += data.size[s] * min(0.0, prices[data.on_host[s]] + self.asked.get((i, s), 0.0))
         return cost
 
 
@@ -175,9 +182,11 @@ class LinearTrees:
         for i in range(w):
             k = n - i
             running[:k] += own[i:] + iv.held_at[i, :k] * (self.fore[n] - self.fore[i + 1 :])
-            price = np.minimum(0.0, costs.move_out[:k] + costs.move_back[i:] + costs.host)
             after = iv.held[i, :k] * (self.back[n] - self.back[i + 1 :])
-            self.segment[i, :k] = self.tree[i, :k] + running[:k] + after + iv.moves[i, :k] * price
+            self.segment[i, :k] = self.tree[i, :k] + running[:k] + after
+            for on_host, nbytes in iv.moves.items():
+                price = costs.move(slice(k), slice(i, None), on_host)
+                self.segment[i, :k] += nbytes[i, :k] * np.minimum(0.0, price)
         self.segment[:1] = np.inf
         for s, later in c.returns.items():
             first = np.arange(rules.latest_first(c.profile.storages[s]) + 1)
@@ -297,6 +306,6 @@ def column_of(data: BoundData, intervals: Intervals, tree: Segment) -> Column:
 
     sweep(tree)
     before = np.concatenate([[0.0], np.cumsum(kept)[:-1]])
-    moves = float(intervals.moves[b - a, a])
+    moves = {on_host: float(nbytes[b - a, a]) for on_host, nbytes in intervals.moves.items()}
     returns = [(again, float(c.size[s])) for s, again in intervals.returns(a, b)]
     return Column(tree, kept, c.segment_forward[a : b + 1], rows - before, seconds, launch, moves, returns)
