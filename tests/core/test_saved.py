@@ -28,7 +28,7 @@ ADDED = {
         "foreign": None,
         "step_error": 0.0,
     },
-    "storage": {"graph_until": None, "origin": ""},
+    "storage": {"graph_until": None, "on_host": False, "origin": ""},
     "stage": {
         "forward_launch_s": 0.0,
         "backward_launch_s": 0.0,
