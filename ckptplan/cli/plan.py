@@ -234,9 +234,8 @@ def frontier(
     Example: [bold]ckptplan frontier profile.json --points 8 -o plans[/bold]
     """
     options = _options(host_gb, disk_gb, actions, segments, accumulate, time_limit, gap)
-    if output is not None:  # before a search of minutes
-        with writing("the plans", output):
-            output.mkdir(parents=True, exist_ok=True)
+    if output is not None and output.exists() and not output.is_dir():
+        raise InvalidInputError(f"the plans can't be written to {output}: it is a file; give a folder's name")
     subject, inputs = subject_of(source)
     from ckptplan.api import frontier as frontier_of
 
@@ -253,6 +252,8 @@ def frontier(
             plans = Frontier.of(_best_so_far(found, subject))
         typer.echo(str(plans))
         if output is not None:
+            with writing("the plans", output):
+                output.mkdir(parents=True, exist_ok=True)
             for plan in plans:
                 save_plan(plan, output / f"plan_{plan.counted_bytes}.json")
             with writing("the frontier", output / "frontier.json"):

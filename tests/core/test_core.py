@@ -324,7 +324,7 @@ def test_unknown_and_missing_fields_are_named(what: str, tmp_path: Path) -> None
         "reserved_bytes", "disk", "disk_bytes", "tier", "saved_bytes", "kept_bytes", "launch_s", "forward_launch_s",
         "backward_launch_s", "baseline_launch_s", "copy_s", "allocated_bytes", "accumulates", "forward_peak_bytes",
         "between_bytes", "outside", "uncalled", "differentiated", "foreign", "graph_until", "inner", "overhead_s",
-        "step_error",
+        "step_error", "on_host",
         "rerun_overhead_s", "rerun_overhead_launch_s", "optimizer", "parallel", "least_peak_bytes", "most_peak_bytes",
         "budget_share", "asked", "origin", "autocast",
     }  # fmt: skip

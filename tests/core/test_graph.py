@@ -68,7 +68,7 @@ def test_a_skip_a_branch_a_shared_block_and_glue() -> None:
     }  # fmt: skip
     assert graph.nodes["storage", SKIP] == {
         "bipartite": 1, "name": "skip", "nbytes": 20, "born": 0, "program_until": 4, "to_end": False, "stays": False,
-        "origin": "",
+        "on_host": False, "origin": "",
     }  # fmt: skip
     made = {(i, s): data["held_by"] for (what, i), (_, s), data in graph.edges(data=True) if what == "stage"}
     assert made == {(0, A): ("keep",), (0, SKIP): (), (1, H): (), (2, Y): (), (3, Z): (), (4, OUT): ()}

@@ -74,7 +74,8 @@ def main(way: str, engine: str = "ddp", swap_dir: str | None = None) -> None:
     ckptplan.apply(model, plan, check="off", swap_dir=swap_dir)
     if last and way != "copy":
         model.get_submodule(acts).get_submodule("1").register_forward_pre_hook(failing(way))
-    print(f"acts in {acts}", flush=True)
+    sys.stdout.write(f"acts in {acts}\n")  # in one piece: lines of two ranks may run into each other
+    sys.stdout.flush()
     for number in range(3):
         if last and way == "copy" and number == 1:  # the swap file can't be written any more
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
