@@ -130,10 +130,12 @@ class ActivationPlanner(PlanningCallback, pl.Callback):
         asked: str,
     ) -> Handle:
         saved, self._saved = self._saved, {}
-        # A checkpoint has the batch of one rank; the others would plan and wait for it.
-        if saved and saved["asked"] == asked and not is_distributed():
+        # A checkpoint has the batch of one rank; the others would plan and wait for it. A file goes before it.
+        if saved and saved["asked"] == asked and not is_distributed() and self._plan_file is None:
+            plan = Plan.from_json(saved["plan"])
             with contextlib.suppress(PlanMismatchError):  # another model: it is planned for
-                return self.begin(module, Plan.from_json(saved["plan"]))
+                if self.fits(plan, module):
+                    return self.begin(module, plan)
 
         precision = trainer.precision_plugin
         parallel, again = parallel_of(trainer.strategy.model or module), bool(self._made)

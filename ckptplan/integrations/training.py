@@ -151,14 +151,19 @@ class PlanningCallback:
         """Apply the plan in a file if it was made for this request, or else a new one, which is written there."""
         if is_distributed() and dist.get_world_size() > 1:
             raise InvalidInputError("plan_file= is for one process, and this training has several; leave it out")
-        known, wanted = plan_in(file, asked), self._wanted
-        free = wanted.nbytes is None and wanted.share is None
-        if known is not None and not (free and known.counted_bytes > default_budget(model, None) * (1 - wanted.margin)):
+        known = plan_in(file, asked)
+        if known is not None and self.fits(known, model):
             with contextlib.suppress(PlanMismatchError):  # another model
                 return self._apply(model, known, training, is_told=True)
         handle = self._apply(model, None, training, is_told=True)
         keep(handle.plan, file, asked)
         return handle
+
+    def fits(self, plan: Plan, model: nn.Module) -> bool:
+        """Whether a plan of an earlier run is within what the device has free now, where that is the budget."""
+        wanted = self._wanted
+        given = wanted.nbytes is not None or wanted.share is not None
+        return given or plan.counted_bytes <= default_budget(model, None) * (1 - wanted.margin)
 
     def _apply(self, model: nn.Module, plan: Plan | None, training: dict[str, Any], *, is_told: bool) -> Handle:
         begin = time.perf_counter()
