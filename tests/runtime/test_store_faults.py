@@ -78,6 +78,10 @@ def test_the_file_grows_to_its_limit_and_no_further(tmp_path: Path, chunk_bytes:
         store.free(ticket)
     assert round_trip(store)
     assert (store.reserved_bytes, store.peak_bytes) == (16384, 16384)
+    tickets.clear()
+    del ticket
+    with pytest.raises(SwapError, match=r"limit is 20.00 KiB, and 16.00 KiB are free in pieces that are too small; "):
+        store.start_out(torch.randn(6144))
     store.close()
     with pytest.raises(InvalidInputError, match="disk_gb"):
         store_in(tmp_path, chunk_bytes, capacity_bytes=8192, limit_bytes=8191)

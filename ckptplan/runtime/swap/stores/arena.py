@@ -8,6 +8,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from ckptplan.core.units import format_bytes
+
 
 class Extent:
     """A piece of an arena, taken as long as this object lives; it keeps the arena open too."""
@@ -64,6 +66,12 @@ class Arena:
     def used_bytes(self) -> int:
         """Bytes that are taken now."""
         return sum(end - begin for begin, end, extent in self._taken if extent() is not None)
+
+    @property
+    def in_pieces(self) -> str:
+        """Text on its free memory for a message that there is no piece as large as wanted."""
+        free_bytes = self.reserved_bytes - self.used_bytes
+        return f", and {format_bytes(free_bytes)} are free in pieces that are too small" if free_bytes else ""
 
     def take(self, nbytes: int, grow: Callable[[Arena, int, int], int]) -> Extent:
         """Take a piece of `nbytes`.

@@ -160,7 +160,7 @@ class DiskStore(ArenaStore):
         if self._limit is not None and needed > self._limit:
             raise SwapFullError(
                 f"the swap file in {self._where} needs {format_bytes(needed)}, the limit is "
-                f"{format_bytes(self._limit)}; raise disk_gb=, or solve for less"
+                f"{format_bytes(self._limit)}{arena.in_pieces}; raise disk_gb=, or solve for less"
             )
         try:
             os.posix_fallocate(self._file.fileno(), held, needed - held)

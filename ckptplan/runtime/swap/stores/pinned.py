@@ -171,7 +171,7 @@ class PinnedStore(ArenaStore):
         if self._limit is not None and arena.reserved_bytes + nbytes > self._limit:
             raise SwapFullError(
                 f"swapping needs {format_bytes(needed)} of pinned host memory, the limit is "
-                f"{format_bytes(self._limit)}; raise host_gb="
+                f"{format_bytes(self._limit)}{arena.in_pieces}; raise host_gb="
             )
         arena.blocks.append((needed, host_memory(arena.rounded(nbytes), self._device, arena)))
 
