@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 import torch
 from made_plans import one_transfer
+from odd.harness import BATCH, WIDTH
+from odd.layers import Around, layer_of
 from small_models import (
     BUILDERS,
     Transformer,
@@ -154,9 +156,6 @@ def test_parameters_updated_before_backward(what: str) -> None:
             loss.backward()
 
 
-# Shapes
-
-
 # Failures
 
 
@@ -195,7 +194,7 @@ def test_after_an_exception_the_next_step_is_right(what: str, where: str) -> Non
 def test_a_full_disk_and_a_bad_directory_leave_the_model_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = build("mlp")
     plan = planned("mlp", "swap")
-    before = {name: dict(m.__dict__) for name, m in model.named_modules()}
+    before = snapshot(model)
 
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -207,7 +206,7 @@ def test_a_full_disk_and_a_bad_directory_leave_the_model_alone(tmp_path: Path, m
         patch.setattr(os, "posix_fallocate", full)
         with pytest.raises(InvalidInputError, match=r"has no room.*swap_dir"):
             apply(model, plan, swap_dir=tmp_path)
-    assert {name: dict(m.__dict__) for name, m in model.named_modules()} == before
+    assert snapshot(model) == before
     with apply(model, plan):
         assert_same(clean_step(model, inputs), plain_step("mlp"))
 
@@ -534,22 +533,17 @@ def test_a_gradient_taken_in_the_middle_of_a_step() -> None:
         assert handle.stats().differences == {"graph": 2}
 
 
-class SelfAttention(nn.Module):
-    """Asks whether its arguments are one tensor, as `nn.MultiheadAttention` does."""
+def test_arguments_that_are_the_same_tensor_stay_the_same() -> None:
+    """`nn.MultiheadAttention` asks whether they are."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.MultiheadAttention(16, 2, batch_first=True, dropout=0.1) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
+    def forward(layers: Any, x: torch.Tensor) -> torch.Tensor:
+        for layer in layers:
             x = x + layer(x, x, x)[0]
         return x
 
-
-def test_arguments_that_are_the_same_tensor_stay_the_same() -> None:
     torch.manual_seed(0)
-    model, x = SelfAttention(), torch.randn(4, 32, 16)
+    layers = (nn.MultiheadAttention(16, 2, batch_first=True, dropout=0.1) for _ in range(3))
+    model, x = Around(layers, forward), torch.randn(4, 32, 16)
     report = verify(model, uniform(model, x, "recompute"), x, repeats=1)
     assert report.gradients_equal
     assert report.stats.runs == report.stats.planned_runs
@@ -611,18 +605,12 @@ class _WritesToWhatItSaved(torch.autograd.Function):
         return result
 
 
-class _Overwriting(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(64, 64)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _WritesToWhatItSaved.apply(self.linear(x))
+overwriting = layer_of(lambda m, x: _WritesToWhatItSaved.apply(m.linear(x)))
 
 
 @pytest.mark.parametrize("what", ["keep", "swap"])
 def test_a_backward_that_writes_to_what_came_back(what: Action) -> None:
-    model, x = nn.Sequential(_Overwriting(), _Overwriting()), torch.randn(32, 64)
+    model, x = nn.Sequential(overwriting(), overwriting()), torch.randn(BATCH, WIDTH)
     with apply(model, uniform(model, x, what)):
         loss = model(x).sum()
         loss.backward(retain_graph=True)
