@@ -10,7 +10,7 @@ import random
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import pytest
 import torch
+from small_models import assert_same
 from torch import nn
 
 import ckptplan
@@ -52,30 +53,16 @@ class Block(nn.Module):
         return x + self.down(self.drop(torch.nn.functional.gelu(self.up(self.norm(x)))))
 
 
-class Net(nn.Module):
-    def __init__(self, blocks: int = 8, width: int = 256) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
+def net() -> nn.Module:
+    return nn.Sequential(*(Block(256) for _ in range(8)))
 
 
-class ConvNet(nn.Module):
+def conv_net() -> nn.Module:
     """Batch statistics and in-place activations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(inplace=True)) for _ in range(6)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
+    blocks = (
+        nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(inplace=True)) for _ in range(6)
+    )
+    return nn.Sequential(*blocks)
 
 
 @pytest.fixture(autouse=True)
@@ -110,10 +97,10 @@ def slow_copies(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(PinnedStore, name, slow)
 
 
-def make(kind: type[nn.Module] = Net) -> tuple[nn.Module, torch.Tensor]:
+def make(kind: Callable[[], nn.Module] = net) -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)
     model = kind().to(DEVICE).train()
-    x = torch.randn(2048, 256, device=DEVICE) if kind is Net else torch.randn(8, 16, 32, 32, device=DEVICE)
+    x = torch.randn(2048, 256, device=DEVICE) if kind is net else torch.randn(8, 16, 32, 32, device=DEVICE)
     return model, x
 
 
@@ -153,15 +140,10 @@ def train(model: nn.Module, x: torch.Tensor, steps: int = 4) -> list[list[torch.
     return found
 
 
-def assert_same(found: list[list[torch.Tensor]], wanted: list[list[torch.Tensor]]) -> None:
-    assert len(found) == len(wanted)
-    for number, (a, b) in enumerate(zip(found, wanted, strict=True)):
-        assert len(a) == len(b)
-        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True)), f"step {number} differs"
-
-
-@pytest.mark.parametrize(("mix", "kind"), [("swap", Net), ("recompute", ConvNet), ("mixed", Net), ("mixed", ConvNet)])
-def test_gradients_are_bitwise_those_of_the_plain_model(mix: str, kind: type[nn.Module], slow_copies: None) -> None:
+@pytest.mark.parametrize(("mix", "kind"), [("swap", net), ("recompute", conv_net), ("mixed", net), ("mixed", conv_net)])
+def test_gradients_are_bitwise_those_of_the_plain_model(
+    mix: str, kind: Callable[[], nn.Module], slow_copies: None
+) -> None:
     model, x = make(kind)
     wanted = train(model, x)
     buffers, state = [b.clone() for b in model.buffers()], torch.cuda.get_rng_state(DEVICE)
@@ -257,7 +239,7 @@ def test_clean_step_after_an_exception_in_backward(mix: str, slow_copies: None) 
     model, x = make()
     plan = plan_for(profiled(model, x), mix)
     wanted = step(model, x, 5)
-    middle = model.blocks[3].down.weight  # type: ignore[union-attr, index]
+    middle = model[3].down.weight  # type: ignore[index]
 
     def fail(_: torch.Tensor) -> None:
         raise ValueError("on purpose")
@@ -462,40 +444,31 @@ def test_links_are_plausible(tier: str, tmp_path: Path) -> None:
 
 
 ATTENTION = """
-    import torch, ckptplan
+    import torch
     from torch import nn
+    import ckptplan
+    from ckptplan.baselines._build import build, named, smallest_peak
 
     class Block(nn.Module):
         def __init__(self):
             super().__init__()
-            self.qkv = nn.Linear(64, 192)
+            self.qkv = nn.Linear(256, 768)
 
         def forward(self, x):
-            q, k, v = (t.unflatten(-1, (4, 16)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
-            y = nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=0.1, is_causal=True)
-            return x + y.transpose(1, 2).flatten(-2)
+            q, k, v = (t.unflatten(-1, (4, 64)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+            return x + nn.functional.scaled_dot_product_attention(q, k, v, {how}).transpose(1, 2).flatten(2)
 
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.blocks = nn.ModuleList(Block() for _ in range(3))
-
-        def forward(self, x):
-            for block in self.blocks:
-                x = block(x)
-            return x
-
-    model = Net().to("cuda", torch.{dtype})
-    profile = ckptplan.profile(model, torch.randn(4, 128, 64, device="cuda", dtype=torch.{dtype}))
-    print(profile.notes)
-    torch.cuda.synchronize()
+    with torch.device("cuda"):
+        model = nn.Sequential(*(Block() for _ in range(3))).to(torch.{dtype})
+        x = torch.randn(4, 256, 256).to(torch.{dtype})
 """
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_profile_of_attention_with_dropout(dtype: str) -> None:
     # In a process of its own: fused attention reads its random seed on the host, and a wrong one ends the process.
-    run_alone(ATTENTION.replace("{dtype}", dtype))
+    code = ATTENTION.replace("{how}", "dropout_p=0.1, is_causal=True").replace("{dtype}", dtype)
+    run_alone(code + "    ckptplan.profile(model, x)\n    torch.cuda.synchronize()\n")
 
 
 def run_alone(code: str) -> str:
@@ -514,24 +487,9 @@ def run_alone(code: str) -> str:
     return ran.stdout
 
 
-FIRST_ATTENTION = """
-    import torch
-    from torch import nn
-    import ckptplan
-    from ckptplan.baselines._build import build, named, smallest_peak
-
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.qkv = nn.Linear(256, 768)
-
-        def forward(self, x):
-            q, k, v = (t.unflatten(-1, (4, 64)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
-            return x + nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-
-    with torch.device("cuda"):
-        model = nn.Sequential(*(Block() for _ in range(3))).bfloat16()
-        x = torch.randn(4, 256, 256).bfloat16()
+FIRST_ATTENTION = (
+    ATTENTION.replace("{how}", "").replace("{dtype}", "bfloat16")
+    + """
     if "{plan}":
         with ckptplan.apply(model, ckptplan.Plan.load("{plan}")):
             model(x).sum().backward()
@@ -543,6 +501,7 @@ FIRST_ATTENTION = """
         model(x).sum().backward()
     print(torch._C._get_sdp_priority_order())
 """
+)
 
 
 def test_a_process_whose_first_attention_is_planned_runs_pytorchs_kernels(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ import pytest
 import torch
 from counting import calls_in
 from made_plans import one_transfer
+from odd.layers import Around
 from small_models import build, decided, measured, scheduled, states_of_swapped
 from torch import nn
 from torch.utils import _pytree as pytree
@@ -102,25 +103,20 @@ def test_smaller_inputs_are_bitwise_right_and_within_the_peak(name: str, what: s
             assert peak <= plan.peak_bytes, x.shape
 
 
-class Steps(nn.Module):
+def in_steps(layers: Any, x: torch.Tensor) -> torch.Tensor:
     """Calls one cell for each of the steps of its input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell, self.out = nn.GRUCell(64, 64), nn.Linear(64, 64)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = x.new_zeros(x.shape[1], 64)
-        outputs = []
-        for step in x:
-            h = self.cell(step, h)
-            outputs.append(self.out(h))
-        return torch.stack(outputs)
+    cell, out = layers
+    h = x.new_zeros(x.shape[1], 64)
+    outputs = []
+    for step in x:
+        h = cell(step, h)
+        outputs.append(out(h))
+    return torch.stack(outputs)
 
 
 def test_fewer_calls_keep_the_peak_although_stages_with_release_points_are_left_out() -> None:
     torch.manual_seed(0)
-    model, x = Steps(), torch.randn(8, 64, 64)
+    model, x = Around([nn.GRUCell(64, 64), nn.Linear(64, 64)], in_steps), torch.randn(8, 64, 64)
     chain = profile(model, (x,), menus=False)
     plain = copy.deepcopy(model)
     for plan in ckptplan.frontier(chain, points=3, actions=("keep", "swap"), time_limit_s=1):
