@@ -34,11 +34,7 @@ pytestmark = pytest.mark.gpu
 
 DEVICE = torch.device("cuda", 0)
 SLEEP_CYCLES = 10_000_000  # 5-10 ms at 1-2 GHz: longer than a stage of these models
-MIXES = {
-    "swap": ("swap",),
-    "recompute": ("recompute",),
-    "mixed": ("swap", "swap", "recompute", "keep"),
-}
+MIXES = {"swap": ("swap",), "recompute": ("recompute",), "mixed": ("swap", "swap", "recompute", "keep")}
 
 
 class Block(nn.Module):
@@ -399,11 +395,7 @@ def test_round_trip_through_the_file(dtype: torch.dtype, tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("mix", "mode", "tiers"),
-    [
-        ("swap", {}, ("host", "disk")),
-        ("mixed", {}, ("disk",)),
-        ("mixed", {"synchronous": True}, ("host", "disk")),
-    ],
+    [("swap", {}, ("host", "disk")), ("mixed", {}, ("disk",)), ("mixed", {"synchronous": True}, ("host", "disk"))],
 )
 def test_gradients_with_a_disk_tier(mix: str, mode: dict[str, bool], tiers: tuple[str, ...], tmp_path: Path) -> None:
     model, x = make()

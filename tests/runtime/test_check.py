@@ -99,11 +99,7 @@ def test_bits_count() -> None:
 
 
 def test_what_is_no_plain_tensor_is_left_out() -> None:
-    left_out = [
-        torch.randn(3, 3).to_sparse(),
-        torch.empty(3, device="meta"),
-        nn.UninitializedParameter(),
-    ]
+    left_out = [torch.randn(3, 3).to_sparse(), torch.empty(3, device="meta"), nn.UninitializedParameter()]
     assert [digest(t) for t in left_out] == [None] * len(left_out)
 
 

@@ -40,10 +40,7 @@ train = functools.partial(trained, steps=2)
 
 @contextlib.contextmanager
 def applied(
-    model: nn.Module,
-    stages: Sequence[str],
-    choices: Sequence[Decision] | None = None,
-    segments: Sequence[Segment] = (),
+    model: nn.Module, stages: Sequence[str], choices: Sequence[Decision] | None = None, segments: Sequence[Segment] = ()
 ) -> Iterator[Controller]:
     device = model_device(model)
     store = make_store(device, capacity_bytes=1 << 24, directory=None, limit_bytes=None)
@@ -142,8 +139,7 @@ def modules_of(stages: Sequence[str]) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("name", "how"),
-    [("loop", "chain"), ("loop", "single"), ("glued", "nested"), ("conv", "two"), ("unet", "nested")],
+    ("name", "how"), [("loop", "chain"), ("loop", "single"), ("glued", "nested"), ("conv", "two"), ("unet", "nested")]
 )
 def test_gradients_and_runs(name: str, how: str) -> None:
     model, inputs, stages = make(name)
@@ -410,10 +406,7 @@ def slope_inside(m: Any, x: torch.Tensor) -> torch.Tensor:
 )
 def test_what_a_stage_may_not_do(run: Any, segments: list[Segment], match: str) -> None:
     model = nn.Sequential(Layer(), layer_of(run)(), Layer())
-    with (
-        applied(model, ["0", "1", "2"], segments=segments),
-        pytest.raises(UnsupportedModelError, match=match),
-    ):
+    with applied(model, ["0", "1", "2"], segments=segments), pytest.raises(UnsupportedModelError, match=match):
         model(torch.randn(4, WIDTH))
 
 
@@ -432,10 +425,7 @@ def fickle(what: str) -> nn.Module:
     return layer_of(lambda m, x: PATHS[what if next(calls) else "same"](m, x))()
 
 
-@pytest.mark.parametrize(
-    ("what", "inner"),
-    [("more", ()), ("fewer", (Segment(0, 1),)), ("bytes", (Segment(0, 2),))],
-)
+@pytest.mark.parametrize(("what", "inner"), [("more", ()), ("fewer", (Segment(0, 1),)), ("bytes", (Segment(0, 2),))])
 def test_a_forward_that_takes_another_path(what: str, inner: tuple[Segment, ...]) -> None:
     model = nn.Sequential(Layer(), fickle(what), Layer(), Layer())
     with applied(model, ["0", "1", "2", "3"], segments=[Segment(0, 3, inner)]):

@@ -142,10 +142,7 @@ ARGUMENTS: dict[str, tuple[Make, Use]] = {
         _own("torch", lambda: torch.Generator().manual_seed(3)),
         lambda m, y, v: torch.sin(y * torch.rand(WIDTH, generator=v)),
     ),
-    "numpy generator": (
-        _own("numpy", lambda: np.random.default_rng(3)),
-        lambda m, y, v: torch.sin(y * v.random()),
-    ),
+    "numpy generator": (_own("numpy", lambda: np.random.default_rng(3)), lambda m, y, v: torch.sin(y * v.random())),
     "python generator": (_own("python", lambda: random.Random(3)), lambda m, y, v: torch.sin(y * v.random())),
     "module": (lambda model, x, number: model.common, lambda m, y, v: v(y.transpose(1, 2)).transpose(1, 2)),
     "function": (
@@ -156,15 +153,9 @@ ARGUMENTS: dict[str, tuple[Make, Use]] = {
     "the same tensor twice": (lambda model, x, number: (x, x), _of_twice),
     "views of one tensor": (lambda model, x, number: (x[:, :3], x[:, 2:]), _of_views),
     "expanded": (lambda model, x, number: x[:, :1].expand_as(x), lambda m, y, v: y + v.sin()),
-    "not contiguous": (
-        lambda model, x, number: x.transpose(0, 1),
-        lambda m, y, v: y * v.transpose(0, 1).sigmoid(),
-    ),
+    "not contiguous": (lambda model, x, number: x.transpose(0, 1), lambda m, y, v: y * v.transpose(0, 1).sigmoid()),
     "earlier output": (lambda model, x, number: model.first, lambda m, y, v: y + v.sin()),
     "scratch that is edited": (_of_forward("scratch", lambda x: torch.ones(WIDTH)), _edited),
-    "integers": (
-        lambda model, x, number: torch.arange(x.shape[1]).flip(0),
-        lambda m, y, v: y.index_select(1, v).sin(),
-    ),
+    "integers": (lambda model, x, number: torch.arange(x.shape[1]).flip(0), lambda m, y, v: y.index_select(1, v).sin()),
     "device scalar": (lambda model, x, number: x.detach().abs().max(), lambda m, y, v: torch.sin(y / (1 + v))),
 }
