@@ -116,6 +116,11 @@ def plan_for(profile: Profile, mix: str) -> Plan:
     return build(profile, choice, smallest_peak(profile, choice).bytes, mix)
 
 
+def planned(mix: str) -> tuple[Any, torch.Tensor, Plan]:
+    model, x = make()
+    return model, x, plan_for(profiled(model, x), mix)
+
+
 def step(model: nn.Module, x: torch.Tensor, seed: int) -> list[torch.Tensor]:
     """One step; what it frees is overwritten before backward, as the next layer's kernels would."""
     torch.manual_seed(seed)
@@ -161,8 +166,7 @@ def test_gradients_are_bitwise_those_of_the_plain_model(
 @pytest.mark.parametrize("mix", MIXES)
 def test_peak_is_within_the_budget(mix: str) -> None:
     """Of the bytes that were requested: allocated ones count whole blocks, with rests of up to 1 MiB left unsplit."""
-    model, x = make()
-    plan = plan_for(profiled(model, x), mix)
+    model, x, plan = planned(mix)
     held = unique_bytes([*held_tensors(model), x])
 
     def run() -> None:
@@ -203,8 +207,7 @@ def test_profiling_leaves_no_trace() -> None:
 
 
 def test_compute_on_another_stream(slow_copies: None) -> None:
-    model, x = make()
-    plan = plan_for(profiled(model, x), "mixed")
+    model, x, plan = planned("mixed")
     wanted = [step(model, x, seed) for seed in range(3)]
     side = torch.cuda.Stream(DEVICE)
     side.wait_stream(torch.cuda.current_stream(DEVICE))
@@ -215,8 +218,7 @@ def test_compute_on_another_stream(slow_copies: None) -> None:
 
 
 def test_backward_twice_through_one_graph(slow_copies: None) -> None:
-    model, x = make()
-    plan = plan_for(profiled(model, x), "swap")
+    model, x, plan = planned("swap")
 
     def twice() -> list[torch.Tensor]:
         torch.manual_seed(0)
@@ -232,8 +234,7 @@ def test_backward_twice_through_one_graph(slow_copies: None) -> None:
 
 @pytest.mark.parametrize("mix", ["recompute", "mixed"])
 def test_clean_step_after_an_exception_in_backward(mix: str, slow_copies: None) -> None:
-    model, x = make()
-    plan = plan_for(profiled(model, x), mix)
+    model, x, plan = planned(mix)
     wanted = step(model, x, 5)
     middle = model[3].down.weight  # type: ignore[index]
 
@@ -253,8 +254,7 @@ def test_clean_step_after_an_exception_in_backward(mix: str, slow_copies: None) 
 
 
 def test_graphs_that_are_dropped_half_way(slow_copies: None) -> None:
-    model, x = make()
-    plan = plan_for(profiled(model, x), "swap")
+    model, x, plan = planned("swap")
     wanted = step(model, x, 1)
     with ckptplan.apply(model, plan) as handle:
         for seed in range(3):
@@ -267,8 +267,7 @@ def test_graphs_that_are_dropped_half_way(slow_copies: None) -> None:
 
 
 def test_a_plan_needs_no_more_pinned_memory_than_it_says_and_remove_gives_it_back() -> None:
-    model, x = make()
-    plan = plan_for(profiled(model, x), "swap")
+    model, x, plan = planned("swap")
     handle = ckptplan.apply(model, plan, host_gb=plan.host_bytes / 2**30)
     store = handle._applied.stores["host"]
     area = store._arena.blocks[0][1]  # type: ignore[attr-defined]
@@ -290,13 +289,17 @@ def test_a_plan_needs_no_more_pinned_memory_than_it_says_and_remove_gives_it_bac
 # --- the store alone ---
 
 
-@contextlib.contextmanager
-def store(capacity_bytes: int) -> Iterator[PinnedStore]:
-    made = PinnedStore(DEVICE, capacity_bytes=capacity_bytes)
-    try:
-        yield made
-    finally:
-        made.close()
+def store(capacity_bytes: int) -> contextlib.closing[PinnedStore]:
+    return contextlib.closing(PinnedStore(DEVICE, capacity_bytes=capacity_bytes))
+
+
+def returned(tier: PinnedStore, ticket: Ticket, wanted: torch.Tensor) -> torch.Tensor:
+    """Where it comes back to; the copy in may not even have begun."""
+    target = torch.empty_like(wanted)
+    tier.start_in(ticket, target)
+    tier.finish_in(ticket)
+    tier.free(ticket)
+    return target
 
 
 @pytest.mark.parametrize("capacity_bytes", [1, 1 << 20, 1 << 26])
@@ -309,11 +312,7 @@ def test_extents_are_reused_in_order(capacity_bytes: int, slow_copies: None, mon
         for number in range(300):
             if living and rng.random() < 0.5:
                 ticket, wanted = living.pop(rng.randrange(len(living)))
-                target = torch.empty_like(wanted)
-                tier.start_in(ticket, target)
-                tier.finish_in(ticket)
-                tier.free(ticket)  # the copy in may not even have begun
-                waiting.append((target, wanted))
+                waiting.append((returned(tier, ticket, wanted), wanted))
             else:
                 dtype = (torch.int32, torch.bool, torch.complex64)[number % 3]
                 wanted = torch.randint(0, 2 + number, (rng.randint(1, 1 << 18),), device=DEVICE).to(dtype)
@@ -321,12 +320,7 @@ def test_extents_are_reused_in_order(capacity_bytes: int, slow_copies: None, mon
                 living.append((tier.start_out(source), wanted))
                 tier.finish_out(living[-1][0])
                 source.fill_(-1)  # after the release point the block belongs to others
-        for ticket, wanted in living:
-            target = torch.empty_like(wanted)
-            tier.start_in(ticket, target)
-            tier.finish_in(ticket)
-            waiting.append((target, wanted))
-            tier.free(ticket)
+        waiting += [(returned(tier, ticket, wanted), wanted) for ticket, wanted in living]
         assert all(torch.equal(target, wanted) for target, wanted in waiting)
 
 
@@ -339,11 +333,7 @@ def test_blocks_are_not_reused_under_a_copy(slow_copies: None) -> None:
         del source
         again = torch.full((1 << 20,), float("nan"), device=DEVICE)
         assert again.data_ptr() == address, "the allocator is expected to hand the block out again at once"
-        target = torch.empty_like(again)
-        tier.start_in(ticket, target)
-        tier.finish_in(ticket)
-        assert torch.equal(target, torch.full_like(target, 7.0))
-        tier.free(ticket)
+        assert torch.equal(returned(tier, ticket, again), torch.full_like(again, 7.0))
 
 
 def test_pinned_memory_is_on_the_host_whatever_the_default_device_and_goes_where_nobody_closes_its_store() -> None:
@@ -400,8 +390,7 @@ def test_round_trip_through_the_file(dtype: torch.dtype, tmp_path: Path) -> None
 def test_gradients_with_a_disk_tier(mix: str, mode: dict[str, bool], tiers: tuple[str, ...], tmp_path: Path) -> None:
     model, x = make()
     wanted = train(model, x)
-    model, x = make()
-    plan = plan_for(profiled(model, x), mix)
+    model, x, plan = planned(mix)
     choices = [dataclasses.replace(c, tier=tiers[i % len(tiers)]) if c.moves else c for i, c in enumerate(plan.choices)]
     # The tiers' bytes are the solver's to say; all of them is enough for either.
     plan = dataclasses.replace(plan, choices=tuple(choices), disk_bytes=plan.host_bytes)
@@ -412,8 +401,7 @@ def test_gradients_with_a_disk_tier(mix: str, mode: dict[str, bool], tiers: tupl
 
 
 def test_damage_in_pinned_memory_is_found() -> None:
-    model, x = make()
-    plan = plan_for(profiled(model, x), "swap")
+    model, x, plan = planned("swap")
     with ckptplan.apply(model, plan, check="always") as handle:
         loss = loss_of(model(x))
         torch.cuda.synchronize()

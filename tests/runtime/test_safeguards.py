@@ -25,22 +25,7 @@ import stream_programs
 import test_streams
 import torch
 from fake_kernels import Device
-from odd.harness import (
-    BATCH,
-    CASES,
-    STEPS,
-    WIDTH,
-    Case,
-    Extras,
-    Loop,
-    Odd,
-    Outcome,
-    Trial,
-    in_steps,
-    loss_of,
-    one_forward_around,
-    plain_loop,
-)
+from odd.harness import BATCH, CASES, STEPS, WIDTH, Case, Odd, Trial, in_steps, loss_of, one_forward_around, plain_loop
 from odd.layers import around, buffer, chain, factored, layer_of
 from stream_programs import WAITS, Wait
 from torch import nn
@@ -74,11 +59,11 @@ def no_change(*args: Any) -> Callable[[], None]:
 # ---------------------------------------------------------------- models that `tests/odd` doesn't have
 
 
-def between(change: Callable[[Any, torch.Tensor], object]) -> Loop:
+def between(change: Callable[[Any, torch.Tensor], object]) -> Any:
     """Return a loop with `change`, of model and input, between forward and backward."""
 
     @in_steps
-    def loop(model: nn.Module, x: torch.Tensor) -> Extras:
+    def loop(model: nn.Module, x: torch.Tensor) -> list[Any]:
         given = x.clone()
         loss = loss_of(model(given))
         change(model, given)
@@ -112,7 +97,7 @@ def saved_tensor_written() -> Odd:
         m.factor = m.linear.bias.detach().cos()
         return torch.tanh(m.linear(x)) * m.factor
 
-    def loop(model: Any, x: torch.Tensor) -> Iterator[Extras]:
+    def loop(model: Any, x: torch.Tensor) -> Iterator[list[Any]]:
         for _ in range(STEPS):
             loss = loss_of(model(x))
             model[1].factor.mul_(0.5)
@@ -175,7 +160,7 @@ def hidden_counter() -> Odd:
         TICKS.value += 1
         return TICKS.value
 
-    def loop(model: nn.Module, x: torch.Tensor) -> Iterator[Extras]:
+    def loop(model: nn.Module, x: torch.Tensor) -> Iterator[list[Any]]:
         TICKS.value = 0
         return plain_loop(model, x)
 
@@ -206,7 +191,7 @@ def faulty(training: Training, fault: tuple[Any, str, Any], *, late: bool = Fals
     def build() -> Odd:
         made = trial(training).case.build()
 
-        def loop(model: nn.Module, x: torch.Tensor) -> Iterator[Extras]:
+        def loop(model: nn.Module, x: torch.Tensor) -> Iterator[list[Any]]:
             for _ in made.loop(model, x) if late else ():
                 pass
             with mock.patch.object(*fault):
@@ -379,7 +364,7 @@ SAFEGUARDS = (
 )  # fmt: skip
 
 
-def outcome(trained: Trial, *args: Any, **kwargs: Any) -> Outcome:
+def outcome(trained: Trial, *args: Any, **kwargs: Any) -> Any:
     """The outcome of a trial; what is taken out may be what puts a flag back."""
     try:
         return trained.outcome(*args, **kwargs)

@@ -18,8 +18,8 @@ import torch
 from by_hand import AGAIN, CPU, carried_out
 from counting import Log
 from odd.harness import BATCH, WIDTH
-from odd.layers import Around, Layer, layer_of, layers_of
-from small_models import assert_same, build, call, gradients
+from odd.layers import Around, Layer, in_turn, layer_of, layers_of
+from small_models import Operations, assert_same, build, call, gradients
 from small_models import train as trained
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -82,12 +82,7 @@ def check(
 
 def loop(glue: bool = False) -> Any:
     """`for layer in self.layers`, with dropout, and operations between the calls if wanted."""
-
-    def forward(layers: Any, x: torch.Tensor) -> torch.Tensor:
-        for layer in layers:
-            x = x + torch.tanh(layer(x)) if glue else layer(x)
-        return x
-
+    forward = in_turn(lambda layer, x: x + torch.tanh(layer(x)) if glue else layer(x))
     blocks = (nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64), nn.Dropout(0.1)) for _ in range(6))
     return Around(blocks, forward), torch.randn(32, 64), [f"layers.{i}" for i in range(6)]
 
@@ -548,20 +543,11 @@ def test_selective(name: str, seed: int, swap: bool) -> None:
 
 def test_saved_operations_run_once() -> None:
     model, x, stages = make("loop")
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    counted: list[str] = []
-
-    class Count(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            counted.append(str(func))
-            return func(*args, **(kwargs or {}))
 
     def products(choice: Decision) -> tuple[int, int]:
-        counted.clear()
-        with applied(model, stages, [choice] * 6), Count():
+        with applied(model, stages, [choice] * 6), Operations() as ran:
             call(model, x).backward()
-        return counted.count("aten.addmm.default"), counted.count("aten.gelu.default")
+        return ran.names.count("aten.addmm.default"), ran.names.count("aten.gelu.default")
 
     assert products(KEEP) == (12, 6)
     # The second product isn't needed by dropout's backward, but it comes before what is.

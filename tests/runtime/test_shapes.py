@@ -370,8 +370,7 @@ def test_larger_inputs_are_planned_for(profiles: list[str]) -> None:
 def test_positions_that_end_are_planned_for_exactly(profiles: list[str]) -> None:
     model, plain = made(21), made(21)
     plan = ckptplan.solve(profile(made(21), text(4, 16), menus=False), 1.0)
-    with applied(model, plan), warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
+    with applied(model, plan), warnings.catch_warnings(record=True, action="always") as told:
         assert same(results(model, text(4, 18)), results(plain, text(4, 18)))
         assert same(results(model, text(4, 21)), results(plain, text(4, 21)))
         with pytest.raises(IndexError, match="out of range"):  # as without a plan
@@ -411,8 +410,8 @@ def test_growing_lengths_are_planned_for_a_logarithm_of_times(profiles: list[str
     plan = ckptplan.solve(model, 1.0, inputs=text(2, 8), menus=False)
     profiles.clear()
     rng = random.Random(1)
-    with warnings.catch_warnings(), ckptplan.apply(model, plan, on_larger="replan") as handle:
-        warnings.simplefilter("ignore", RuntimeWarning)
+    quiet = warnings.catch_warnings(action="ignore", category=RuntimeWarning)
+    with quiet, ckptplan.apply(model, plan, on_larger="replan") as handle:
         longest = 0
         for i in range(40):
             length = max(1, int(8 + i / 40 * 56) - rng.randrange(4))
@@ -425,8 +424,8 @@ def test_growing_lengths_are_planned_for_a_logarithm_of_times(profiles: list[str
 
 def test_shapes_in_turn_are_met_by_two_plans_that_are_kept(profiles: list[str]) -> None:
     model, plain = made(), made()
-    with warnings.catch_warnings(), applied(model, text_plan(16, 4, 0.6)) as handle:
-        warnings.simplefilter("ignore", RuntimeWarning)
+    quiet = warnings.catch_warnings(action="ignore", category=RuntimeWarning)
+    with quiet, applied(model, text_plan(16, 4, 0.6)) as handle:
         for _ in range(2):
             for shape in [(2, 32), (16, 4)]:  # 16 x 32 is beyond the budget
                 assert same(results(model, text(*shape)), results(plain, text(*shape)))

@@ -101,6 +101,13 @@ class Made:
         self.model.zero_grad()
         self.model(self.inputs).mean().backward()
 
+    def stats_of(self, plan: Plan, steps: int, **options: Any) -> Stats:
+        """Behind so many steps under a plan."""
+        with ckptplan.apply(self.model, plan, **options) as handle:
+            for _ in range(steps):
+                self.step()
+            return handle.stats()
+
     def plan(self, *actions: str) -> Plan:
         by_stage: list[Any] = ["keep"] * len(self.profile.stages)
         for i, action in zip(self.modules, actions, strict=True):
@@ -126,10 +133,7 @@ def accounts(times: StageTimes | None) -> tuple[float, float, float]:
 
 def test_each_stage_has_its_own_seconds(made: Made) -> None:
     plan = made.plan("keep", "recompute", "swap", "recompute")
-    with ckptplan.apply(made.model, plan, profile=made.profile) as handle:
-        for _ in range(4):
-            made.step()
-        stats = handle.stats()
+    stats = made.stats_of(plan, 4, profile=made.profile)
     found = [accounts(stats.stages[i].measured) for i in made.modules]
     assert found == [(0.010, 0.0, 0.020), (0.030, 0.030, 0.040), (0.050, 0.0, 0.060), (0.070, 0.070, 0.080)]
     assert found == [accounts(stats.stages[i].predicted) for i in made.modules]
@@ -146,10 +150,7 @@ def test_each_stage_has_its_own_seconds(made: Made) -> None:
 def test_recompute_in_a_segment_is_the_stage_s_that_runs_again(made: Made) -> None:
     options = [stage.recompute if i in made.modules else stage.keep for i, stage in enumerate(made.profile.stages)]
     plan = scheduled(made.profile, options, (Segment(made.modules[0], made.modules[3]),))  # type: ignore[arg-type]
-    with ckptplan.apply(made.model, plan, profile=made.profile) as handle:
-        for _ in range(3):
-            made.step()
-        stats = handle.stats()
+    stats = made.stats_of(plan, 3, profile=made.profile)
     found = [accounts(stats.stages[i].measured) for i in made.modules]
     assert found == [(f, f, b) for f, b in TIMES]
     assert found == [accounts(stats.stages[i].predicted) for i in made.modules]
@@ -184,10 +185,7 @@ def test_stalls_are_the_waiting_stage_s(made: Made, monkeypatch: pytest.MonkeyPa
     moved = [len(plan.choices[i].moves) for i in made.modules]
     assert sum(map(bool, moved)) >= 2
     assert 0 in moved
-    with ckptplan.apply(made.model, plan) as handle:
-        for _ in range(3):
-            made.step()
-        stats = handle.stats()
+    stats = made.stats_of(plan, 3)
     stalls = [stats.stages[i].measured.stall_s for i in made.modules]  # type: ignore[union-attr]
     assert stalls == pytest.approx([2.0 * (n > 0) for n in moved], abs=1e-9)  # one wait for all of a stage
     assert [accounts(stats.stages[i].measured) for i in made.modules] == [(f, 0.0, b) for f, b in TIMES]

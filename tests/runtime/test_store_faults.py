@@ -99,14 +99,12 @@ def test_more_than_the_swap_space_holds() -> None:
         apply(model, plan, disk_gb=plan.host_bytes / 2 / 2**30)
     enough = (plan.host_bytes + 4096 * sum(len(c.moves) for c in plan.choices)) / 2**30
     with apply(model, plan, disk_gb=enough, check="always") as handle:
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as said:
             found = step()
         assert sum("stay on the device, since the swap space is full" in str(each.message) for each in said) == 1
         assert all(map(torch.equal, found, wanted))
         assert handle.stats().differences["full"] > 0
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
+        with warnings.catch_warnings(action="error"):
             found = step()  # said once
         assert all(map(torch.equal, found, wanted))
         moved = handle.stats().swapped_out_bytes

@@ -116,19 +116,13 @@ ARGUMENTS: dict[str, tuple[Make, Use]] = {
     "number": (lambda model, x, number: 0.5 + 0.1 * number, lambda m, y, v: torch.sin(y * v)),
     "number that rises": (lambda model, x, number: 1 + 0.1 * model.forwards, lambda m, y, v: torch.sin(y * v)),
     "none": (lambda model, x, number: None, lambda m, y, v: y if v is None else y * v),
-    "text and enumeration": (
-        lambda model, x, number: ("sine", Way(number % 2), torch.float32, slice(0, 4)),
-        lambda m, y, v: (torch.sin(y) if v[1] is Way.SINE else torch.cos(y)).to(v[2]),
-    ),
+    "text and enumeration": (lambda model, x, number: ("sine", Way(number % 2), torch.float32, slice(0, 4)),
+                             lambda m, y, v: (torch.sin(y) if v[1] is Way.SINE else torch.cos(y)).to(v[2])),
     "mask": (lambda model, x, number: _mask(x), lambda m, y, v: torch.tanh(y * v)),
-    "nested": (
-        lambda model, x, number: {"a": [_mask(x), (x.mean(1, keepdim=True), 3)], "b": None, "c": {"d": 0.5}},
-        lambda m, y, v: y * v["a"][0] * v["c"]["d"] + v["a"][1][0].tanh(),
-    ),
-    "dataclass": (
-        lambda model, x, number: Batch(x, 0.5, _mask(x)),
-        lambda m, y, v: torch.tanh(y * v.scale) + v.x * v.mask,
-    ),
+    "nested": (lambda model, x, number: {"a": [_mask(x), (x.mean(1, keepdim=True), 3)], "b": None, "c": {"d": 0.5}},
+               lambda m, y, v: y * v["a"][0] * v["c"]["d"] + v["a"][1][0].tanh()),
+    "dataclass": (lambda model, x, number: Batch(x, 0.5, _mask(x)),
+                  lambda m, y, v: torch.tanh(y * v.scale) + v.x * v.mask),
     "named tuple": (lambda model, x, number: Pair(x, _mask(x)), lambda m, y, v: y * v.right + v.left.sin()),
     "list": (_of_forward("list", lambda x: [1.0]), _appended),
     "list of tensors": (_of_forward("tensors", lambda x: [_mask(x)]), _tensors_appended),
@@ -138,17 +132,13 @@ ARGUMENTS: dict[str, tuple[Make, Use]] = {
     "mutated dataclass that lasts": (_own("record", Record), _of_record),
     "list that lasts": (_own("list", lambda: [1.0]), _appended),
     "numpy array": (_own("array", lambda: np.ones(2)), _of_array),
-    "torch generator": (
-        _own("torch", lambda: torch.Generator().manual_seed(3)),
-        lambda m, y, v: torch.sin(y * torch.rand(WIDTH, generator=v)),
-    ),
+    "torch generator": (_own("torch", lambda: torch.Generator().manual_seed(3)),
+                        lambda m, y, v: torch.sin(y * torch.rand(WIDTH, generator=v))),
     "numpy generator": (_own("numpy", lambda: np.random.default_rng(3)), lambda m, y, v: torch.sin(y * v.random())),
     "python generator": (_own("python", lambda: random.Random(3)), lambda m, y, v: torch.sin(y * v.random())),
     "module": (lambda model, x, number: model.common, lambda m, y, v: v(y.transpose(1, 2)).transpose(1, 2)),
-    "function": (
-        lambda model, x, number: torch.sin if number % 2 else (lambda y: torch.cos(y) * 0.5),
-        lambda m, y, v: v(y),
-    ),
+    "function": (lambda model, x, number: torch.sin if number % 2 else (lambda y: torch.cos(y) * 0.5),
+                 lambda m, y, v: v(y)),
     "parameter": (lambda model, x, number: model.scale, lambda m, y, v: torch.tanh(y * v)),
     "the same tensor twice": (lambda model, x, number: (x, x), _of_twice),
     "views of one tensor": (lambda model, x, number: (x[:, :3], x[:, 2:]), _of_views),
@@ -158,4 +148,4 @@ ARGUMENTS: dict[str, tuple[Make, Use]] = {
     "scratch that is edited": (_of_forward("scratch", lambda x: torch.ones(WIDTH)), _edited),
     "integers": (lambda model, x, number: torch.arange(x.shape[1]).flip(0), lambda m, y, v: y.index_select(1, v).sin()),
     "device scalar": (lambda model, x, number: x.detach().abs().max(), lambda m, y, v: torch.sin(y / (1 + v))),
-}
+}  # fmt: skip
