@@ -59,14 +59,9 @@ def test_demo_has_a_plan_without_swaps_where_its_own_may_swap() -> None:
 
 def made_row(peak_bytes: int = 90, *, equal: bool = True, other_paths: int = 0, predicted_s: float = 1.0) -> DemoRow:
     found = SimpleNamespace(
-        measured_peak_bytes=peak_bytes,
-        plain_peak_bytes=180,
-        measured_step_s=1.1,
-        plain_step_s=1.0,
-        predicted_plain_step_s=predicted_s,
-        gradients_equal=equal,
-        other_paths=other_paths,
-    )
+        measured_peak_bytes=peak_bytes, plain_peak_bytes=180, measured_step_s=1.1, plain_step_s=1.0,
+        predicted_plain_step_s=predicted_s, gradients_equal=equal, other_paths=other_paths,
+    )  # fmt: skip
     return DemoRow("ckptplan", cast(ckptplan.Plan, SimpleNamespace(budget_bytes=100)), cast(Verification, found))
 
 
