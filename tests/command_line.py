@@ -17,3 +17,9 @@ def assert_clean_error(result: Result, *texts: str) -> None:
     assert result.stderr.count("\n") == 1
     for text in texts:
         assert text in result.stderr
+
+
+def output(result: Result) -> str:
+    """What a command prints that ends well."""
+    assert result.exit_code == 0, result.output
+    return result.stdout

@@ -312,9 +312,8 @@ class FakeCuda:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(accelerator, "module", self)
-            patch.setattr(
-                accelerator, "IS_BUILT", False
-            )  # or torch.empty would lock pages by the driver, which isn't here
+            # Or torch.empty would lock pages by the driver, which isn't here.
+            patch.setattr(accelerator, "IS_BUILT", False)
             patch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
             patch.setattr(torch.Tensor, "copy_", copied)
             patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: self.record_stream(tensor, stream))

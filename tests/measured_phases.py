@@ -10,12 +10,11 @@ import torch
 from torch.profiler import record_function
 from torch.utils._pytree import tree_map_only
 
-from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.estimate import Estimate
 from ckptplan.core.request import Training
 from ckptplan.tensors.storages import unique_bytes
 from ckptplan.training.measure import held_tensors, optimizer_tensors, recorded_allocations
-from ckptplan.training.step import TrainingStep, make_step, model_device
+from ckptplan.training.step import TrainingStep, make_step
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,21 +38,16 @@ class PhaseBytes:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredSteps:
-    """The phases of some steps, and the bytes that the known tensors don't explain.
+    """The phases of some steps.
 
     Attributes
     ----------
     phases : tuple of PhaseBytes
         In order. "loaded" begins with 0 bytes and ends with parameters, buffers, and existing gradients and optimizer
         state. The inputs are added at the beginning of the first "forward".
-    unexplained_bytes : int
-        Bytes live after the last step, by the events, minus those of parameters, buffers, gradients, optimizer state
-        and inputs: tensors that a module or a library keeps from step to step without registering them. Missing events
-        (see `measure_phases`) would show here too.
     """
 
     phases: tuple[PhaseBytes, ...]
-    unexplained_bytes: int
 
 
 def measure_phases(
@@ -104,22 +98,11 @@ def measure_phases(
         What is referenced until the next step's has taken its place: any of "output", "loss", "batch". With "batch"
         each step has a copy of the inputs.
 
-    Raises
-    ------
-    InvalidInputError
-        If the model isn't on the CPU, or `step` or `steps` can't be used.
     """
     loaded = not isinstance(step, TrainingStep) or "batch" in keeps
     batches = [step] * steps if isinstance(step, TrainingStep) else list(step)
-    if not batches:
-        raise InvalidInputError(f"steps={steps}; at least 1 has to be measured")
     step = batches[-1]
     model = step.model
-    device = model_device(model)
-    if device.type != "cpu":
-        raise InvalidInputError(f"the model is on {device}; the allocator's events can be read on the CPU only")
-    if step.fn is not None:
-        raise InvalidInputError("a step= callable hides its inputs, which count; pass the model's inputs instead")
     names: list[str] = []
     for k in range(len(batches)):
         number, micro = k // accumulation_steps + 1, k % accumulation_steps + 1
@@ -173,7 +156,7 @@ def measure_phases(
             position += 1
         phases.append(PhaseBytes(name, start, level, peak))
         start = level
-    return MeasuredSteps(tuple(phases), level - _held_bytes(step, optimizer, held))
+    return MeasuredSteps(tuple(phases))
 
 
 def assert_measured(

@@ -10,7 +10,7 @@ import functools
 import os
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from made_plans import plan_of as plan_of
 from made_plans import plan_with as plan_with
 from made_plans import scheduled as scheduled
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckptplan.core.option import Action
 from ckptplan.core.plan import Decision, Plan
@@ -51,6 +52,19 @@ def conv_norm() -> Built:
         for i in range(4)
     ]
     return nn.Sequential(*blocks, nn.Flatten(), nn.Linear(8 * 12 * 12, 10)), torch.randn(4, 3, 12, 12)
+
+
+class Made(nn.Module):
+    """What it is made with, and a function of it and its arguments."""
+
+    def __init__(self, run: Callable[..., Any], **made: Any) -> None:
+        super().__init__()
+        self.run = run
+        for name, value in made.items():
+            setattr(self, name, value)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(self, *args, **kwargs)
 
 
 class _Attention(nn.Module):
@@ -116,92 +130,62 @@ def unet() -> Built:
     return UNet(), torch.randn(2, 3, 16, 16)
 
 
-class _Nested(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
-
-    def forward(
-        self, pair: tuple[torch.Tensor, dict[str, torch.Tensor]], *, scale: torch.Tensor, flag: bool = True
-    ) -> Any:
-        x, more = pair
-        y = torch.tanh(self.a(x)) * scale
-        return y, {"z": torch.sigmoid(self.b(more["z"])) * y, "count": more.get("count", 0) + 1 if flag else 0}
+def _block_of_trees(
+    m: Any, pair: tuple[torch.Tensor, dict[str, torch.Tensor]], *, scale: torch.Tensor, flag: bool = True
+) -> Any:
+    x, more = pair
+    y = torch.tanh(m.a(x)) * scale
+    return y, {"z": torch.sigmoid(m.b(more["z"])) * y, "count": more.get("count", 0) + 1 if flag else 0}
 
 
-class Nested(nn.Module):
-    """Blocks that take and return tuples and dicts, with a keyword tensor that needs gradients itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(_Nested() for _ in range(4))
-        self.scale = nn.Linear(64, 64)
-
-    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        scale = torch.sigmoid(self.scale(x))
-        pair: Any = (x, {"z": x})
-        for layer in self.layers:
-            pair = layer(pair, scale=scale)
-        assert pair[1].pop("count") == len(self.layers)
-        return {"y": pair[0], **pair[1]}
+def _of_trees(m: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    scale = torch.sigmoid(m.scale(x))
+    pair: Any = (x, {"z": x})
+    for layer in m.layers:
+        pair = layer(pair, scale=scale)
+    assert pair[1].pop("count") == len(m.layers)
+    return {"y": pair[0], **pair[1]}
 
 
 def nested() -> Built:
-    return Nested(), torch.randn(32, 64)
+    """Blocks that take and return tuples and dicts, with a keyword tensor that needs gradients itself."""
+    layers = (Made(_block_of_trees, a=nn.Linear(64, 64), b=nn.Linear(64, 64)) for _ in range(4))
+    return Made(_of_trees, layers=nn.ModuleList(layers), scale=nn.Linear(64, 64)), torch.randn(32, 64)
 
 
-class Shared(nn.Module):
-    """One block called three times, between others."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64), nn.Dropout(0.1)) for _ in range(2)
-        )
-        self.head = nn.Linear(64, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(3):
-            x = x + self.blocks[0](x)
-        return self.head(self.blocks[1](x))
+def _sharing(m: Any, x: torch.Tensor) -> torch.Tensor:
+    for _ in range(3):
+        x = x + m.blocks[0](x)
+    return m.head(m.blocks[1](x))  # type: ignore[no-any-return]
 
 
 def shared() -> Built:
-    return Shared(), torch.randn(32, 64)
+    """One block called three times, between others."""
+    blocks = (nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64), nn.Dropout(0.1)) for _ in range(2))
+    return Made(_sharing, blocks=nn.ModuleList(blocks), head=nn.Linear(64, 8)), torch.randn(32, 64)
 
 
-class _Recurrent(nn.Module):
+def _in_double(m: Any, x: torch.Tensor) -> torch.Tensor:
     """In double precision: the single-precision kernel's workspace has no fake twin, so its size can't be planned."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm, self.norm = nn.LSTM(32, 32, batch_first=True).double(), nn.LayerNorm(32)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(x + self.lstm(x.double())[0].float())
+    return m.norm(x + m.lstm(x.double())[0].float())  # type: ignore[no-any-return]
 
 
 def recurrent() -> Built:
-    return nn.Sequential(*(_Recurrent() for _ in range(3))), torch.randn(24, 4, 32)
+    made = (Made(_in_double, lstm=nn.LSTM(32, 32, batch_first=True).double(), norm=nn.LayerNorm(32)) for _ in range(3))
+    return nn.Sequential(*made), torch.randn(24, 4, 32)
 
 
-class _Views(nn.Module):
+def _views(m: Any, x: torch.Tensor) -> torch.Tensor:
     """Saves a slice, an expanded, a transposed tensor, and one storage twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(64, 128)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        both = torch.tanh(self.linear(x))
-        left, right = both[:, :64], both[:, 64:]
-        gate = torch.sigmoid(right.sum(1, keepdim=True)).expand(-1, 64)
-        mixed = (left.t() * right.t()).t() * gate
-        return x + mixed * torch.exp(left) * left
+    both = torch.tanh(m.linear(x))
+    left, right = both[:, :64], both[:, 64:]
+    gate = torch.sigmoid(right.sum(1, keepdim=True)).expand(-1, 64)
+    mixed = (left.t() * right.t()).t() * gate
+    return x + mixed * torch.exp(left) * left
 
 
 def views() -> Built:
-    return nn.Sequential(*(_Views() for _ in range(4))), torch.randn(32, 64)
+    return nn.Sequential(*(Made(_views, linear=nn.Linear(64, 128)) for _ in range(4))), torch.randn(32, 64)
 
 
 class Routed(nn.Module):
@@ -232,18 +216,19 @@ def routed() -> Built:
     return nn.Sequential(*(Routed() for _ in range(4))), torch.randn(32, 64)
 
 
-class _LowRank(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = nn.Linear(64, 64).requires_grad_(False)
-        self.a, self.b = nn.Linear(64, 4, bias=False), nn.Linear(4, 64, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.base(x) + self.b(self.a(x)))
+def _low_rank(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(m.base(x) + m.b(m.a(x)))
 
 
 def low_rank() -> Built:
-    return nn.Sequential(nn.Linear(64, 64).requires_grad_(False), *(_LowRank() for _ in range(4))), torch.randn(32, 64)
+    made = (
+        Made(
+            _low_rank, base=nn.Linear(64, 64).requires_grad_(False), a=nn.Linear(64, 4, bias=False),
+            b=nn.Linear(4, 64, bias=False),
+        )
+        for _ in range(4)
+    )  # fmt: skip
+    return nn.Sequential(nn.Linear(64, 64).requires_grad_(False), *made), torch.randn(32, 64)
 
 
 class _Square(torch.autograd.Function):
@@ -259,55 +244,34 @@ class _Square(torch.autograd.Function):
         return grad * (x + ctx.twice / 2)
 
 
-class _Squared(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(64, 64)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(_Square.apply(self.linear(x)))
+def _squared(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(_Square.apply(m.linear(x)))
 
 
 def custom_function() -> Built:
-    return nn.Sequential(*(_Squared() for _ in range(4))), torch.randn(32, 64)
+    return nn.Sequential(*(Made(_squared, linear=nn.Linear(64, 64)) for _ in range(4))), torch.randn(32, 64)
 
 
-class _Complex(nn.Module):
+def _complex(m: Any, x: torch.Tensor) -> torch.Tensor:
     """Saves a tensor and its lazy conjugate, which share their memory and differ in a flag."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.filter = nn.Parameter(torch.randn(33, dtype=torch.cfloat))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        z = torch.fft.rfft(x) * self.filter
-        power = z * z.conj() * z
-        turned = z.conj() * z.conj().imag  # the imaginary part of a conjugate is lazily negated
-        return x + torch.tanh(torch.fft.irfft(power + turned, n=x.shape[-1]) / 100)
+    z = torch.fft.rfft(x) * m.filter
+    power = z * z.conj() * z
+    turned = z.conj() * z.conj().imag  # the imaginary part of a conjugate is lazily negated
+    return x + torch.tanh(torch.fft.irfft(power + turned, n=x.shape[-1]) / 100)
 
 
 def complex_valued() -> Built:
-    return nn.Sequential(*(_Complex() for _ in range(4))), torch.randn(32, 64)
+    made = (Made(_complex, filter=nn.Parameter(torch.randn(33, dtype=torch.cfloat))) for _ in range(4))
+    return nn.Sequential(*made), torch.randn(32, 64)
 
 
 BUILDERS: Mapping[str, Callable[[], Built]] = {
     f.__name__: f
     for f in (
-        mlp,
-        conv_norm,
-        transformer,
-        tied,
-        unet,
-        nested,
-        shared,
-        recurrent,
-        views,
-        routed,
-        low_rank,
-        custom_function,
+        mlp, conv_norm, transformer, tied, unet, nested, shared, recurrent, views, routed, low_rank, custom_function,
         complex_valued,
     )
-}
+}  # fmt: skip
 
 
 def build(name: str, seed: int = 0) -> Built:
@@ -351,8 +315,7 @@ def decided(chain: Profile, what: str, op: int = 0) -> Plan:
         return scheduled(chain, options, (Segment(able[0], able[-1]),))
     plan = plan_of(chain, ["recompute" if what == "selective" else what] * len(stages))  # type: ignore[list-item]
     if what == "selective":
-        choices = tuple(Decision("recompute", ops=(op,)) if c.action == "recompute" else c for c in plan.choices)
-        plan = replace(plan, choices=choices)
+        return saving(plan, dict.fromkeys(plan.stages, (op,)), range(len(stages)))
     return plan
 
 
@@ -487,6 +450,29 @@ def products(
         else:
             model(*inputs) if isinstance(inputs, tuple) else model(inputs)
     return found
+
+
+class Operations(TorchDispatchMode):
+    """Notes the names of all operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def saving(plan: Plan, numbers: Mapping[str, tuple[int, ...]], stages: Collection[int]) -> Plan:
+    """The plan, where those of these stages that recompute save the outputs of the numbered operations."""
+    choices = tuple(
+        Decision("recompute", ops=numbers[name])
+        if i in stages and choice.action == "recompute" and numbers.get(name)
+        else choice
+        for i, (name, choice) in enumerate(zip(plan.stages, plan.choices, strict=True))
+    )
+    return replace(plan, choices=choices)
 
 
 def states_of_swapped(handle: Handle) -> set[Whereabouts]:

@@ -10,7 +10,7 @@ import random
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import pytest
 import torch
+from small_models import assert_same
 from torch import nn
 
 import ckptplan
@@ -33,11 +34,7 @@ pytestmark = pytest.mark.gpu
 
 DEVICE = torch.device("cuda", 0)
 SLEEP_CYCLES = 10_000_000  # 5-10 ms at 1-2 GHz: longer than a stage of these models
-MIXES = {
-    "swap": ("swap",),
-    "recompute": ("recompute",),
-    "mixed": ("swap", "swap", "recompute", "keep"),
-}
+MIXES = {"swap": ("swap",), "recompute": ("recompute",), "mixed": ("swap", "swap", "recompute", "keep")}
 
 
 class Block(nn.Module):
@@ -52,30 +49,16 @@ class Block(nn.Module):
         return x + self.down(self.drop(torch.nn.functional.gelu(self.up(self.norm(x)))))
 
 
-class Net(nn.Module):
-    def __init__(self, blocks: int = 8, width: int = 256) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
+def net() -> nn.Module:
+    return nn.Sequential(*(Block(256) for _ in range(8)))
 
 
-class ConvNet(nn.Module):
+def conv_net() -> nn.Module:
     """Batch statistics and in-place activations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(inplace=True)) for _ in range(6)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
+    blocks = (
+        nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(inplace=True)) for _ in range(6)
+    )
+    return nn.Sequential(*blocks)
 
 
 @pytest.fixture(autouse=True)
@@ -110,10 +93,10 @@ def slow_copies(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(PinnedStore, name, slow)
 
 
-def make(kind: type[nn.Module] = Net) -> tuple[nn.Module, torch.Tensor]:
+def make(kind: Callable[[], nn.Module] = net) -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)
     model = kind().to(DEVICE).train()
-    x = torch.randn(2048, 256, device=DEVICE) if kind is Net else torch.randn(8, 16, 32, 32, device=DEVICE)
+    x = torch.randn(2048, 256, device=DEVICE) if kind is net else torch.randn(8, 16, 32, 32, device=DEVICE)
     return model, x
 
 
@@ -131,6 +114,11 @@ def plan_for(profile: Profile, mix: str) -> Plan:
     wanted = [MIXES[mix][i % len(MIXES[mix])] for i in range(len(profile.stages))]
     choice = named(profile, wanted)
     return build(profile, choice, smallest_peak(profile, choice).bytes, mix)
+
+
+def planned(mix: str) -> tuple[Any, torch.Tensor, Plan]:
+    model, x = make()
+    return model, x, plan_for(profiled(model, x), mix)
 
 
 def step(model: nn.Module, x: torch.Tensor, seed: int) -> list[torch.Tensor]:
@@ -153,15 +141,10 @@ def train(model: nn.Module, x: torch.Tensor, steps: int = 4) -> list[list[torch.
     return found
 
 
-def assert_same(found: list[list[torch.Tensor]], wanted: list[list[torch.Tensor]]) -> None:
-    assert len(found) == len(wanted)
-    for number, (a, b) in enumerate(zip(found, wanted, strict=True)):
-        assert len(a) == len(b)
-        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True)), f"step {number} differs"
-
-
-@pytest.mark.parametrize(("mix", "kind"), [("swap", Net), ("recompute", ConvNet), ("mixed", Net), ("mixed", ConvNet)])
-def test_gradients_are_bitwise_those_of_the_plain_model(mix: str, kind: type[nn.Module], slow_copies: None) -> None:
+@pytest.mark.parametrize(("mix", "kind"), [("swap", net), ("recompute", conv_net), ("mixed", net), ("mixed", conv_net)])
+def test_gradients_are_bitwise_those_of_the_plain_model(
+    mix: str, kind: Callable[[], nn.Module], slow_copies: None
+) -> None:
     model, x = make(kind)
     wanted = train(model, x)
     buffers, state = [b.clone() for b in model.buffers()], torch.cuda.get_rng_state(DEVICE)
@@ -183,8 +166,7 @@ def test_gradients_are_bitwise_those_of_the_plain_model(mix: str, kind: type[nn.
 @pytest.mark.parametrize("mix", MIXES)
 def test_peak_is_within_the_budget(mix: str) -> None:
     """Of the bytes that were requested: allocated ones count whole blocks, with rests of up to 1 MiB left unsplit."""
-    model, x = make()
-    plan = plan_for(profiled(model, x), mix)
+    model, x, plan = planned(mix)
     held = unique_bytes([*held_tensors(model), x])
 
     def run() -> None:
@@ -225,8 +207,7 @@ def test_profiling_leaves_no_trace() -> None:
 
 
 def test_compute_on_another_stream(slow_copies: None) -> None:
-    model, x = make()
-    plan = plan_for(profiled(model, x), "mixed")
+    model, x, plan = planned("mixed")
     wanted = [step(model, x, seed) for seed in range(3)]
     side = torch.cuda.Stream(DEVICE)
     side.wait_stream(torch.cuda.current_stream(DEVICE))
@@ -237,8 +218,7 @@ def test_compute_on_another_stream(slow_copies: None) -> None:
 
 
 def test_backward_twice_through_one_graph(slow_copies: None) -> None:
-    model, x = make()
-    plan = plan_for(profiled(model, x), "swap")
+    model, x, plan = planned("swap")
 
     def twice() -> list[torch.Tensor]:
         torch.manual_seed(0)
@@ -254,10 +234,9 @@ def test_backward_twice_through_one_graph(slow_copies: None) -> None:
 
 @pytest.mark.parametrize("mix", ["recompute", "mixed"])
 def test_clean_step_after_an_exception_in_backward(mix: str, slow_copies: None) -> None:
-    model, x = make()
-    plan = plan_for(profiled(model, x), mix)
+    model, x, plan = planned(mix)
     wanted = step(model, x, 5)
-    middle = model.blocks[3].down.weight  # type: ignore[union-attr, index]
+    middle = model[3].down.weight  # type: ignore[index]
 
     def fail(_: torch.Tensor) -> None:
         raise ValueError("on purpose")
@@ -275,8 +254,7 @@ def test_clean_step_after_an_exception_in_backward(mix: str, slow_copies: None) 
 
 
 def test_graphs_that_are_dropped_half_way(slow_copies: None) -> None:
-    model, x = make()
-    plan = plan_for(profiled(model, x), "swap")
+    model, x, plan = planned("swap")
     wanted = step(model, x, 1)
     with ckptplan.apply(model, plan) as handle:
         for seed in range(3):
@@ -289,8 +267,7 @@ def test_graphs_that_are_dropped_half_way(slow_copies: None) -> None:
 
 
 def test_a_plan_needs_no_more_pinned_memory_than_it_says_and_remove_gives_it_back() -> None:
-    model, x = make()
-    plan = plan_for(profiled(model, x), "swap")
+    model, x, plan = planned("swap")
     handle = ckptplan.apply(model, plan, host_gb=plan.host_bytes / 2**30)
     store = handle._applied.stores["host"]
     area = store._arena.blocks[0][1]  # type: ignore[attr-defined]
@@ -312,13 +289,17 @@ def test_a_plan_needs_no_more_pinned_memory_than_it_says_and_remove_gives_it_bac
 # --- the store alone ---
 
 
-@contextlib.contextmanager
-def store(capacity_bytes: int) -> Iterator[PinnedStore]:
-    made = PinnedStore(DEVICE, capacity_bytes=capacity_bytes)
-    try:
-        yield made
-    finally:
-        made.close()
+def store(capacity_bytes: int) -> contextlib.closing[PinnedStore]:
+    return contextlib.closing(PinnedStore(DEVICE, capacity_bytes=capacity_bytes))
+
+
+def returned(tier: PinnedStore, ticket: Ticket, wanted: torch.Tensor) -> torch.Tensor:
+    """Where it comes back to; the copy in may not even have begun."""
+    target = torch.empty_like(wanted)
+    tier.start_in(ticket, target)
+    tier.finish_in(ticket)
+    tier.free(ticket)
+    return target
 
 
 @pytest.mark.parametrize("capacity_bytes", [1, 1 << 20, 1 << 26])
@@ -331,11 +312,7 @@ def test_extents_are_reused_in_order(capacity_bytes: int, slow_copies: None, mon
         for number in range(300):
             if living and rng.random() < 0.5:
                 ticket, wanted = living.pop(rng.randrange(len(living)))
-                target = torch.empty_like(wanted)
-                tier.start_in(ticket, target)
-                tier.finish_in(ticket)
-                tier.free(ticket)  # the copy in may not even have begun
-                waiting.append((target, wanted))
+                waiting.append((returned(tier, ticket, wanted), wanted))
             else:
                 dtype = (torch.int32, torch.bool, torch.complex64)[number % 3]
                 wanted = torch.randint(0, 2 + number, (rng.randint(1, 1 << 18),), device=DEVICE).to(dtype)
@@ -343,12 +320,7 @@ def test_extents_are_reused_in_order(capacity_bytes: int, slow_copies: None, mon
                 living.append((tier.start_out(source), wanted))
                 tier.finish_out(living[-1][0])
                 source.fill_(-1)  # after the release point the block belongs to others
-        for ticket, wanted in living:
-            target = torch.empty_like(wanted)
-            tier.start_in(ticket, target)
-            tier.finish_in(ticket)
-            waiting.append((target, wanted))
-            tier.free(ticket)
+        waiting += [(returned(tier, ticket, wanted), wanted) for ticket, wanted in living]
         assert all(torch.equal(target, wanted) for target, wanted in waiting)
 
 
@@ -361,11 +333,7 @@ def test_blocks_are_not_reused_under_a_copy(slow_copies: None) -> None:
         del source
         again = torch.full((1 << 20,), float("nan"), device=DEVICE)
         assert again.data_ptr() == address, "the allocator is expected to hand the block out again at once"
-        target = torch.empty_like(again)
-        tier.start_in(ticket, target)
-        tier.finish_in(ticket)
-        assert torch.equal(target, torch.full_like(target, 7.0))
-        tier.free(ticket)
+        assert torch.equal(returned(tier, ticket, again), torch.full_like(again, 7.0))
 
 
 def test_pinned_memory_is_on_the_host_whatever_the_default_device_and_goes_where_nobody_closes_its_store() -> None:
@@ -417,17 +385,12 @@ def test_round_trip_through_the_file(dtype: torch.dtype, tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("mix", "mode", "tiers"),
-    [
-        ("swap", {}, ("host", "disk")),
-        ("mixed", {}, ("disk",)),
-        ("mixed", {"synchronous": True}, ("host", "disk")),
-    ],
+    [("swap", {}, ("host", "disk")), ("mixed", {}, ("disk",)), ("mixed", {"synchronous": True}, ("host", "disk"))],
 )
 def test_gradients_with_a_disk_tier(mix: str, mode: dict[str, bool], tiers: tuple[str, ...], tmp_path: Path) -> None:
     model, x = make()
     wanted = train(model, x)
-    model, x = make()
-    plan = plan_for(profiled(model, x), mix)
+    model, x, plan = planned(mix)
     choices = [dataclasses.replace(c, tier=tiers[i % len(tiers)]) if c.moves else c for i, c in enumerate(plan.choices)]
     # The tiers' bytes are the solver's to say; all of them is enough for either.
     plan = dataclasses.replace(plan, choices=tuple(choices), disk_bytes=plan.host_bytes)
@@ -438,8 +401,7 @@ def test_gradients_with_a_disk_tier(mix: str, mode: dict[str, bool], tiers: tupl
 
 
 def test_damage_in_pinned_memory_is_found() -> None:
-    model, x = make()
-    plan = plan_for(profiled(model, x), "swap")
+    model, x, plan = planned("swap")
     with ckptplan.apply(model, plan, check="always") as handle:
         loss = loss_of(model(x))
         torch.cuda.synchronize()
@@ -462,40 +424,31 @@ def test_links_are_plausible(tier: str, tmp_path: Path) -> None:
 
 
 ATTENTION = """
-    import torch, ckptplan
+    import torch
     from torch import nn
+    import ckptplan
+    from ckptplan.baselines._build import build, named, smallest_peak
 
     class Block(nn.Module):
         def __init__(self):
             super().__init__()
-            self.qkv = nn.Linear(64, 192)
+            self.qkv = nn.Linear(256, 768)
 
         def forward(self, x):
-            q, k, v = (t.unflatten(-1, (4, 16)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
-            y = nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=0.1, is_causal=True)
-            return x + y.transpose(1, 2).flatten(-2)
+            q, k, v = (t.unflatten(-1, (4, 64)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+            return x + nn.functional.scaled_dot_product_attention(q, k, v, {how}).transpose(1, 2).flatten(2)
 
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.blocks = nn.ModuleList(Block() for _ in range(3))
-
-        def forward(self, x):
-            for block in self.blocks:
-                x = block(x)
-            return x
-
-    model = Net().to("cuda", torch.{dtype})
-    profile = ckptplan.profile(model, torch.randn(4, 128, 64, device="cuda", dtype=torch.{dtype}))
-    print(profile.notes)
-    torch.cuda.synchronize()
+    with torch.device("cuda"):
+        model = nn.Sequential(*(Block() for _ in range(3))).to(torch.{dtype})
+        x = torch.randn(4, 256, 256).to(torch.{dtype})
 """
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_profile_of_attention_with_dropout(dtype: str) -> None:
     # In a process of its own: fused attention reads its random seed on the host, and a wrong one ends the process.
-    run_alone(ATTENTION.replace("{dtype}", dtype))
+    code = ATTENTION.replace("{how}", "dropout_p=0.1, is_causal=True").replace("{dtype}", dtype)
+    run_alone(code + "    ckptplan.profile(model, x)\n    torch.cuda.synchronize()\n")
 
 
 def run_alone(code: str) -> str:
@@ -514,24 +467,9 @@ def run_alone(code: str) -> str:
     return ran.stdout
 
 
-FIRST_ATTENTION = """
-    import torch
-    from torch import nn
-    import ckptplan
-    from ckptplan.baselines._build import build, named, smallest_peak
-
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.qkv = nn.Linear(256, 768)
-
-        def forward(self, x):
-            q, k, v = (t.unflatten(-1, (4, 64)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
-            return x + nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-
-    with torch.device("cuda"):
-        model = nn.Sequential(*(Block() for _ in range(3))).bfloat16()
-        x = torch.randn(4, 256, 256).bfloat16()
+FIRST_ATTENTION = (
+    ATTENTION.replace("{how}", "").replace("{dtype}", "bfloat16")
+    + """
     if "{plan}":
         with ckptplan.apply(model, ckptplan.Plan.load("{plan}")):
             model(x).sum().backward()
@@ -543,6 +481,7 @@ FIRST_ATTENTION = """
         model(x).sum().backward()
     print(torch._C._get_sdp_priority_order())
 """
+)
 
 
 def test_a_process_whose_first_attention_is_planned_runs_pytorchs_kernels(tmp_path: Path) -> None:

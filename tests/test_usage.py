@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import functools
 import io
+import itertools
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -14,21 +15,23 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import assert_same, build, gradients, measured, plan_of, products, scheduled
+from odd.harness import BATCH, WIDTH
+from odd.layers import buffer, layer_of, layers_of
+from small_models import Operations, assert_same, build, call, decided, gradients, measured, plan_of, products, saving
+from small_models import step as plain_step
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from ckptplan.core.errors import InvalidInputError, PlanMismatchError, UnsupportedModelError
 from ckptplan.core.plan import KEEP, Decision, Plan
 from ckptplan.core.profile import Profile
-from ckptplan.core.request import Training
 from ckptplan.core.segment import Segment
 from ckptplan.profiling import profiler
 from ckptplan.profiling.bytes import trace
 from ckptplan.profiling.profiler import profile
 from ckptplan.profiling.values.repeatable import is_repeatable
 from ckptplan.runtime.handle import Handle, apply
-from ckptplan.training.step import default_loss, fingerprint, make_step
+from ckptplan.training.step import default_loss
 
 MIXTURE = ("swap", "recompute", "recompute+swap", "selective")
 """What the stages of a mixed plan do in turn."""
@@ -38,45 +41,29 @@ WHATS = ("mixed", "segment")
 pytestmark = pytest.mark.usefixtures("no_leak")
 
 
-_CHAINS: dict[Any, Profile] = {}
-
-
-def plan_for(model: nn.Module, inputs: Any, what: str, amp: torch.dtype | None = None) -> Plan:
+def plan_for(
+    model: nn.Module, inputs: Any, what: str, amp: torch.dtype | None = None, chain: Profile | None = None
+) -> Plan:
     """A plan that does the same in every stage that can, or a mixture; in a segment, from the first to the last."""
-    key = (repr(model), fingerprint(make_step(model, Training(inputs))), amp)
-    if key not in _CHAINS:
-        _CHAINS[key] = profile(model, inputs, menus=False, amp=amp)
-    chain = _CHAINS[key]
-    turn = iter(range(len(chain.stages)))
-    wanted = ["keep" if s.is_glue else MIXTURE[next(turn) % 4] if what == "mixed" else what for s in chain.stages]
-    names = ["recompute" if name in ("segment", "selective") else name for name in wanted]
+    chain = chain or profile(model, inputs, menus=False, amp=amp)
     if what == "segment":
-        options = [stage.find(name) or stage.keep for stage, name in zip(chain.stages, names, strict=True)]  # type: ignore[arg-type]
-        able = [i for i, o in enumerate(options) if o.recomputes]
-        last = able[0]
-        while last + 1 < len(options) and (chain.stages[last + 1].is_glue or options[last + 1].recomputes):
-            last += 1
-        while chain.stages[last].is_glue:
-            last -= 1
-        assert last > able[0]
-        return scheduled(chain, options, (Segment(able[0], last),))
-    plan = plan_of(chain, names)  # type: ignore[arg-type]
-    if "selective" in wanted:
-        with torch.autocast("cpu", amp, enabled=amp is not None):
-            numbers = products(model, inputs, plan.stages)
-        choices = tuple(
-            Decision("recompute", ops=numbers[name])
-            if how == "selective" and choice.action == "recompute" and numbers.get(name)
-            else choice
-            for name, how, choice in zip(plan.stages, wanted, plan.choices, strict=True)
-        )
-        plan = dataclasses.replace(plan, choices=choices)
-    return plan
+        return decided(chain, what)
+    turn = itertools.cycle(MIXTURE)
+    wanted = ["keep" if s.is_glue else next(turn) if what == "mixed" else what for s in chain.stages]
+    plan = plan_of(chain, ["recompute" if name == "selective" else name for name in wanted])  # type: ignore[misc]
+    with torch.autocast("cpu", amp, enabled=amp is not None):
+        numbers = products(model, inputs, plan.stages)
+    return saving(plan, numbers, [i for i, name in enumerate(wanted) if name == "selective"])
+
+
+@functools.cache
+def profiled(name: str, amp: torch.dtype | None) -> Profile:
+    return profile(*build(name), menus=False, amp=amp)
 
 
 @functools.cache
 def planned(name: str, what: str, amp: torch.dtype | None = None) -> Plan:
-    return plan_for(*build(name), what, amp)
+    return plan_for(*build(name), what, amp, profiled(name, amp))
 
 
 def really_did(handle: Handle, what: str) -> None:
@@ -106,21 +93,14 @@ def check(make: Callable[[], tuple[nn.Module, Any]], what: str, run: Callable[[n
 
 
 def step(model: nn.Module, inputs: Any) -> list[Any]:
-    model.zero_grad()
-    loss = default_loss(model(inputs))
-    loss.backward()
-    return [loss.detach(), gradients(model), {n: b.clone() for n, b in model.named_buffers()}]
+    return [*plain_step(model, inputs), {n: b.clone() for n, b in model.named_buffers()}]
 
 
 # Ways to train
 
 
 def autocast(model: nn.Module, x: Any, dtype: torch.dtype) -> Any:
-    model.zero_grad()
-    with torch.autocast("cpu", dtype=dtype):
-        loss = default_loss(model(x))
-    loss.backward()
-    return [loss.detach(), gradients(model)]
+    return plain_step(model, x, torch.autocast("cpu", dtype=dtype)(call))
 
 
 def scaled(model: nn.Module, x: Any) -> Any:
@@ -334,18 +314,13 @@ def test_parameters_replaced_before_backward(how: str, what: str) -> None:
             assert_same(run(model, inputs), wanted)
 
 
-class _Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.scale = nn.Linear(64, 64), torch.full((64,), 2.0)  # neither parameter nor buffer
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.linear(x) + self.scale)
+scaled_by = layer_of(lambda m, x: torch.tanh(m.linear(x) + m.scale), scale=lambda: torch.full((WIDTH,), 2.0))
+"""By what is neither parameter nor buffer."""
 
 
 @pytest.mark.parametrize("what", WHATS)
 def test_tensor_attributes_written_before_backward(what: str) -> None:
-    model, x = nn.Sequential(*(_Scaled() for _ in range(3))), torch.randn(32, 64)
+    model, x = nn.Sequential(*layers_of(scaled_by)), torch.randn(BATCH, WIDTH)
     with apply(model, plan_for(model, x, what)):
         loss = default_loss(model(x))
         model[1].scale.mul_(2)
@@ -353,7 +328,7 @@ def test_tensor_attributes_written_before_backward(what: str) -> None:
             loss.backward()
         model.zero_grad()
         loss = default_loss(model(x))
-        former, model[1].scale = model[1].scale, torch.zeros(64)
+        former, model[1].scale = model[1].scale, torch.zeros(WIDTH)
         loss.backward()  # as in forward
         found = gradients(model)
         assert float(model[1].scale.sum()) == 0
@@ -447,15 +422,12 @@ def test_what_a_stage_runs_again_from_is_checked_for_writes_where_hooks_keep_it(
 SOME = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
 
 
-class _Checkpoints(nn.Module):
-    def __init__(self, **how: Any) -> None:
-        super().__init__()
-        self.how = how
-        self.inner = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Dropout(0.1), nn.Linear(96, 64))
-        self.norm = nn.LayerNorm(64)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.norm(x + checkpoint(self.inner, x, use_reentrant=False, **self.how)))
+def checkpointing(**how: Any) -> nn.Module:
+    return layer_of(
+        lambda m, x: torch.tanh(m.norm(x + checkpoint(m.inner, x, use_reentrant=False, **how))),
+        inner=lambda: nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Dropout(0.1), nn.Linear(96, 64)),
+        norm=lambda: nn.LayerNorm(64),
+    )()
 
 
 @pytest.mark.parametrize(("what", "how"), [("mixed", {}), ("mixed", {"context_fn": SOME}), ("segment", {})])
@@ -465,7 +437,7 @@ def test_stages_that_checkpoint_inside(what: str, how: dict[str, Any]) -> None:
     A selective one isn't warned of hooks that aren't the user's (PyTorch 2.14).
     """
     torch.manual_seed(0)
-    model, x = nn.Sequential(*(_Checkpoints(**how) for _ in range(4))), torch.randn(32, 64)
+    model, x = nn.Sequential(*(checkpointing(**how) for _ in range(4))), torch.randn(32, 64)
     plain = copy.deepcopy(model)
     again = Decision("recompute")
     mixture = (Decision.moving("swap", (0, 1), 0, 0), again, Decision.moving("swap", (0, 1), 2, 2), again)
@@ -505,96 +477,64 @@ class _Tagged(torch.Tensor):
     """A subclass by `__torch_function__`, which is passed on to results."""
 
 
-class _Keeps(nn.Module):
+def keeps(m: Any, x: torch.Tensor) -> torch.Tensor:
     """Saves what comes in and what it makes; whether its input's type arrives is seen in the result."""
+    y = torch.tanh(m.linear(x)) * torch.sigmoid(x)
+    return y * 2 if isinstance(x, _Tagged) else y
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(64, 64)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = torch.tanh(self.linear(x)) * torch.sigmoid(x)
-        return y * 2 if isinstance(x, _Tagged) else y
+def by_torch_function(model: nn.Module, x: torch.Tensor) -> Any:
+    given = x.as_subclass(_Tagged)
+    found = step(model, given)
+    assert not torch.equal(found[0], default_loss(model(x)))
+    assert type(model(given)) is _Tagged
+    return found
+
+
+def by_a_wrapper(model: nn.Module, x: torch.Tensor) -> Any:
+    """Its values lie in tensors of its own, so it stays where it is, and comes back as it was."""
+    two = pytest.importorskip("torch.testing._internal.two_tensor").TwoTensor
+    model.zero_grad()
+    x = two(x.clone(), x * 2).requires_grad_()
+    model(x).mean().backward()
+    grads = [p.grad for p in (x, *model.parameters())]
+    assert all(type(g) is two for g in grads)
+    assert not torch.equal(grads[0].a, grads[0].b)  # type: ignore[union-attr]
+    return [[g.a.clone(), g.b.clone()] for g in grads]  # type: ignore[union-attr]
+
+
+def nested(model: nn.Module, x: torch.Tensor) -> Any:
+    """Sequences of several lengths in one tensor, inside a stage and between stages."""
+    model.zero_grad()
+    given = torch.nested.nested_tensor([*x[:22].split((3, 7, 12))], layout=torch.jagged, requires_grad=True)
+    model(given).values().mean().backward()
+    return [given.grad.values().clone(), gradients(model)]
 
 
 @pytest.mark.parametrize("what", WHATS)
-def test_a_subclass_by_torch_function(what: str) -> None:
-    model, x = nn.Sequential(*(_Keeps() for _ in range(4))), torch.randn(32, 64)
-    plan = plan_for(model, x, what)
-    plain = copy.deepcopy(model)
-    given = x.as_subclass(_Tagged)
-    wanted = step(plain, given)
-    assert not torch.equal(wanted[0], step(plain, x)[0])
+@pytest.mark.parametrize("run", [by_torch_function, by_a_wrapper, nested])
+def test_tensors_of_other_classes(run: Callable[[nn.Module, torch.Tensor], Any], what: str) -> None:
+    model, x = nn.Sequential(*(kind() for kind in [layer_of(keeps)] * 4)), torch.randn(BATCH, WIDTH)
+    plan, plain = plan_for(model, x, what), copy.deepcopy(model)
+    wanted = run(plain, x)
     with apply(model, plan):
         with or_names_another_path(what):
-            assert_same(step(model, given), wanted)
-            assert type(model(given)) is _Tagged
+            assert_same(run(model, x), wanted)
         assert_same(step(model, x), step(plain, x))
 
 
-@pytest.mark.parametrize("what", WHATS)
-def test_a_wrapper_subclass(what: str) -> None:
-    """Its values lie in tensors of its own, so it stays where it is, and comes back as it was."""
-    two = pytest.importorskip("torch.testing._internal.two_tensor").TwoTensor
-    model, x = nn.Sequential(*(_Keeps() for _ in range(4))), torch.randn(32, 64)
-    plan = plan_for(model, x, what)
-    plain = copy.deepcopy(model)
-    given = two(x.clone(), x * 2)
-
-    def run(model: nn.Module) -> Any:
-        model.zero_grad()
-        x = given.clone().requires_grad_()
-        loss = model(x).mean()
-        loss.backward()
-        grads = [p.grad for p in (x, *model.parameters())]
-        assert all(type(g) is two for g in grads)
-        return [[g.a.clone(), g.b.clone()] for g in grads if isinstance(g, two)]
-
-    wanted = run(plain)
-    assert not torch.equal(wanted[0][0], wanted[0][1])
-    with apply(model, plan), or_names_another_path(what):
-        assert_same(run(model), wanted)
-
-
-@pytest.mark.parametrize("what", WHATS)
-def test_nested_tensors(what: str) -> None:
-    """Sequences of several lengths in one tensor, inside a stage and between stages."""
-    model = nn.Sequential(*(_Keeps() for _ in range(4)))
-    plan = plan_for(model, torch.randn(32, 64), what)
-    plain = copy.deepcopy(model)
-    parts = [torch.randn(n, 64) for n in (3, 7, 12)]
-
-    def run(model: nn.Module) -> Any:
-        model.zero_grad()
-        given = torch.nested.nested_tensor(parts, layout=torch.jagged, requires_grad=True)
-        model(given).values().mean().backward()
-        return [given.grad.values().clone(), gradients(model)]
-
-    wanted = run(plain)
-    with apply(model, plan), or_names_another_path(what):
-        assert_same(run(model), wanted)
-
-
-class _Quantised(nn.Module):
+def quantised(m: Any, x: torch.Tensor) -> torch.Tensor:
     """A frozen base, in eight bits where asked for, under a trained correction."""
-
-    base: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("base", torch.randn(64, 64) / 8)
-        self.a, self.b = nn.Linear(64, 4, bias=False), nn.Linear(4, 64, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        base = self.base.dequantize() if self.base.is_quantized else self.base.clone()
-        return torch.tanh(nn.functional.linear(x, base) + self.b(self.a(x)))
+    base = m.base.dequantize() if m.base.is_quantized else m.base.clone()
+    return torch.tanh(nn.functional.linear(x, base) + m.linear(x))
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
 def test_quantised_buffers() -> None:
     """PyTorch's own quantised tensors can't be traced; a plan made without them runs with them."""
     torch.manual_seed(0)
-    model, x = nn.Sequential(*(_Quantised() for _ in range(4))), torch.randn(32, 64)
+    kind = layer_of(quantised, base=buffer(lambda: torch.randn(WIDTH, WIDTH) / 8))
+    model, x = nn.Sequential(*(kind() for _ in range(4))), torch.randn(BATCH, WIDTH)
     plain = copy.deepcopy(model)
     plan = plan_for(model, x, "mixed")
     for m in (*model, *plain):
@@ -602,15 +542,9 @@ def test_quantised_buffers() -> None:
     with pytest.raises(InvalidInputError, match="quantized"):
         profile(model, x)
 
-    def run(model: nn.Module) -> Any:
-        model.zero_grad()
-        loss = default_loss(model(x))
-        loss.backward()
-        return [loss.detach(), gradients(model)]
-
-    wanted = run(plain)
+    wanted = plain_step(plain, x)
     with apply(model, plan) as handle:
-        assert_same([run(model), run(model)], [wanted, wanted])
+        assert_same([plain_step(model, x), plain_step(model, x)], [wanted, wanted])
         really_did(handle, "mixed")
     assert all(m.base.is_quantized for m in model)
 
@@ -689,21 +623,21 @@ def test_two_models_in_two_threads() -> None:
 # Operations that may give other bits when they run again
 
 
-class _Gathers(nn.Module):
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.linear, self.how = nn.Linear(64, 256), how
+def gathers(m: Any, x: torch.Tensor) -> torch.Tensor:
+    y = torch.tanh(m.linear(x))
+    index = torch.arange(256) % 64
+    if m.how == "index_add":
+        return x + torch.tanh(torch.zeros_like(x).index_add(1, index, y))
+    if m.how == "cumsum":
+        return x + torch.tanh(torch.sigmoid(y.cumsum(1)) * y)[:, :64]
+    if m.how == "custom":
+        return x + torch.tanh(torch.ops.ckptplan_tests.fickle(y) * y)[:, :64]
+    return x + torch.tanh(y)[:, :64]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = torch.tanh(self.linear(x))
-        index = torch.arange(256) % 64
-        if self.how == "index_add":
-            return x + torch.tanh(torch.zeros_like(x).index_add(1, index, y))
-        if self.how == "cumsum":
-            return x + torch.tanh(torch.sigmoid(y.cumsum(1)) * y)[:, :64]
-        if self.how == "custom":
-            return x + torch.tanh(torch.ops.ckptplan_tests.fickle(y) * y)[:, :64]
-        return x + torch.tanh(y)[:, :64]
+
+def gathering(how: str) -> tuple[nn.Sequential, torch.Tensor]:
+    kind = layer_of(gathers, linear=lambda: nn.Linear(64, 256), how=lambda: how)
+    return nn.Sequential(*layers_of(kind)), torch.randn(32, 64)
 
 
 @pytest.fixture(scope="module")
@@ -721,7 +655,8 @@ def fickle() -> Iterator[None]:
 @pytest.mark.parametrize(("how", "device"), [("index_add", "a100-40gb"), ("cumsum", None), ("custom", "a100-40gb")])
 def test_what_may_differ_is_not_recomputed(how: str, device: str | None, fickle: None) -> None:
     """No option runs it again, in no segment either, and the profile says which stage and why."""
-    model, x = nn.Sequential(*(_Gathers(how) for _ in range(3)), nn.Linear(64, 8)), torch.randn(32, 64)
+    model, x = gathering(how)
+    model.append(nn.Linear(64, 8))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trace, "_MENU_BYTES", 0)
         patch.setattr(profiler, "_beaten", lambda *_: False)  # by times, which are noise here
@@ -743,7 +678,7 @@ def test_what_may_differ_is_not_recomputed(how: str, device: str | None, fickle:
 
 
 def test_deterministic_algorithms_repeat() -> None:
-    model, x = nn.Sequential(*(_Gathers("index_add") for _ in range(2))), torch.randn(32, 64)
+    model, x = gathering("index_add")
     torch.use_deterministic_algorithms(True)
     try:
         chain = profile(model, x, device="a100-40gb")
@@ -754,7 +689,7 @@ def test_deterministic_algorithms_repeat() -> None:
 
 def test_saved_operations_that_may_differ_are_not_run_again(fickle: None) -> None:
     """A plan with such an option: the operation runs once, and everything is bitwise right."""
-    model, x = nn.Sequential(*(_Gathers("neither") for _ in range(3))), torch.randn(32, 64)
+    model, x = gathering("neither")
     plan = plan_for(model, x, "recompute")
     for m in model:
         m.how = "custom"
@@ -763,18 +698,11 @@ def test_saved_operations_that_may_differ_are_not_run_again(fickle: None) -> Non
     assert sum(len(c.ops) for c in choices) == 3
     plan = dataclasses.replace(plan, choices=tuple(choices), saved_bytes=())
     plain = copy.deepcopy(model)
-    runs = [0]
-
-    class Counting(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            runs[0] += "fickle" in str(func)
-            return func(*args, **(kwargs or {}))
-
     wanted = step(plain, x)
-    with apply(model, plan) as handle, Counting():
+    with apply(model, plan) as handle, Operations() as ran:
         assert_same(step(model, x), wanted)
         assert handle.stats().recomputed_stages > 0
-    assert runs[0] == 3
+    assert sum("fickle" in name for name in ran.names) == 3
 
 
 def test_calls_that_cannot_differ() -> None:

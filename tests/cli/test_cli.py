@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
-from command_line import Run, assert_clean_error
+from command_line import Run, assert_clean_error, output
 
 from ckptplan.baselines import rotor
 from ckptplan.core.estimate import CATEGORIES, Estimate, Phase, Tensors
@@ -75,19 +75,16 @@ def test_solve_writes_a_plan_that_fits_and_simulate_accepts_it(
 ) -> None:
     out, budget_gb = tmp_path / "plan.json", 0.6 * keep_all_gb(chain)
     arguments = ("solve", profile_file, "--budget-gb", budget_gb, "-o", out)
-    result = run(*arguments)
-    assert result.exit_code == 0, result.output
+    result = output(run(*arguments))
     plan = Plan.load(out)
     assert plan.budget_bytes == int(budget_gb * GIB)
     assert validate(chain, plan, plan.budget_bytes) == ()
-    assert str(plan) in result.stdout
-    replay = run("simulate", profile_file, out)
-    assert replay.exit_code == 0, replay.output
-    assert "no violations" in replay.stdout
-    explained = run("explain", profile_file, out)
-    assert explained.exit_code == 0, explained.output
+    assert str(plan) in result
+    replay = output(run("simulate", profile_file, out))
+    assert "no violations" in replay
+    explained = output(run("explain", profile_file, out))
     for text in ("recompute", "memory    binds in", "saves about", "with more memory", chain.stages[0].name):
-        assert text in explained.stdout
+        assert text in explained
     # With the actions given alone, and within the host's limit.
     assert run(*arguments, "--actions", "keep,recompute").exit_code == 0
     assert {choice.action for choice in Plan.load(out).choices} == {"keep", "recompute"}
@@ -152,12 +149,11 @@ def test_a_directory_is_no_output_file(run: Run, chain: Profile, profile_file: P
 
 
 def test_show_prints_stages_totals_and_the_graph_of_a_profile(run: Run, chain: Profile, profile_file: Path) -> None:
-    result = run("show", profile_file)
-    assert result.exit_code == 0, result.output
+    result = output(run("show", profile_file))
     for stage in chain.stages:
-        assert f" {stage.name} " in result.stdout
+        assert f" {stage.name} " in result
     for text in ("keep-all peak", "smallest feasible peak", "keep-all step", "180.0 ms"):
-        assert text in result.stdout
+        assert text in result
     graph = run("show", profile_file, "--graph")
     assert "s0 │ itself │ │ 1 │ 36.00 MiB │ 4.00 MiB" in " ".join(graph.stdout.split())
 
@@ -188,9 +184,8 @@ def test_plans_of_another_profile_are_refused(run: Run, profile_file: Path, tmp_
 def test_compare_lists_every_planner(run: Run, chain: Profile, profile_file: Path) -> None:
     from ckptplan.baselines import BASELINES
 
-    result = run("compare", profile_file, "--budget-gb", 0.6 * keep_all_gb(chain), "--time-limit", 2)
-    assert result.exit_code == 0, result.output
-    lines = result.stdout.splitlines()
+    result = output(run("compare", profile_file, "--budget-gb", 0.6 * keep_all_gb(chain), "--time-limit", 2))
+    lines = result.splitlines()
     for name in ("ckptplan", *BASELINES):
         assert any(name in line.split() for line in lines), name
     kept = next(line for line in lines if "keep_all" in line)
@@ -202,8 +197,7 @@ def test_compare_writes_what_it_prints(run: Run, chain: Profile, profile_file: P
     out = tmp_path / "rows.json"
     planners = ("rotor", "ckptplan", "keep_all")
     arguments = ("--budgets", "50,100", "--planners", ",".join(planners), "--time-limit", 2)
-    result = run("compare", profile_file, *arguments, "--json", out, "--csv")
-    assert result.exit_code == 0, result.output
+    result = output(run("compare", profile_file, *arguments, "--json", out, "--csv"))
     data = json.loads(out.read_text())
     assert data["stages"] == len(chain.stages)
     rows = data["rows"]
@@ -218,7 +212,7 @@ def test_compare_writes_what_it_prints(run: Run, chain: Profile, profile_file: P
     assert (row["step_s"], row["peak_bytes"], row["needs_bytes"]) == (plan.step_s, plan.peak_bytes, None)
     assert row["bound_s"] == rows[0]["bound_s"] <= rows[0]["step_s"]
     assert row["gap"] == pytest.approx(plan.step_s / row["bound_s"] - 1)
-    read = list(csv.DictReader(io.StringIO(result.stdout)))
+    read = list(csv.DictReader(io.StringIO(result)))
     assert [row["planner"] for row in read] == [row["planner"] for row in rows]
     assert [row["step_s"] for row in read] == ["" if row["step_s"] is None else str(row["step_s"]) for row in rows]
     for field in {*data, *rows[0]}:
@@ -241,9 +235,8 @@ def test_solve_within_a_slowdown_needs_less_memory(
     run: Run, chain: Profile, profile_file: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "plan.json"
-    result = run("solve", profile_file, "--max-overhead", 0.2, "--time-limit", 2, "-o", path)
-    assert result.exit_code == 0, result.output
-    assert "no plan this fast has a peak below" in result.stdout
+    result = output(run("solve", profile_file, "--max-overhead", 0.2, "--time-limit", 2, "-o", path))
+    assert "no plan this fast has a peak below" in result
     plan = Plan.load(path)
     assert plan.overhead <= 0.2
     assert plan.peak_bytes < keep_all_bytes(chain)
@@ -252,24 +245,22 @@ def test_solve_within_a_slowdown_needs_less_memory(
 
 def test_frontier_prints_and_saves_its_plans(run: Run, chain: Profile, profile_file: Path, tmp_path: Path) -> None:
     folder = tmp_path / "plans"
-    result = run("frontier", profile_file, "--points", 4, "--time-limit", 4, "-o", folder)
-    assert result.exit_code == 0, result.output
+    result = output(run("frontier", profile_file, "--points", 4, "--time-limit", 4, "-o", folder))
     plans = sorted((Plan.load(path) for path in folder.glob("plan_*")), key=lambda plan: plan.budget_bytes)
     assert 2 <= len(plans) <= 4
     assert list(Frontier.load(folder / "frontier.json")) == plans
     assert all(validate(chain, plan, plan.budget_bytes) == () for plan in plans)
     for plan in plans:
-        assert format_bytes(plan.peak_bytes) in result.stdout
+        assert format_bytes(plan.peak_bytes) in result
 
 
 def test_show_lists_options_and_stage_names_as_they_are(run: Run, tmp_path: Path) -> None:
     """Brackets in a name are no markup."""
     path = tmp_path / "profile.json"
     path.write_text(_example("profile"))
-    result = run("show", path)
-    assert result.exit_code == 0, result.output
-    assert "k s r +1" in result.stdout
-    assert "selective-1" not in result.stdout
+    result = output(run("show", path))
+    assert "k s r +1" in result
+    assert "selective-1" not in result
     listed = run("show", path, "--options").stdout
     for name in ("keep", "swap", "recompute", "selective-1"):
         assert any(name in line.split() for line in listed.splitlines()), name

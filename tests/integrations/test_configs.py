@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from command_line import Run, assert_clean_error
+from command_line import Run, assert_clean_error, output
 from transformers import BertConfig, GPT2Config, LlamaConfig, TrainingArguments, ViTConfig
 
 from ckptplan.core.errors import InvalidInputError
@@ -218,23 +218,23 @@ def of_4_bits(values: int) -> int:
     return values // 2 + blocks + 4 * (-(-blocks // 256) + 1 + 16)
 
 
+SCALES = 4 * 2 * (4 * 32 + 2 * 64 + 32)  # of 8 bits
+IN_4_BITS = 2 * (4 * of_4_bits(32 * 32) + 3 * of_4_bits(32 * 64))
+
+
 @pytest.mark.parametrize(
-    ("lora", "others"), [("r=4,targets=all-linear,bits=4", 4), ("r=4,targets=all-linear,bits=4,upcast=no", 2)]
+    ("lora", "quantized", "others", "adapters"),
+    [
+        ("r=4,targets=all-linear,bits=4", IN_4_BITS, 4, 2 * ADAPTERS),
+        ("r=4,targets=all-linear,bits=4,upcast=no", IN_4_BITS, 2, 2 * ADAPTERS),
+        ("r=4,targets=q_proj,bits=8,upcast=no", 2 * (ATTENTION + MLP) + SCALES, 2, 2 * 4 * 64),
+    ],
 )
-def test_the_layout_of_4_bits(lora: str, others: int, folder: Path) -> None:
+def test_the_layout_of_quantized_weights(lora: str, quantized: int, others: int, adapters: int, folder: Path) -> None:
     model = configs.make_model(configs.ConfiguredTraining(str(folder / "model"), lora=lora))
-    layers = 2 * (4 * of_4_bits(32 * 32) + 3 * of_4_bits(32 * 64))
-    assert held(model) == layers + others * (EMBEDDINGS + NORMS) + 4 * 2 * ADAPTERS
-    assert sum(p.numel() for p in model.parameters() if p.requires_grad) == 2 * ADAPTERS
-    assert "M in 4 bits and" in configs.described(model)
-
-
-def test_the_layout_of_8_bits(folder: Path) -> None:
-    model = configs.make_model(
-        configs.ConfiguredTraining(str(folder / "model"), lora="r=4,targets=q_proj,bits=8,upcast=no")
-    )
-    scales = 4 * 2 * (4 * 32 + 2 * 64 + 32)
-    assert held(model) == 2 * (ATTENTION + MLP) + scales + 2 * (EMBEDDINGS + NORMS) + 4 * 2 * 4 * 64
+    assert held(model) == quantized + others * (EMBEDDINGS + NORMS) + 4 * adapters
+    assert sum(p.numel() for p in model.parameters() if p.requires_grad) == adapters
+    assert ("M in 4 bits and" in configs.described(model)) == ("bits=4" in lora)
 
 
 def test_gpt2s_layers_are_quantized_too(tmp_path: Path) -> None:
@@ -292,11 +292,10 @@ def test_fit_and_estimate_take_files(run: Run, folder: Path, monkeypatch: pytest
         "paged_adamw_8bit, autocast bfloat16"
     )
     for command in (["fit", "--device", "a100-40gb"], ["estimate", "--device", "a100-40gb"]):
-        found = run(*command, "--axolotl", str(folder / "lora.yaml"))
-        assert found.exit_code == 0, found.output
-        assert described in found.stdout
-        assert "note: not understood, and not counted: sample_packing" in found.stdout
-        assert "A100 40GB" in found.stdout or "a100-40gb" in found.stdout
+        found = output(run(*command, "--axolotl", str(folder / "lora.yaml")))
+        assert described in found
+        assert "note: not understood, and not counted: sample_packing" in found
+        assert "A100 40GB" in found or "a100-40gb" in found
         assert_clean_error(run(command[0]), "give a MODEL (package.module:name), or --config or --axolotl")
         assert_clean_error(run(command[0], "a:b", "--seq", "3"), "go without a MODEL")
 
@@ -304,9 +303,8 @@ def test_fit_and_estimate_take_files(run: Run, folder: Path, monkeypatch: pytest
 def test_options_go_before_files(run: Run, folder: Path) -> None:
     options = ["--dtype", "float32", "--batch", "3", "--seq", "16", "--optimizer", "sgd"]
     options += ["--lora", "r=2,targets=q_proj"]
-    found = run("estimate", "--axolotl", str(folder / "lora.yaml"), "--device", "a100-40gb", *options)
-    assert found.exit_code == 0, found.output
-    assert "(0.0 M in float32), 0.0 M trained; 3 x 16 tokens; optimizer sgd, autocast bfloat16" in found.stdout
+    found = output(run("estimate", "--axolotl", str(folder / "lora.yaml"), "--device", "a100-40gb", *options))
+    assert "(0.0 M in float32), 0.0 M trained; 3 x 16 tokens; optimizer sgd, autocast bfloat16" in found
     config = ("--config", str(folder / "model"), "--seq", "16")
     turns = run("estimate", *config, "--device", "a100-40gb", "--batches", "1,2")
     assert "2 in turn" in turns.stdout
@@ -316,10 +314,11 @@ def test_options_go_before_files(run: Run, folder: Path) -> None:
 def test_sharded_models_of_files(adapter: str, run: Run, folder: Path) -> None:
     """Under Trainer, trained weights of a sharded model are in float32 and gathered in autocast's type."""
     path = str(changed(folder, *([adapter] if adapter else []), without=() if adapter else LORA))
-    found = run("estimate", "--axolotl", path, "--fsdp", "2", "--device", "a100-40gb", "--optimizer", "adamw_torch")
-    assert found.exit_code == 0, found.output
+    found = output(
+        run("estimate", "--axolotl", path, "--fsdp", "2", "--device", "a100-40gb", "--optimizer", "adamw_torch")
+    )
     if not adapter:
-        assert "(0.0 M in float32), 0.0 M trained" in found.stdout
-        state = next(line for line in found.stdout.splitlines() if line.startswith("optimizer state"))
+        assert "(0.0 M in float32), 0.0 M trained" in found
+        state = next(line for line in found.splitlines() if line.startswith("optimizer state"))
         values = 2 * (ATTENTION + MLP) + EMBEDDINGS + NORMS
         assert state.split()[2:] == [f"{2 * 4 * values // 2 / 2**10:.2f}", "KiB"]

@@ -198,8 +198,7 @@ def test_larger_batches_are_planned_for_and_where_there_is_no_plan_the_former_on
     batches = [32, 16, 64, 512, 64, 1024, 1536, 2048]
     plain, _ = fit(tmp_path, batches=batches, max_steps=len(batches))
     planner = ActivationPlanner(plain.peaks[2] / GIB, time_limit_s=0.2)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as said:
         planned, _ = fit(tmp_path, planner, batches=batches, max_steps=len(batches))
     assert_same(planned, plain)
     assert "[64, 32]" in planner.state_dict()["asked"]

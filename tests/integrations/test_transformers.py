@@ -167,8 +167,7 @@ def test_batches_of_other_lengths(tmp_path: Path) -> None:
     how["options"] = {"label_smoothing_factor": 0.1, "train_sampling_strategy": "sequential"}
     plain = trained(tmp_path, **how)
     callback = ActivationPlanCallback(budget_gb=0.9 * plain.peaks[2] / GIB, time_limit_s=0.2)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as told:
         planned = trained(tmp_path, callback, **how)
     assert_same(planned, plain)
     assert callback.plan is not None

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from odd.harness import BATCH, STEPS, WIDTH, Extras, Odd, case, in_steps, loss_of, plain_step
-from odd.layers import Around, Bounded, Layer, around, batch, chain, layer_of, layers_of, passing
+from odd.layers import Around, Bounded, Layer, around, batch, chain, in_turn, layer_of, layers_of, passing
 
 # ---------------------------------------------------------------- weights
 
@@ -120,14 +120,11 @@ def gradient_through_all_layers() -> Odd:
 def gradient_between_layers() -> Odd:
     """A gradient of what lies between two layers."""
 
-    def forward(layers: Any, x: torch.Tensor) -> torch.Tensor:
-        for layer in layers:
-            x = layer(x)
-            (slope,) = torch.autograd.grad(torch.sin(x).sum(), x, create_graph=True)
-            x = x * slope
-        return x
+    def sloped(layer: Any, x: torch.Tensor) -> torch.Tensor:
+        x = layer(x)
+        return x * torch.autograd.grad(torch.sin(x).sum(), x, create_graph=True)[0]
 
-    return around(forward)
+    return around(in_turn(sloped))
 
 
 @case("errors")

@@ -45,14 +45,14 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from small_models import plan_of, products, scheduled
+from small_models import plan_of, products, saving, scheduled
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 import ckptplan
 from ckptplan.core.errors import CkptPlanError
-from ckptplan.core.plan import Decision, Plan
+from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.segment import Segment
 from ckptplan.runtime.guard.check import When
@@ -284,8 +284,7 @@ def _seed() -> None:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Warnings are no errors: plain training has them too."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         yield
 
 
@@ -506,14 +505,7 @@ def _saving_products(case: Case, plan: Plan, stages: Collection[int]) -> Plan:
     """The plan, where these stages, as far as they recompute, save the outputs of their products."""
     odd = _built(case)
     with _quiet():
-        numbers = products(odd.model, odd.inputs, plan.stages)
-    choices = tuple(
-        Decision("recompute", ops=numbers[name])
-        if i in stages and choice.action == "recompute" and numbers.get(name)
-        else choice
-        for i, (name, choice) in enumerate(zip(plan.stages, plan.choices, strict=True))
-    )
-    return dataclasses.replace(plan, choices=choices)
+        return saving(plan, products(odd.model, odd.inputs, plan.stages), stages)
 
 
 # ---------------------------------------------------------------- outcomes

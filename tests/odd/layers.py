@@ -90,6 +90,17 @@ class Around(nn.Module):
         return self._forward(self.layers, *inputs)
 
 
+def in_turn(run: Run) -> Callable[[Any, Any], Any]:
+    """A forward of layers through which a tensor goes, by `run`, which is given a layer and the tensor."""
+
+    def forward(layers: Any, x: Any) -> Any:
+        for layer in layers:
+            x = run(layer, x)
+        return x
+
+    return forward
+
+
 def batch() -> torch.Tensor:
     return torch.randn(BATCH, WIDTH)
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from odd.harness import STEPS, Extras, Loop, Odd, case, plain_step
-from odd.layers import DEPTH, Around, Folded, Layer, around, batch, chain, layer_of, layers_of
+from odd.layers import DEPTH, Around, Folded, Layer, around, batch, chain, in_turn, layer_of, layers_of
 
 
 def _wide() -> tuple[nn.Module, torch.Tensor]:
@@ -155,11 +155,7 @@ def activations_in_objects() -> Odd:
 
     holding = layer_of(lambda m, x, given: x + torch.tanh(m.linear(x) * given.mask) + given.x)
 
-    def forward(layers: Any, x: torch.Tensor) -> torch.Tensor:
-        for layer in layers:
-            x = layer(x, types.SimpleNamespace(x=x, mask=torch.ones(1)))
-        return x
-
+    forward = in_turn(lambda layer, x: layer(x, types.SimpleNamespace(x=x, mask=torch.ones(1))))
     return _with_momentum(Around((holding() for _ in range(2 * DEPTH)), forward), batch())
 
 
@@ -192,12 +188,7 @@ def tensor_in_an_argument_object() -> Odd:
     def shifted(m: Any, x: torch.Tensor, shift: Shift) -> torch.Tensor:
         return Layer.forward(m, x * shift.amount)
 
-    def forward(layers: Any, x: torch.Tensor) -> torch.Tensor:
-        for layer in layers:
-            x = layer(x, Shift(x.detach() / 2))
-        return x
-
-    return around(forward, layer_of(shifted))
+    return around(in_turn(lambda layer, x: layer(x, Shift(x.detach() / 2))), layer_of(shifted))
 
 
 @case("11", measured=True)
@@ -224,9 +215,4 @@ def checkpoint_inside() -> Odd:
 def checkpoint_around_stages() -> Odd:
     """Non-reentrant checkpoints around the layers."""
 
-    def forward(layers: Any, x: torch.Tensor) -> torch.Tensor:
-        for layer in layers:
-            x = checkpoint(layer, x, use_reentrant=False)
-        return x
-
-    return around(forward)
+    return around(in_turn(lambda layer, x: checkpoint(layer, x, use_reentrant=False)))

@@ -10,30 +10,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from odd.harness import (
-    BATCH,
-    STEPS,
-    WIDTH,
-    Extras,
-    Loop,
-    Odd,
-    between,
-    case,
-    loss_of,
-    one_forward_of,
-    plain_loop,
-    plain_step,
-    update,
-)
+from odd.harness import BATCH, STEPS, WIDTH, Odd, between, case, loss_of, one_forward_of, plain_loop, plain_step, update
 from odd.layers import Layer, chain, layer_of, normed
 
 # ---------------------------------------------------------------- 4: changed before the recompute
 
 
-def _two_backwards(make: Callable[[Any], torch.optim.Optimizer]) -> Loop:
+def _two_backwards(
+    make: Callable[[Any], torch.optim.Optimizer],
+) -> Callable[[nn.Module, torch.Tensor], Iterator[list[Any]]]:
     """A loop in which an optimizer steps between two backwards through one forward, as in adversarial training."""
 
-    def loop(model: nn.Module, x: torch.Tensor) -> Iterator[Extras]:
+    def loop(model: nn.Module, x: torch.Tensor) -> Iterator[list[Any]]:
         optimizer = make(model.parameters())
         for _ in range(STEPS):
             optimizer.zero_grad()
@@ -57,7 +45,7 @@ def fused_sgd_between_two_backwards() -> Odd:
 def fused_sgd_between_two_backwards_of_halves() -> Odd:
     """The same where hooks save what backward needs in half the bytes, and so as it was."""
 
-    def two_backwards(model: nn.Module, x: torch.Tensor) -> Iterator[Extras]:
+    def two_backwards(model: nn.Module, x: torch.Tensor) -> Iterator[list[Any]]:
         hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t.bfloat16(), lambda packed: packed.float())
         with hooks:
             yield from _two_backwards(lambda parameters: torch.optim.SGD(parameters, lr=0.5, fused=True))(model, x)
@@ -153,7 +141,7 @@ def trained_in_forward_and_frozen_of_equal_shapes() -> Odd:
 def copied_layer_that_is_trained() -> Odd:
     """`copy.copy` of a layer, with weights of its own, trained beside the original."""
 
-    def loop(model: nn.Module, x: torch.Tensor) -> Iterator[Extras]:
+    def loop(model: nn.Module, x: torch.Tensor) -> Iterator[list[Any]]:
         twin = copy.copy(model[1])  # type: ignore[index]
         twin._modules = dict(twin._modules)
         twin.linear = nn.Linear(WIDTH, WIDTH)

@@ -52,12 +52,7 @@ def _of_part(item: str, name: str, part: str, about: str) -> None:
 
 for _item, _name, _part, _about in (
     ("1", "ema_buffer_through_data", "buffer through .data", "A moving average that is written through `.data`."),
-    (
-        "1",
-        "fused_observer_and_fake_quantize",
-        "fake quantize",
-        "One kernel observes and quantises, as in training for int8.",
-    ),
+    ("1", "fused_observer_and_fake_quantize", "fake quantize", "One kernel observes and quantises, as for int8."),
     ("1", "buffers_that_share_memory", "buffer that is a view", "A buffer that is a view of one which is written to."),
     ("2", "generators_in_a_list", "generators in attributes", "Random generators in a list and a dictionary."),
     ("2", "set_attribute", "set", "A set that grows."),

@@ -19,19 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from odd.harness import (
-    BATCH,
-    WIDTH,
-    Extras,
-    Odd,
-    between,
-    case,
-    in_steps,
-    loss_of,
-    one_forward_around,
-    one_forward_of,
-    plain_step,
-)
+from odd.harness import BATCH, WIDTH, Odd, between, case, in_steps, one_forward_around, one_forward_of, plain_step
 from odd.layers import Around, Layer, batch, chain, factored, layer_of, layers_of
 
 
@@ -129,9 +117,9 @@ def context_variable() -> Odd:
     scale: contextvars.ContextVar[float] = contextvars.ContextVar("scale", default=1.0)
 
     @in_steps
-    def loop(model: nn.Module, x: torch.Tensor) -> Extras:
+    def loop(model: nn.Module, x: torch.Tensor) -> list[Any]:
         token = scale.set(3.0)
-        loss = loss_of(model(x))
+        loss = model(x).square().mean()
         scale.reset(token)
         with ThreadPoolExecutor(1) as other:
             other.submit(loss.backward).result()
@@ -174,7 +162,7 @@ def hooks_that_remove_themselves() -> Odd:
     """A forward hook of a layer's module that runs once in a step."""
 
     @in_steps
-    def loop(model: nn.Module, x: torch.Tensor) -> Extras:
+    def loop(model: nn.Module, x: torch.Tensor) -> list[Any]:
         for each in model:  # type: ignore[attr-defined]
 
             def once(module: nn.Module, given: Any, output: torch.Tensor, each: Any = each) -> torch.Tensor:

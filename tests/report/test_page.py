@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import Run
+from command_line import Run, output
 from made_plans import plan_of, scheduled
 from random_chains import random_chain, random_options, random_segments
 
@@ -377,8 +377,7 @@ def test_the_page_of_an_estimate(opened: Any, run: Run, tmp_path: Path) -> None:
     assert page.evaluate("window.hacked") is None
     assert page.locator("img").count() == 0
     estimate.save(tmp_path / "estimate.json")
-    done = run("report", tmp_path / "estimate.json", "-o", tmp_path / "estimate.md")
-    assert done.exit_code == 0, done.output
+    output(run("report", tmp_path / "estimate.json", "-o", tmp_path / "estimate.md"))
     assert "**Needs 1.32 KiB on a device of 1.00 TiB: fits.**" in (tmp_path / "estimate.md").read_text()
     done = run("report", tmp_path / "estimate.json", "--budget-gb", 1, "--time-limit", 2)
     assert done.exit_code == 2
@@ -412,8 +411,7 @@ def test_of_the_command_line(run: Run, tmp_path: Path) -> None:
     files = (tmp_path / "profile.json", tmp_path / "plan.json")
     Frontier((Plan.load(files[1]),)).save(tmp_path / "frontier.json")
     page, text = tmp_path / "plan.html", tmp_path / "plan.md"
-    done = run("report", *files, "--frontier", tmp_path / "frontier.json", "-o", page)
-    assert done.exit_code == 0, done.output
+    output(run("report", *files, "--frontier", tmp_path / "frontier.json", "-o", page))
     assert 'id="frontier"' in page.read_text()
     assert run("report", *files, "-o", text).exit_code == 0
     assert text.read_text().startswith("## A chain of 6 stages")

@@ -46,13 +46,10 @@ def device_code(source: str) -> Iterator[str]:
 @pytest.mark.parametrize(
     "source",
     [
-        "torch.cuda.synchronize()",
-        "from torch.cuda import Stream",
-        "torch._C._cuda_getDevice()",
-        "torch.get_device_module(device)",
-        "on = device.type in ('cpu', 'cuda')",
+        "torch.cuda.synchronize()", "from torch.cuda import Stream", "torch._C._cuda_getDevice()",
+        "torch.get_device_module(device)", "on = device.type in ('cpu', 'cuda')",
     ],
-)
+)  # fmt: skip
 def test_what_reaches_past_the_seam_is_found(source: str) -> None:
     assert list(device_code(source))
 

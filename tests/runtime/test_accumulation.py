@@ -38,11 +38,7 @@ def partly_frozen() -> tuple[nn.Module, torch.Tensor]:
     return model, x
 
 
-MODELS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
-    "wide": wide,
-    "tied": tied,
-    "partly frozen": partly_frozen,
-}
+MODELS = {f.__name__: f for f in (wide, tied, partly_frozen)}
 
 
 def gradient_bytes(model: nn.Module) -> int:

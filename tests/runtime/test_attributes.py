@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from odd.harness import BATCH, WIDTH
-from odd.layers import Layer, factored, layer_of
+from odd.layers import DEPTH, Around, Layer, factored, layer_of, layers_of, passing
 from small_models import assert_same, plan_for, step
 from torch import nn
 
@@ -23,26 +23,13 @@ from ckptplan.core.errors import UnsupportedModelError
 HOW = ("recompute", "segment")
 
 
-class Chain(nn.Module):
-    """Layers, which may be given more."""
-
-    def __init__(self, kind: Callable[[], nn.Module], more: Callable[[], list[Any]] = list) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(kind() for _ in range(4))
-        self.more = more
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        more = self.more()
-        for layer in self.layers:
-            x = layer(x, *more)
-        return x
-
-
-def made(kind: Callable[[], nn.Module], more: Callable[[], list[Any]] = list) -> tuple[Any, torch.Tensor]:
+def made(kind: Any, more: Callable[[], Any] = tuple) -> tuple[Any, torch.Tensor]:
+    """Layers, which may be given more, and their input."""
     torch.manual_seed(0)
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002
-    return Chain(kind, more), torch.randn(BATCH, WIDTH)
+    odd = passing(kind, more)
+    return odd.model, odd.inputs
 
 
 def test_a_stage_that_changes_and_draws_in_later_steps_alone() -> None:
@@ -65,7 +52,7 @@ def test_a_stage_that_changes_and_draws_in_later_steps_alone() -> None:
     model, x = made(kind)
     with ckptplan.apply(model, plan):
         assert_same(steps(model, x), wanted)
-    assert [layer.seen for layer in model.layers] == [[1, 2]] * 4
+    assert [layer.seen for layer in model.layers] == [[1, 2]] * DEPTH
 
 
 @pytest.mark.parametrize("how", HOW)
@@ -76,15 +63,14 @@ def test_what_a_stage_adds_to_its_callers_containers_gets_there(how: str) -> Non
         sums["all"] = sums.get("all", 0) + y.mean()
         return torch.sin(y) * len(losses)
 
-    class Reported(Chain):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            losses: list[torch.Tensor] = []
-            sums: dict[str, Any] = {}
-            for layer in self.layers:
-                x = layer(x, losses, sums)
-            return x * (1 + sum(losses)) + sums["all"]
+    def reported(layers: Any, x: torch.Tensor) -> torch.Tensor:
+        losses: list[torch.Tensor] = []
+        sums: dict[str, Any] = {}
+        for layer in layers:
+            x = layer(x, losses, sums)
+        return x * (1 + sum(losses)) + sums["all"]
 
-    model, x = Reported(layer_of(forward)), torch.randn(BATCH, WIDTH)
+    model, x = Around(layers_of(layer_of(forward)), reported), torch.randn(BATCH, WIDTH)
     wanted = step(model, x)
     with ckptplan.apply(model, plan_for(model, x, how)):
         assert_same(step(model, x), wanted)
@@ -103,8 +89,8 @@ def halved(m: Any) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("kind", "more", "error"),
     [
-        (layer_of(from_numbers), lambda: [iter((2.0, 3.0, 4.0, 5.0))], r"to run again gets a \w+iterator"),
-        (factored(halved, mean=lambda: torch.ones(BATCH, WIDTH)), list, "to run again writes to its tensor attribute"),
+        (layer_of(from_numbers), lambda: (iter((2.0, 3.0, 4.0)),), r"to run again gets a \w+iterator"),
+        (factored(halved, mean=lambda: torch.ones(BATCH, WIDTH)), tuple, "to run again writes to its tensor attribute"),
     ],
 )
 def test_stages_that_can_not_run_again_have_no_such_option(kind: Any, more: Any, error: str) -> None:
@@ -120,13 +106,12 @@ def test_stages_that_can_not_run_again_have_no_such_option(kind: Any, more: Any,
 def test_a_stage_that_can_not_run_again_in_this_step_is_kept() -> None:
     give: Callable[[list[float]], Any] = list
 
-    class Giving(Chain):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for k, layer in enumerate(self.layers):
-                x = layer(x, give([k + 2.0]))
-            return x
+    def giving(layers: Any, x: torch.Tensor) -> torch.Tensor:
+        for k, layer in enumerate(layers):
+            x = layer(x, give([k + 2.0]))
+        return x
 
-    model, x = Giving(layer_of(from_numbers)), torch.randn(BATCH, WIDTH)
+    model, x = Around(layers_of(layer_of(from_numbers)), giving), torch.randn(BATCH, WIDTH)
     wanted = step(model, x)
     with ckptplan.apply(model, plan_for(model, x, "segment")) as handle:
         assert_same(step(model, x), wanted)

@@ -73,20 +73,16 @@ class Model(nn.Module):
         return (y, features) if more else y if labels is None else (y - labels).square()
 
 
-def plain() -> tuple[nn.Module, torch.Tensor]:
-    return Model(), torch.randn(BATCH, WIDTH)
-
-
-def frozen() -> tuple[nn.Module, torch.Tensor]:
-    return Model(frozen=True), torch.randn(BATCH, WIDTH)
+def plain(**how: Any) -> tuple[nn.Module, torch.Tensor]:
+    return Model(**how), torch.randn(BATCH, WIDTH)
 
 
 def evaluating() -> tuple[nn.Module, torch.Tensor]:
     return Model().eval(), torch.randn(BATCH, WIDTH)
 
 
-def called_twice() -> tuple[nn.Module, torch.Tensor]:
-    return Model(first=2, middle=2), torch.randn(BATCH, WIDTH)
+frozen = functools.partial(plain, frozen=True)
+called_twice = functools.partial(plain, first=2, middle=2)
 
 
 def text() -> tuple[nn.Module, torch.Tensor]:
@@ -144,8 +140,7 @@ def differs(
     """The training goes on bitwise, one warning for each of `kinds`; an error that matches with `strict`."""
     want = training(*built(make), step, steps)
     model, x = built(make)
-    with apply(model, plan, check="always") as handle, warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
+    with apply(model, plan, check="always") as handle, warnings.catch_warnings(record=True, action="always") as told:
         assert_same(training(model, x, step, steps), want)
         found = handle.stats().differences
     assert found.keys() == kinds

@@ -70,12 +70,8 @@ def test_one_that_is_needed_early_comes_alone(kind: str, tmp_path: Path) -> None
         del tensors, tensor
         run.release(0)
         looks = [gpu.look(unpack(held[2]), 2)]
-        assert [x.record.state for x in held] == [
-            Whereabouts.AWAY,
-            Whereabouts.AWAY,
-            Whereabouts.ON_DEVICE,
-            Whereabouts.AWAY,
-        ]
+        away, here = Whereabouts.AWAY, Whereabouts.ON_DEVICE
+        assert [x.record.state for x in held] == [away, away, here, away]
         del held[0]
         gc.collect()
         run.prefetch(0)

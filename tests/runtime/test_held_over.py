@@ -54,8 +54,7 @@ def with_budget(plan: Plan, above: int) -> Plan:
 
 @pytest.fixture
 def no_warning() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         yield
 
 

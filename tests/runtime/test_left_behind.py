@@ -236,8 +236,7 @@ def differing(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 @pytest.fixture(autouse=True)
 def _clean() -> Iterator[None]:
     """A test that fails is to spoil no other."""
-    with warnings.catch_warnings(), torch.enable_grad():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"), torch.enable_grad():
         yield
 
 

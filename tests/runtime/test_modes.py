@@ -66,8 +66,7 @@ def train_by_its_copy(model: nn.Module, optimizer: torch.optim.Optimizer) -> Non
 def test_a_plan_that_has_not_acted_in_the_first_step_is_noticed() -> None:
     model, plan = made()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with ckptplan.apply(model, plan) as handle, warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with ckptplan.apply(model, plan) as handle, warnings.catch_warnings(action="error"):
         other = nn.Linear(16, 2)
         train(other, torch.optim.SGD(other.parameters(), lr=0.1))  # that of another model
         with handle.paused():
@@ -75,8 +74,7 @@ def test_a_plan_that_has_not_acted_in_the_first_step_is_noticed() -> None:
         with pytest.raises(RuntimeWarning, match=r"no forward has followed the plan.*not a copy of it"):
             train_by_its_copy(model, optimizer)
         train_by_its_copy(model, optimizer)  # once is enough
-    with ckptplan.apply(model.train(), plan), warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with ckptplan.apply(model.train(), plan), warnings.catch_warnings(action="error"):
         train(model, optimizer)
         train_by_its_copy(model, optimizer)
 

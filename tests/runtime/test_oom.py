@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import itertools
 import re
 import sys
 import weakref
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from fake_memory import DEVICE, FakeMemory
-from small_models import assert_same, build, gradients, measured, plan_of, planned
+from small_models import assert_same, build, call, gradients, measured, plan_of, planned
 from torch import nn
 
 import ckptplan
@@ -26,43 +27,23 @@ from ckptplan.runtime.swap.stores import disk
 from ckptplan.tensors.accelerator import device_bytes
 from ckptplan.training.step import default_loss
 
-CUDA_TEXT = (
-    "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 39.39 GiB of which 1.06 GiB is "
-    "free. Of the allocated memory 30.25 GiB is allocated by PyTorch, and 512.00 MiB is reserved by PyTorch but "
-    "unallocated."
-)
-
-
 pytestmark = pytest.mark.usefixtures("no_leak")
-
-
-def step_of(model: nn.Module, inputs: torch.Tensor) -> Callable[[], torch.Tensor]:
-    def step() -> torch.Tensor:
-        loss = default_loss(model(inputs))
-        loss.backward()
-        return loss.detach()
-
-    return step
 
 
 def fails(*_: Any, **__: Any) -> Any:
     raise torch.OutOfMemoryError(CUDA_TEXT)
 
 
-class Once:
-    """Fails the first `times` times it is asked, then passes through."""
+def failing_from(call: int, original: Callable[..., Any], times: int = 1, error: Any = None) -> Callable[..., Any]:
+    """Fails so many times from that call on, counted from 0, and passes through otherwise."""
+    calls = (n for n in itertools.count())  # unlike a number, nothing puts it back
 
-    def __init__(self, original: Callable[..., Any], after: int = 0, times: int = 1, what: Any = None) -> None:
-        self._original, self._after, self._left = original, after, times
-        self._what = what or torch.OutOfMemoryError(CUDA_TEXT)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if call <= next(calls) < call + times:
+            raise error or torch.OutOfMemoryError(CUDA_TEXT)
+        return original(*args, **kwargs)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._after:
-            self._after -= 1
-        elif self._left:
-            self._left -= 1
-            raise self._what
-        return self._original(*args, **kwargs)
+    return run
 
 
 class _FailsBackward(torch.autograd.Function):
@@ -78,19 +59,17 @@ class _FailsBackward(torch.autograd.Function):
 @contextlib.contextmanager
 def failing(model: Any, where: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Memory runs out once at the given place of the transformer's step."""
+    up = model.layers[2].up
+    forward = up.forward
+    patches: dict[str, tuple[Any, str, Any]] = {
+        "forward": (up, "forward", fails),
+        "recompute": (up, "forward", failing_from(1, forward)),
+        "backward": (up, "forward", lambda x: _FailsBackward.apply(forward(x))),
+        "copy back": (disk.DiskStore, "start_in", fails),
+        "worker": (disk, "_read", failing_from(0, disk._read, 1000, MemoryError())),
+    }
     with monkeypatch.context() as patch:
-        layer = model.layers[2]
-        if where == "forward":
-            patch.setattr(layer.up, "forward", fails)
-        elif where == "recompute":
-            patch.setattr(layer.up, "forward", Once(layer.up.forward, after=1))
-        elif where == "backward":
-            up = layer.up.forward
-            patch.setattr(layer.up, "forward", lambda x: _FailsBackward.apply(up(x)))
-        elif where == "copy back":
-            patch.setattr(disk.DiskStore, "start_in", fails)
-        elif where == "worker":
-            patch.setattr(disk, "_read", Once(disk._read, times=1000, what=MemoryError()))
+        patch.setattr(*patches[where])
         yield
 
 
@@ -121,7 +100,7 @@ def test_the_note_says_where_it_was(where: str, monkeypatch: pytest.MonkeyPatch)
         handle,
         failing(model, where, monkeypatch),
     ):
-        step_of(model, inputs)()
+        call(model, inputs).backward()
     said = note(raised.value)
     found = re.match(r"ckptplan: out of device memory in (\w+) of stage '([^']*)'(?: \((.*?)\))?", said)
     assert found is not None, said
@@ -135,10 +114,10 @@ def test_the_note_says_where_it_was(where: str, monkeypatch: pytest.MonkeyPatch)
     model.zero_grad()
     with ckptplan.apply(model, plan):
         torch.manual_seed(3)
-        step_of(model, inputs)()
+        call(model, inputs).backward()
     plain, _ = build("transformer")
     torch.manual_seed(3)
-    step_of(plain, inputs)()
+    call(plain, inputs).backward()
     assert_same(gradients(model), gradients(plain))
 
 
@@ -172,7 +151,7 @@ def test_a_backward_of_another_model_has_no_note() -> None:
     model, inputs = build("mlp")
     other = _FailsBackward.apply(torch.ones(3, requires_grad=True)).sum()
     handle = ckptplan.apply(model, planned("mlp", "keep"))
-    step_of(model, inputs)()
+    call(model, inputs).backward()
     with pytest.raises(torch.OutOfMemoryError) as raised, handle:
         other.backward()
     assert not hasattr(raised.value, "__notes__")
@@ -229,7 +208,7 @@ def test_other_errors_pass_through(error: BaseException) -> None:
     model, inputs = build("mlp")
     model.get_submodule("1").register_forward_hook(functools.partial(raises, error))
     with pytest.raises(type(error)) as raised, ckptplan.apply(model, planned("mlp", "recompute")):
-        step_of(model, inputs)()
+        call(model, inputs).backward()
     assert raised.value is error
     assert not hasattr(error, "__notes__")
 
@@ -264,6 +243,7 @@ REST = (
     "memory is large try setting {variable}=expandable_segments:True to avoid fragmentation."
 )
 USUAL = REST.format(process="", pools="", variable="PYTORCH_CUDA_ALLOC_CONF")
+CUDA_TEXT = "CUDA out of memory. Tried to allocate 2.50 GiB" + USUAL
 OTHERS = REST.format(
     process="Process 4711 has 14.75 GiB memory in use. Including non-PyTorch memory, this process has 8.00 GiB memory "
     "in use. 20.00 GiB allowed; ",
@@ -285,7 +265,7 @@ ASYNCHRONOUS = (
         ("CUDA out of memory. Tried to allocate 20.00 MiB" + OTHERS, 20 * MIB),
         ("CUDA out of memory. Tried to allocate 20.00 MiB" + OLDER, 20 * MIB),
         ("HIP out of memory. Tried to allocate 20.00 MiB" + USUAL, 20 * MIB),
-        ("CUDA out of memory. Tried to allocate 2.50 GiB" + USUAL, 2560 * MIB),
+        (CUDA_TEXT, 2560 * MIB),
         ("CUDA out of memory. Allocation was preemptively rejected because it would exceed per_process_memory_fraction "
          "limit. Requested size: 20.00 MiB", 20 * MIB),
         (ASYNCHRONOUS, 640 * MIB),
@@ -323,7 +303,7 @@ def test_on_cuda_tensors_are_counted() -> None:
     memory.get_per_process_memory_fraction = lambda device: 1.0
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
     with ckptplan.apply(model, planned("mlp", "keep")) as handle, memory.installed():
-        step_of(model, inputs)()
+        call(model, inputs).backward()
         handle._applied.device = DEVICE
         memory.allocate(5 * MIB + 100)
         now = device_bytes(DEVICE)
@@ -390,7 +370,7 @@ def test_a_device_that_is_really_full() -> None:
     torch.cuda.set_per_process_memory_fraction((room + already) / total, device)
     try:
         with pytest.raises(torch.OutOfMemoryError) as raised, ckptplan.apply(model, plan, profile=profile):
-            step_of(model, x)()
+            call(model, x).backward()
         assert "reserved" in note(raised.value)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, device)

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from odd.harness import BATCH, WIDTH
+from odd.layers import Around, layer_of, layers_of
 from small_models import decided
 from torch import nn
 
 import ckptplan
 from ckptplan.core.profile import Profile
-
-DEPTH, ROWS, WIDTH = 3, 64, 64
 
 
 @dataclasses.dataclass
@@ -49,37 +49,29 @@ ABLE = [kind for kind in KINDS if kind != "cache"]
 """Kinds of arguments with which stages can run again."""
 
 
-class Stage(nn.Module):
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.wrap, self.unwrap = KINDS[kind]
-        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.fails: Callable[[], bool] = lambda: False
+def net(kind: str) -> Any:
+    wrap, unwrap = KINDS[kind]
 
-    def forward(self, state: Any) -> Any:
-        x = self.unwrap(state)
-        hidden = torch.sigmoid(self.up(x))
-        if self.fails():
+    def run(m: Any, state: Any) -> Any:
+        x = unwrap(state)
+        hidden = torch.sigmoid(m.linear(x))
+        if m.fails():
             raise ValueError("as the test wants it")
-        return self.wrap(x + self.down(hidden))
+        return wrap(x + m.down(hidden))
 
-
-class Net(nn.Module):
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.wrap, self.unwrap = KINDS[kind]
-        self.layers = nn.ModuleList(Stage(kind) for _ in range(DEPTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        state = self.wrap(x)
-        for layer in self.layers:
+    def forward(layers: Any, x: torch.Tensor) -> torch.Tensor:
+        state = wrap(x)
+        for layer in layers:
             state = layer(state)
-        return self.unwrap(state)
+        return unwrap(state)
+
+    stage = layer_of(run, down=lambda: nn.Linear(WIDTH, WIDTH), fails=lambda: lambda: False)
+    return Around(layers_of(stage), forward)
 
 
 @functools.cache
 def chain(kind: str) -> Profile:
-    return ckptplan.profile(Net(kind), torch.randn(ROWS, WIDTH), menus=False)
+    return ckptplan.profile(net(kind), torch.randn(BATCH, WIDTH), menus=False)
 
 
 ACTIONS = ("recompute", "segment", "selective", "swap")
@@ -109,7 +101,7 @@ def new_tensors() -> list[torch.Tensor]:
 @pytest.mark.parametrize(("kind", "action"), CASES)
 def test_steps_without_the_collector(kind: str, action: str, no_collector: None) -> None:
     plan = decided(chain(kind), action, op=1)  # the sigmoids
-    model, x = Net(kind), torch.randn(ROWS, WIDTH)
+    model, x = net(kind), torch.randn(BATCH, WIDTH)
     with ckptplan.apply(model, plan, check="always") as handle:
         model(x).sum().backward()
         counted = handle.stats()
@@ -131,7 +123,7 @@ def test_steps_without_the_collector(kind: str, action: str, no_collector: None)
 )  # fmt: skip
 def test_steps_that_fail_without_the_collector(kind: str, action: str, when: str, no_collector: None) -> None:
     plan = decided(chain(kind), action, op=1)  # the sigmoids
-    model, x = Net(kind), torch.randn(ROWS, WIDTH)
+    model, x = net(kind), torch.randn(BATCH, WIDTH)
     failing = {"forward": 1, "recompute": 2, "backward": 0}[when]
 
     def step() -> None:

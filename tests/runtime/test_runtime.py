@@ -18,20 +18,9 @@ from typing import Any
 import pytest
 import torch
 from made_plans import one_transfer
-from small_models import (
-    BUILDERS,
-    Transformer,
-    assert_same,
-    build,
-    call,
-    gradients,
-    measured,
-    plan_of,
-    planned,
-    step,
-    train,
-    uniform,
-)
+from odd.harness import BATCH, WIDTH
+from odd.layers import Around, in_turn, layer_of
+from small_models import BUILDERS, assert_same, build, call, gradients, measured, plan_of, planned, step, train, uniform
 from torch import nn
 
 import ckptplan
@@ -154,9 +143,6 @@ def test_parameters_updated_before_backward(what: str) -> None:
             loss.backward()
 
 
-# Shapes
-
-
 # Failures
 
 
@@ -195,7 +181,7 @@ def test_after_an_exception_the_next_step_is_right(what: str, where: str) -> Non
 def test_a_full_disk_and_a_bad_directory_leave_the_model_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = build("mlp")
     plan = planned("mlp", "swap")
-    before = {name: dict(m.__dict__) for name, m in model.named_modules()}
+    before = snapshot(model)
 
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -207,7 +193,7 @@ def test_a_full_disk_and_a_bad_directory_leave_the_model_alone(tmp_path: Path, m
         patch.setattr(os, "posix_fallocate", full)
         with pytest.raises(InvalidInputError, match=r"has no room.*swap_dir"):
             apply(model, plan, swap_dir=tmp_path)
-    assert {name: dict(m.__dict__) for name, m in model.named_modules()} == before
+    assert snapshot(model) == before
     with apply(model, plan):
         assert_same(clean_step(model, inputs), plain_step("mlp"))
 
@@ -309,8 +295,8 @@ def test_copies_are_plain_models(duplicate: Callable[[nn.Module], nn.Module]) ->
     model, inputs = build("transformer")
     with apply(model, planned("transformer", "mixed 0")) as handle:
         twin = duplicate(model)
-        assert type(twin) is Transformer
         plain, _ = build("transformer")
+        assert type(twin) is type(plain)
         assert inspect.signature(model.forward) == inspect.signature(twin.forward) == inspect.signature(plain.forward)
         shallow = copy.copy(twin.layers[0].eval())
         shallow._modules = {name: copy.deepcopy(module) for name, module in shallow._modules.items()}
@@ -534,22 +520,11 @@ def test_a_gradient_taken_in_the_middle_of_a_step() -> None:
         assert handle.stats().differences == {"graph": 2}
 
 
-class SelfAttention(nn.Module):
-    """Asks whether its arguments are one tensor, as `nn.MultiheadAttention` does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.MultiheadAttention(16, 2, batch_first=True, dropout=0.1) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = x + layer(x, x, x)[0]
-        return x
-
-
 def test_arguments_that_are_the_same_tensor_stay_the_same() -> None:
+    """`nn.MultiheadAttention` asks whether they are."""
     torch.manual_seed(0)
-    model, x = SelfAttention(), torch.randn(4, 32, 16)
+    layers = (nn.MultiheadAttention(16, 2, batch_first=True, dropout=0.1) for _ in range(3))
+    model, x = Around(layers, in_turn(lambda layer, x: x + layer(x, x, x)[0])), torch.randn(4, 32, 16)
     report = verify(model, uniform(model, x, "recompute"), x, repeats=1)
     assert report.gradients_equal
     assert report.stats.runs == report.stats.planned_runs
@@ -611,18 +586,12 @@ class _WritesToWhatItSaved(torch.autograd.Function):
         return result
 
 
-class _Overwriting(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(64, 64)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _WritesToWhatItSaved.apply(self.linear(x))
+overwriting = layer_of(lambda m, x: _WritesToWhatItSaved.apply(m.linear(x)))
 
 
 @pytest.mark.parametrize("what", ["keep", "swap"])
 def test_a_backward_that_writes_to_what_came_back(what: Action) -> None:
-    model, x = nn.Sequential(_Overwriting(), _Overwriting()), torch.randn(32, 64)
+    model, x = nn.Sequential(overwriting(), overwriting()), torch.randn(BATCH, WIDTH)
     with apply(model, uniform(model, x, what)):
         loss = model(x).sum()
         loss.backward(retain_graph=True)

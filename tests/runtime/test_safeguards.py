@@ -25,22 +25,7 @@ import stream_programs
 import test_streams
 import torch
 from fake_kernels import Device
-from odd.harness import (
-    BATCH,
-    CASES,
-    STEPS,
-    WIDTH,
-    Case,
-    Extras,
-    Loop,
-    Odd,
-    Outcome,
-    Trial,
-    in_steps,
-    loss_of,
-    one_forward_around,
-    plain_loop,
-)
+from odd.harness import BATCH, CASES, STEPS, WIDTH, Case, Odd, Trial, in_steps, loss_of, one_forward_around, plain_loop
 from odd.layers import around, buffer, chain, factored, layer_of
 from stream_programs import WAITS, Wait
 from torch import nn
@@ -74,11 +59,11 @@ def no_change(*args: Any) -> Callable[[], None]:
 # ---------------------------------------------------------------- models that `tests/odd` doesn't have
 
 
-def between(change: Callable[[Any, torch.Tensor], object]) -> Loop:
+def between(change: Callable[[Any, torch.Tensor], object]) -> Any:
     """Return a loop with `change`, of model and input, between forward and backward."""
 
     @in_steps
-    def loop(model: nn.Module, x: torch.Tensor) -> Extras:
+    def loop(model: nn.Module, x: torch.Tensor) -> list[Any]:
         given = x.clone()
         loss = loss_of(model(given))
         change(model, given)
@@ -112,7 +97,7 @@ def saved_tensor_written() -> Odd:
         m.factor = m.linear.bias.detach().cos()
         return torch.tanh(m.linear(x)) * m.factor
 
-    def loop(model: Any, x: torch.Tensor) -> Iterator[Extras]:
+    def loop(model: Any, x: torch.Tensor) -> Iterator[list[Any]]:
         for _ in range(STEPS):
             loss = loss_of(model(x))
             model[1].factor.mul_(0.5)
@@ -175,7 +160,7 @@ def hidden_counter() -> Odd:
         TICKS.value += 1
         return TICKS.value
 
-    def loop(model: nn.Module, x: torch.Tensor) -> Iterator[Extras]:
+    def loop(model: nn.Module, x: torch.Tensor) -> Iterator[list[Any]]:
         TICKS.value = 0
         return plain_loop(model, x)
 
@@ -206,7 +191,7 @@ def faulty(training: Training, fault: tuple[Any, str, Any], *, late: bool = Fals
     def build() -> Odd:
         made = trial(training).case.build()
 
-        def loop(model: nn.Module, x: torch.Tensor) -> Iterator[Extras]:
+        def loop(model: nn.Module, x: torch.Tensor) -> Iterator[list[Any]]:
             for _ in made.loop(model, x) if late else ():
                 pass
             with mock.patch.object(*fault):
@@ -289,171 +274,97 @@ def of_any_shape(save: Callable[..., Any]) -> Callable[..., Any]:
 
 SAFEGUARDS = (
     # Random states, autocast, flags, modes
-    Safeguard(
-        "a recompute draws the random numbers of its forward",
-        surroundings, "_set_random_states", nothing, dropout,
-    ),
-    Safeguard(
-        "Python's and numpy's generators too",
-        generators.Generators, "put", no_change, "numpy_bit_generator",
-    ),
-    Safeguard(
-        "every draw from those is noticed",
-        generators.Generators, "settle", lambda self: self._states.clear(), "numpy_bit_generator",
-    ),
-    Safeguard(
-        "a recompute runs under the autocast of its forward",
-        surroundings, "_autocast", lambda kind: (kind, torch.bfloat16, False, True), autocast_in_forward,
-    ),
-    Safeguard(
-        "flags are those of the forward",
-        surroundings, "set_flags", nothing, "matmul_precision",
-    ),
-    Safeguard(
-        "flags are back behind the recompute",
-        surroundings.Surroundings, "put", without_last(surroundings.Surroundings.put, surroundings.set_flags),
-        "default_dtype",
-    ),
-    Safeguard(
-        "modes on functions and operations are those of the forward",
-        modes.Modes, "differ", lambda self: False, "function_mode",
-    ),
-    Safeguard(
-        "a mode of backward doesn't see the recompute",
-        modes.Modes, "differ", lambda self: False, "dispatch_mode_in_backward",
-    ),
-    Safeguard(
-        "context variables are those of the forward",
-        variables.Variables, "run", lambda self, run, *args, **kwargs: run(*args, **kwargs), "context_variable",
-    ),
-    Safeguard(
-        "all that a recompute changes is put back, though it ends by an exception",
-        call, "put_back", lambda steps: steps[0](), "ema_buffer_through_data",
-    ),
+    Safeguard("a recompute draws the random numbers of its forward",
+              surroundings, "_set_random_states", nothing, dropout),
+    Safeguard("Python's and numpy's generators too",
+              generators.Generators, "put", no_change, "numpy_bit_generator"),
+    Safeguard("every draw from those is noticed",
+              generators.Generators, "settle", lambda self: self._states.clear(), "numpy_bit_generator"),
+    Safeguard("a recompute runs under the autocast of its forward",
+              surroundings, "_autocast", lambda kind: (kind, torch.bfloat16, False, True), autocast_in_forward),
+    Safeguard("flags are those of the forward",
+              surroundings, "set_flags", nothing, "matmul_precision"),
+    Safeguard("flags are back behind the recompute",
+              surroundings.Surroundings, "put", without_last(surroundings.Surroundings.put, surroundings.set_flags),
+              "default_dtype"),
+    Safeguard("modes on functions and operations are those of the forward",
+              modes.Modes, "differ", lambda self: False, "function_mode"),
+    Safeguard("a mode of backward doesn't see the recompute",
+              modes.Modes, "differ", lambda self: False, "dispatch_mode_in_backward"),
+    Safeguard("context variables are those of the forward",
+              variables.Variables, "run", lambda self, run, *args, **kwargs: run(*args, **kwargs), "context_variable"),
+    Safeguard("all that a recompute changes is put back, though it ends by an exception",
+              call, "put_back", lambda steps: steps[0](), "ema_buffer_through_data"),
     # Buffers and attributes
-    Safeguard(
-        "buffers that a forward updates are copies in the recompute",
-        call, "_cloned", lambda copies: {}, "functional_batch_norm",
-    ),
-    Safeguard(
-        "a write to a buffer that raises no version is found",
-        call._State, "_was_seen_written", lambda *args: False, "vector_quantisation",
-    ),
-    Safeguard(
-        "buffers that share memory share it as copies too",
-        call, "_copies", lambda tensors: {id(t): t.detach().clone() for t in tensors}, "buffers_that_share_memory",
-    ),
-    Safeguard(
-        "attributes of a module are as the forward found them",
-        cells.Snapshot, "put", no_change, count_of_calls,
-    ),
-    Safeguard(
-        "containers in attributes are as the forward found them",
-        cells, "_same", lambda *args: True, "set_attribute",
-    ),
-    Safeguard(
-        "a stage that reads what can't be put back isn't recomputed",
-        timing, "same_bits", lambda *args: True, hidden_counter, profiles=True,
-    ),
+    Safeguard("buffers that a forward updates are copies in the recompute",
+              call, "_cloned", lambda copies: {}, "functional_batch_norm"),
+    Safeguard("a write to a buffer that raises no version is found",
+              call._State, "_was_seen_written", lambda *args: False, "vector_quantisation"),
+    Safeguard("buffers that share memory share it as copies too",
+              call, "_copies", lambda tensors: {id(t): t.detach().clone() for t in tensors},
+              "buffers_that_share_memory"),
+    Safeguard("attributes of a module are as the forward found them",
+              cells.Snapshot, "put", no_change, count_of_calls),
+    Safeguard("containers in attributes are as the forward found them",
+              cells, "_same", lambda *args: True, "set_attribute"),
+    Safeguard("a stage that reads what can't be put back isn't recomputed",
+              timing, "same_bits", lambda *args: True, hidden_counter, profiles=True),
     # Parameters
-    Safeguard(
-        "a stage whose parameters the step writes to isn't recomputed",
-        watched.WatchedParameters, "changed", lambda *args: [], "weights_written_behind_each_layer", profiles=True,
-    ),
-    Safeguard(
-        "a parameter that was written to is an error",
-        call, "_mark", lambda parameter: (0, None), parameter_written,
-    ),
-    Safeguard(
-        "a parameter whose data was replaced is an error",
-        call, "_mark", lambda parameter: (parameter._version, None), "parameter_data_replaced_before_backward",
-    ),
-    Safeguard(
-        "parameters that were replaced are back in the recompute",
-        call._State, "_put_parameters", nothing, "parameters_replaced_before_backward",
-    ),
-    Safeguard(
-        "a step of a fused optimizer, which raises no version, is an error",
-        fused_steps.FusedSteps, "check", nothing, "fused_sgd_between_two_backwards",
-    ),
-    Safeguard(
-        "so it is around a stage that is swapped, inside of the user's hooks",
-        fused_steps.FusedSteps, "check", nothing, "fused_sgd_between_two_backwards_of_halves", "swap",
-    ),
-    Safeguard(
-        "optimizers of others count as fused",
-        fused_steps, "storages_of", lambda tensor: (), "other_optimizer_between_two_backwards",
-    ),
-    Safeguard(
-        "parameters need gradients as in the forward",
-        module_tables.ModuleTables, "_thawed", lambda self: [], "frozen_in_forward_and_thawed_of_equal_shapes",
-    ),
-    Safeguard(
-        "hooks on modules are those of the forward",
-        module_tables.ModuleTables, "_replace", nothing, "hooks_that_come_and_go",
-    ),
+    Safeguard("a stage whose parameters the step writes to isn't recomputed",
+              watched.WatchedParameters, "changed", lambda *args: [], "weights_written_behind_each_layer",
+              profiles=True),
+    Safeguard("a parameter that was written to is an error",
+              call, "_mark", lambda parameter: (0, None), parameter_written),
+    Safeguard("a parameter whose data was replaced is an error",
+              call, "_mark", lambda parameter: (parameter._version, None), "parameter_data_replaced_before_backward"),
+    Safeguard("parameters that were replaced are back in the recompute",
+              call._State, "_put_parameters", nothing, "parameters_replaced_before_backward"),
+    Safeguard("a step of a fused optimizer, which raises no version, is an error",
+              fused_steps.FusedSteps, "check", nothing, "fused_sgd_between_two_backwards"),
+    Safeguard("so it is around a stage that is swapped, inside of the user's hooks",
+              fused_steps.FusedSteps, "check", nothing, "fused_sgd_between_two_backwards_of_halves", "swap"),
+    Safeguard("optimizers of others count as fused",
+              fused_steps, "storages_of", lambda tensor: (), "other_optimizer_between_two_backwards"),
+    Safeguard("parameters need gradients as in the forward",
+              module_tables.ModuleTables, "_thawed", lambda self: [], "frozen_in_forward_and_thawed_of_equal_shapes"),
+    Safeguard("hooks on modules are those of the forward",
+              module_tables.ModuleTables, "_replace", nothing, "hooks_that_come_and_go"),
     # Saved tensors and inputs
-    Safeguard(
-        "a write to what a stage is recomputed from is an error",
-        packing.Held, "tensor", unversioned(packing.Held.tensor), input_written,
-    ),
-    Safeguard(
-        "a write to a buffer that the stage only reads is an error",
-        call, "version_of", lambda tensor: 0, buffer_written,
-    ),
-    Safeguard(
-        "a write to a saved tensor of a swapped stage is an error",
-        packing.Held, "tensor", unversioned(packing.Held.tensor), saved_tensor_written, "swap", unseen=True,
-    ),
-    Safeguard(
-        "in a segment, what was written to since a stage made it isn't made again by that stage",
-        segments, "version_of", lambda tensor: 0, activation_written, "segment",
-    ),
-    Safeguard(
-        "a recompute that saves another shape is an error",
-        frames.Frame, "_save", of_any_shape(frames.Frame._save), another_shape,
-    ),
-    Safeguard(
-        "a saved output belongs to the same operation in the recompute",
-        selective, "_operation", nothing, another_operation, "selective",
-    ),
-    Safeguard(
-        "each alias of a swapped storage has its own offset in it",
-        Geometry, "on", lambda self, whole: whole.view(self.dtype).as_strided(self.size, self.stride, 0),
-        views, "swap", unseen=True,
-    ),
-    Safeguard(
-        "swapped storages don't lie on one another",
-        arena.Arena, "take", lambda self, nbytes, grow: arena.Extent(self, 0), views, "swap",
-    ),
+    Safeguard("a write to what a stage is recomputed from is an error",
+              packing.Held, "tensor", unversioned(packing.Held.tensor), input_written),
+    Safeguard("a write to a buffer that the stage only reads is an error",
+              call, "version_of", lambda tensor: 0, buffer_written),
+    Safeguard("a write to a saved tensor of a swapped stage is an error",
+              packing.Held, "tensor", unversioned(packing.Held.tensor), saved_tensor_written, "swap", unseen=True),
+    Safeguard("in a segment, what was written to since a stage made it isn't made again by that stage",
+              segments, "version_of", lambda tensor: 0, activation_written, "segment"),
+    Safeguard("a recompute that saves another shape is an error",
+              frames.Frame, "_save", of_any_shape(frames.Frame._save), another_shape),
+    Safeguard("a saved output belongs to the same operation in the recompute",
+              selective, "_operation", nothing, another_operation, "selective"),
+    Safeguard("each alias of a swapped storage has its own offset in it",
+              Geometry, "on", lambda self, whole: whole.view(self.dtype).as_strided(self.size, self.stride, 0),
+              views, "swap", unseen=True),
+    Safeguard("swapped storages don't lie on one another",
+              arena.Arena, "take", lambda self, nbytes, grow: arena.Extent(self, 0), views, "swap"),
     # The user's own hooks, and copies
-    Safeguard(
-        "the user's hooks on saved tensors act around a recomputed stage",
-        users_hooks.UsersHooks, "around", staticmethod(nothing), "saved_tensors_hooks_of_the_user", unseen=True,
-    ),
-    Safeguard(
-        "they act around a swapped stage",
-        users_hooks.UsersHooks, "around", staticmethod(nothing), "saved_tensors_hooks_of_the_user", "swap",
-        unseen=True,
-    ),
-    Safeguard(
-        "they get tensors as in forward",
-        users_hooks.Through, "_as_in_forward", lambda self, tensor: tensor, "saved_tensors_hooks_of_the_user",
-        unseen=True,
-    ),
-    Safeguard(
-        "that they draw random numbers is an error",
-        users_hooks.UsersHooks, "applied", lambda self, tensor: self.unpack(self.pack(tensor)),
-        "saved_tensors_hooks_that_draw", unseen=True,
-    ),
-    Safeguard(
-        "a shallow copy of a stage runs its own weights",
-        patching, "_instance_called", nothing, "copied_layer_that_is_trained", unseen=True,
-    ),
+    Safeguard("the user's hooks on saved tensors act around a recomputed stage",
+              users_hooks.UsersHooks, "around", staticmethod(nothing), "saved_tensors_hooks_of_the_user", unseen=True),
+    Safeguard("they act around a swapped stage",
+              users_hooks.UsersHooks, "around", staticmethod(nothing), "saved_tensors_hooks_of_the_user", "swap",
+              unseen=True),
+    Safeguard("they get tensors as in forward",
+              users_hooks.Through, "_as_in_forward", lambda self, tensor: tensor, "saved_tensors_hooks_of_the_user",
+              unseen=True),
+    Safeguard("that they draw random numbers is an error",
+              users_hooks.UsersHooks, "applied", lambda self, tensor: self.unpack(self.pack(tensor)),
+              "saved_tensors_hooks_that_draw", unseen=True),
+    Safeguard("a shallow copy of a stage runs its own weights",
+              patching, "_instance_called", nothing, "copied_layer_that_is_trained", unseen=True),
 )  # fmt: skip
 
 
-def outcome(trained: Trial, *args: Any, **kwargs: Any) -> Outcome:
+def outcome(trained: Trial, *args: Any, **kwargs: Any) -> Any:
     """The outcome of a trial; what is taken out may be what puts a flag back."""
     try:
         return trained.outcome(*args, **kwargs)
@@ -486,59 +397,31 @@ def test_values_are_wrong_without_it(safeguard: Safeguard, monkeypatch: pytest.M
 # ---------------------------------------------------------------- what finds wrong values
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
-    """A part of the checks, and a training that is wrong and that nothing else finds."""
-
-    what: str
-    owner: Any
-    name: str
-    instead: Any
-    training: Training
-    decision: str = "recompute"
-
-
 OTHER_FLAGS = surroundings, "set_flags", nothing
 LEFT = call, "put_back", lambda steps: steps[0]()
 UNWRITTEN = disk, "_write", nothing
-CHECKS = (
-    Check(
-        "digests are compared",
-        Digest, "is_like", lambda *args: True, "parameter_data_between_forward_and_backward",
-    ),
-    Check(
-        "what a recompute saves is compared",
-        StageCheck, "compare_saved", nothing, faulty("matmul_precision", OTHER_FLAGS),
-    ),
-    Check(
-        "what a recompute leaves behind is compared",
-        StageCheck, "unchanged", lambda self: contextlib.nullcontext(), faulty("ema_buffer_through_data", LEFT),
-    ),
-    Check(
-        "what a swap brings back is compared",
-        Checks, "leaves", nothing, faulty(views, UNWRITTEN), "swap",
-    ),
-    Check(
-        "what a stage saved and others write to is compared",
-        Checks, "backward_begins", nothing, "output_edited_that_its_layer_saved",
-    ),
-    Check(
-        "what the user's hooks get in backward is compared",
-        Checks, "saves", lambda *args: nothing, "output_edited_that_the_users_hooks_saved", "swap",
-    ),
-    Check(
-        "in passes without digests, spots of what a recompute saves are compared",
-        StageSpots, "compare_saved", nothing, faulty("matmul_precision", OTHER_FLAGS, late=True),
-    ),
-    Check(
-        "and spots of what a swap brings back",
-        Spots, "leaves", nothing, faulty(views, UNWRITTEN, late=True), "swap",
-    ),
+CHECKS = (  # parts of the checks, each with a training that is wrong and that nothing else finds
+    Safeguard("digests are compared",
+              Digest, "is_like", lambda *args: True, "parameter_data_between_forward_and_backward"),
+    Safeguard("what a recompute saves is compared",
+              StageCheck, "compare_saved", nothing, faulty("matmul_precision", OTHER_FLAGS)),
+    Safeguard("what a recompute leaves behind is compared",
+              StageCheck, "unchanged", lambda self: contextlib.nullcontext(), faulty("ema_buffer_through_data", LEFT)),
+    Safeguard("what a swap brings back is compared",
+              Checks, "leaves", nothing, faulty(views, UNWRITTEN), "swap"),
+    Safeguard("what a stage saved and others write to is compared",
+              Checks, "backward_begins", nothing, "output_edited_that_its_layer_saved"),
+    Safeguard("what the user's hooks get in backward is compared",
+              Checks, "saves", lambda *args: nothing, "output_edited_that_the_users_hooks_saved", "swap"),
+    Safeguard("in passes without digests, spots of what a recompute saves are compared",
+              StageSpots, "compare_saved", nothing, faulty("matmul_precision", OTHER_FLAGS, late=True)),
+    Safeguard("and spots of what a swap brings back",
+              Spots, "leaves", nothing, faulty(views, UNWRITTEN, late=True), "swap"),
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.what)
-def test_wrong_values_are_not_found_without_it(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_values_are_not_found_without_it(check: Safeguard, monkeypatch: pytest.MonkeyPatch) -> None:
     trained, decision = trial(check.training), check.decision
     plan = trained.plan_for(decision)
     unchecked = outcome(trained, decision, plan=plan, check="off")

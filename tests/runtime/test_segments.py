@@ -18,8 +18,8 @@ import torch
 from by_hand import AGAIN, CPU, carried_out
 from counting import Log
 from odd.harness import BATCH, WIDTH
-from odd.layers import Around, layer_of
-from small_models import assert_same, build, call, gradients
+from odd.layers import Around, Layer, in_turn, layer_of, layers_of
+from small_models import Operations, assert_same, build, call, gradients
 from small_models import train as trained
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -40,10 +40,7 @@ train = functools.partial(trained, steps=2)
 
 @contextlib.contextmanager
 def applied(
-    model: nn.Module,
-    stages: Sequence[str],
-    choices: Sequence[Decision] | None = None,
-    segments: Sequence[Segment] = (),
+    model: nn.Module, stages: Sequence[str], choices: Sequence[Decision] | None = None, segments: Sequence[Segment] = ()
 ) -> Iterator[Controller]:
     device = model_device(model)
     store = make_store(device, capacity_bytes=1 << 24, directory=None, limit_bytes=None)
@@ -85,12 +82,7 @@ def check(
 
 def loop(glue: bool = False) -> Any:
     """`for layer in self.layers`, with dropout, and operations between the calls if wanted."""
-
-    def forward(layers: Any, x: torch.Tensor) -> torch.Tensor:
-        for layer in layers:
-            x = x + torch.tanh(layer(x)) if glue else layer(x)
-        return x
-
+    forward = in_turn(lambda layer, x: x + torch.tanh(layer(x)) if glue else layer(x))
     blocks = (nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64), nn.Dropout(0.1)) for _ in range(6))
     return Around(blocks, forward), torch.randn(32, 64), [f"layers.{i}" for i in range(6)]
 
@@ -142,8 +134,7 @@ def modules_of(stages: Sequence[str]) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("name", "how"),
-    [("loop", "chain"), ("loop", "single"), ("glued", "nested"), ("conv", "two"), ("unet", "nested")],
+    ("name", "how"), [("loop", "chain"), ("loop", "single"), ("glued", "nested"), ("conv", "two"), ("unet", "nested")]
 )
 def test_gradients_and_runs(name: str, how: str) -> None:
     model, inputs, stages = make(name)
@@ -278,35 +269,25 @@ def live_outputs(model: nn.Module, stages: Sequence[str], log: list[Any]) -> Ite
         handle.remove()
 
 
-class _Alive:
-    """Counts, at the beginning of each stage's run, the outputs of each run that are still there."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.outputs, self.at_start = Log(), Log()
-        for i, layer in enumerate(model.layers):
-            layer[0].register_forward_pre_hook(functools.partial(self._start, i))
-            layer[3].register_forward_hook(functools.partial(self._end, i))
-
-    def _start(self, i: int, *_: Any) -> None:
-        self.at_start.append((i, [j for j, output in self.outputs if not output.expired()]))
-
-    def _end(self, i: int, _: nn.Module, __: Any, output: torch.Tensor) -> None:
-        self.outputs.append((i, StorageWeakRef(output.untyped_storage())))
-
-
 def test_what_a_sweep_holds() -> None:
     """By the book (NOTE [Residency], rule 6): of inner segments their first inputs, of the others what keep saves."""
     model, x, stages = make("loop")
     model.layers[5][3].p = 0.0  # saves nothing by itself
-    alive = _Alive(model)
-    with applied(model, stages, segments=[Segment(0, 5, (Segment(0, 1), Segment(2, 3)))]), no_cycles_collected():
+    log, at_start = Log(), Log()
+
+    def begins(i: int, *_: Any) -> None:
+        at_start.append((i, [j for j, _, output in log if not output.expired()]))
+
+    for i, layer in enumerate(model.layers):
+        layer[0].register_forward_pre_hook(functools.partial(begins, i))
+    segments = [Segment(0, 5, (Segment(0, 1), Segment(2, 3)))]
+    with applied(model, stages, segments=segments), live_outputs(model, stages, log), no_cycles_collected():
         loss = call(model, x)
-        assert [i for i, output in alive.outputs if not output.expired()] == []
-        alive.outputs.clear()
-        alive.at_start.clear()
+        assert [i for i, _, output in log if not output.expired()] == []
+        log.clear()
+        at_start.clear()
         loss.backward()
-    assert alive.at_start == [
+    assert at_start == [
         # The sweep: 0 1 | 2 3 | 4, then the last stage. 2 gets 1's output, and the inner segment 2..3 keeps it.
         (0, []),
         (1, [0]),
@@ -320,7 +301,7 @@ def test_what_a_sweep_holds() -> None:
         (0, []),
         (1, [0]),
     ]
-    assert all(output.expired() for _, output in alive.outputs)
+    assert all(output.expired() for _, _, output in log)
 
 
 def one_inside_another(n: int) -> Segment:
@@ -404,71 +385,46 @@ def test_an_exception_between_stages_frees_what_an_open_segment_holds() -> None:
         assert not controller._stores["host"].used_bytes  # type: ignore[attr-defined]
 
 
-class _InPlace(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.mul_(2)
-
-
-def test_a_stage_that_writes_to_its_input() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), _InPlace(), nn.Linear(8, 8))
-    with (
-        applied(model, ["0", "1", "2", "3"], segments=[Segment(0, 3)]),
-        pytest.raises(UnsupportedModelError, match="stage '2' writes to its inputs"),
-    ):
-        model(torch.randn(4, 8))
-
-
-class _BackwardInside(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        inside = x.detach().requires_grad_()
-        y = nn.functional.dropout(torch.tanh(self.linear(inside)), 0.5)
-        (slope,) = torch.autograd.grad(y.sum(), inside, create_graph=True)
-        return slope * x
-
-
-@pytest.mark.parametrize("segments", [[Segment(0, 1)], []])
-def test_a_stage_that_runs_backward_inside(segments: list[Segment]) -> None:
-    model = nn.Sequential(nn.Linear(8, 8), _BackwardInside())
-    with (
-        applied(model, ["0", "1"], segments=segments),
-        pytest.raises(UnsupportedModelError, match="stage '1', which is to run again, runs backward inside"),
-    ):
-        model(torch.randn(4, 8))
-
-
-class _Fickle(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(64, 64)
-        self.calls = (n for n in itertools.count())  # unlike a number, nothing puts it back
-        self.what = "same"
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if next(self.calls) == 0 or self.what == "same":
-            return torch.tanh(self.linear(x))
-        if self.what == "more":
-            return torch.tanh(torch.sigmoid(self.linear(x)))
-        if self.what == "fewer":
-            return self.linear(x)
-        if self.what == "scaled":
-            return torch.tanh(self.linear(x * 2))
-        return torch.tanh(self.linear(x))[:, :32].repeat(1, 3)[:, :64]
+def slope_inside(m: Any, x: torch.Tensor) -> torch.Tensor:
+    inside = x.detach().requires_grad_()
+    y = nn.functional.dropout(torch.tanh(m.linear(inside)), 0.5)
+    return torch.autograd.grad(y.sum(), inside, create_graph=True)[0] * x
 
 
 @pytest.mark.parametrize(
-    ("what", "inner"),
-    [("more", ()), ("fewer", (Segment(0, 1),)), ("bytes", (Segment(0, 2),))],
+    ("run", "segments", "match"),
+    [
+        (lambda m, x: x.mul_(2), [Segment(0, 2)], "stage '1' writes to its inputs"),
+        (slope_inside, [Segment(0, 2)], "stage '1', which is to run again, runs backward inside"),
+        (slope_inside, [], "stage '1', which is to run again, runs backward inside"),
+    ],
 )
+def test_what_a_stage_may_not_do(run: Any, segments: list[Segment], match: str) -> None:
+    model = nn.Sequential(Layer(), layer_of(run)(), Layer())
+    with applied(model, ["0", "1", "2"], segments=segments), pytest.raises(UnsupportedModelError, match=match):
+        model(torch.randn(4, WIDTH))
+
+
+PATHS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "same": lambda m, x: torch.tanh(m.linear(x)),
+    "more": lambda m, x: torch.tanh(torch.sigmoid(m.linear(x))),
+    "fewer": lambda m, x: m.linear(x),
+    "scaled": lambda m, x: torch.tanh(m.linear(x * 2)),
+    "bytes": lambda m, x: torch.tanh(m.linear(x))[:, :16].repeat(1, 3)[:, :WIDTH],
+}
+
+
+def fickle(what: str) -> nn.Module:
+    """Takes another path from its second call on."""
+    calls = (n for n in itertools.count())  # unlike a number, nothing puts it back
+    return layer_of(lambda m, x: PATHS[what if next(calls) else "same"](m, x))()
+
+
+@pytest.mark.parametrize(("what", "inner"), [("more", ()), ("fewer", (Segment(0, 1),)), ("bytes", (Segment(0, 2),))])
 def test_a_forward_that_takes_another_path(what: str, inner: tuple[Segment, ...]) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 64), _Fickle(), nn.Linear(64, 64), nn.Linear(64, 64))
-    model[1].what = what
+    model = nn.Sequential(Layer(), fickle(what), Layer(), Layer())
     with applied(model, ["0", "1", "2", "3"], segments=[Segment(0, 3, inner)]):
-        loss = call(model, torch.randn(32, 64))
+        loss = call(model, torch.randn(BATCH, WIDTH))
         with pytest.raises(PlanMismatchError, match="'1', run again"):
             loss.backward()
 
@@ -476,10 +432,12 @@ def test_a_forward_that_takes_another_path(what: str, inner: tuple[Segment, ...]
 def test_segments_that_cannot_be() -> None:
     model, _, stages = make("glued")
     again = [AGAIN if i % 2 == 0 else KEEP for i in range(12)]
-    with pytest.raises(PlanMismatchError, match=r"ends in '\(after layers.1\)', no module's call"):
-        Controller(model, Decisions(tuple(stages), tuple(again), (Segment(0, 3),)), NULL_STORES, CPU)
-    with pytest.raises(PlanMismatchError, match=r"segment 1..4 begins in '\(after layers.0\)', no module's call"):
-        Controller(model, Decisions(tuple(stages), tuple(again), (Segment(1, 4),)), NULL_STORES, CPU)
+    for segment, said in (
+        (Segment(0, 3), "ends in '.after layers.1"),
+        (Segment(1, 4), "1..4 begins in '.after layers.0"),
+    ):
+        with pytest.raises(PlanMismatchError, match=f"{said}.', no module's call"):
+            Controller(model, Decisions(tuple(stages), tuple(again), (segment,)), NULL_STORES, CPU)
 
 
 # Moved inputs
@@ -585,20 +543,11 @@ def test_selective(name: str, seed: int, swap: bool) -> None:
 
 def test_saved_operations_run_once() -> None:
     model, x, stages = make("loop")
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    counted: list[str] = []
-
-    class Count(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            counted.append(str(func))
-            return func(*args, **(kwargs or {}))
 
     def products(choice: Decision) -> tuple[int, int]:
-        counted.clear()
-        with applied(model, stages, [choice] * 6), Count():
+        with applied(model, stages, [choice] * 6), Operations() as ran:
             call(model, x).backward()
-        return counted.count("aten.addmm.default"), counted.count("aten.gelu.default")
+        return ran.names.count("aten.addmm.default"), ran.names.count("aten.gelu.default")
 
     assert products(KEEP) == (12, 6)
     # The second product isn't needed by dropout's backward, but it comes before what is.
@@ -607,21 +556,15 @@ def test_saved_operations_run_once() -> None:
     assert products(Decision("recompute", ops=(0, 1, 2), option="selective-2")) == (12, 6)
 
 
-class _Draws(nn.Module):
+def draws(m: Any, x: torch.Tensor) -> torch.Tensor:
     """Draws twice: number 1 and number 4 are random and no view of anything."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(64, 64)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x * torch.rand_like(x)
-        return torch.tanh(self.linear(x * torch.bernoulli(x.sigmoid())))
+    x = x * torch.rand_like(x)
+    return torch.tanh(m.linear(x * torch.bernoulli(x.sigmoid())))
 
 
 def test_random_operations_are_saved_from_the_last_on() -> None:
     torch.manual_seed(0)
-    model, x = nn.Sequential(*(_Draws() for _ in range(3))), torch.randn(32, 64)
+    model, x = nn.Sequential(*layers_of(layer_of(draws))), torch.randn(BATCH, WIDTH)
     found, _ = operations(model, "1", x)
     first, second = [i for i, func in enumerate(found) if is_random(func)]
     stages = ["0", "1", "2"]
@@ -654,20 +597,13 @@ def test_operations_that_cannot_be_saved(op: int | str, match: str) -> None:
         call(model, x)
 
 
-class _Overwrites(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.a(x)
-        return self.b(y.add_(1.0).relu_())
+overwriting = layer_of(lambda m, x: m.last(m.linear(x).add_(1.0).relu_()), last=lambda: nn.Linear(WIDTH, WIDTH))
 
 
 @pytest.mark.parametrize("moves", [(), (0,)])
 def test_a_saved_output_written_over(moves: tuple[int, ...]) -> None:
     """An error, never the value after."""
-    model, x = nn.Sequential(_Overwrites(), _Overwrites()), torch.randn(64, 64)
+    model, x = nn.Sequential(overwriting(), overwriting()), torch.randn(BATCH, WIDTH)
     choice = moving(moves, 0, 0, ops=(0,)) if moves else Decision("recompute", ops=(0,))
     with applied(model, ["0", "1"], [choice, AGAIN]):
         loss = call(model, x)
@@ -676,9 +612,8 @@ def test_a_saved_output_written_over(moves: tuple[int, ...]) -> None:
 
 
 def test_a_selective_stage_that_takes_another_path() -> None:
-    model = nn.Sequential(_Fickle())
-    model[0].what = "scaled"
+    model = nn.Sequential(fickle("scaled"))
     with applied(model, ["0"], [Decision("recompute", ops=(1,))]):
-        loss = call(model, torch.randn(32, 64))
+        loss = call(model, torch.randn(BATCH, WIDTH))
         with pytest.raises(PlanMismatchError, match=r"number 0 was aten\.addmm\.default .* and is aten\.mul\.Tensor"):
             loss.backward()

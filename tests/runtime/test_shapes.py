@@ -19,6 +19,7 @@ import pytest
 import torch
 from counting import calls_in
 from made_plans import one_transfer
+from odd.layers import Around
 from small_models import build, decided, measured, scheduled, states_of_swapped
 from torch import nn
 from torch.utils import _pytree as pytree
@@ -102,25 +103,20 @@ def test_smaller_inputs_are_bitwise_right_and_within_the_peak(name: str, what: s
             assert peak <= plan.peak_bytes, x.shape
 
 
-class Steps(nn.Module):
+def in_steps(layers: Any, x: torch.Tensor) -> torch.Tensor:
     """Calls one cell for each of the steps of its input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell, self.out = nn.GRUCell(64, 64), nn.Linear(64, 64)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = x.new_zeros(x.shape[1], 64)
-        outputs = []
-        for step in x:
-            h = self.cell(step, h)
-            outputs.append(self.out(h))
-        return torch.stack(outputs)
+    cell, out = layers
+    h = x.new_zeros(x.shape[1], 64)
+    outputs = []
+    for step in x:
+        h = cell(step, h)
+        outputs.append(out(h))
+    return torch.stack(outputs)
 
 
 def test_fewer_calls_keep_the_peak_although_stages_with_release_points_are_left_out() -> None:
     torch.manual_seed(0)
-    model, x = Steps(), torch.randn(8, 64, 64)
+    model, x = Around([nn.GRUCell(64, 64), nn.Linear(64, 64)], in_steps), torch.randn(8, 64, 64)
     chain = profile(model, (x,), menus=False)
     plain = copy.deepcopy(model)
     for plan in ckptplan.frontier(chain, points=3, actions=("keep", "swap"), time_limit_s=1):
@@ -374,8 +370,7 @@ def test_larger_inputs_are_planned_for(profiles: list[str]) -> None:
 def test_positions_that_end_are_planned_for_exactly(profiles: list[str]) -> None:
     model, plain = made(21), made(21)
     plan = ckptplan.solve(profile(made(21), text(4, 16), menus=False), 1.0)
-    with applied(model, plan), warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
+    with applied(model, plan), warnings.catch_warnings(record=True, action="always") as told:
         assert same(results(model, text(4, 18)), results(plain, text(4, 18)))
         assert same(results(model, text(4, 21)), results(plain, text(4, 21)))
         with pytest.raises(IndexError, match="out of range"):  # as without a plan
@@ -415,8 +410,8 @@ def test_growing_lengths_are_planned_for_a_logarithm_of_times(profiles: list[str
     plan = ckptplan.solve(model, 1.0, inputs=text(2, 8), menus=False)
     profiles.clear()
     rng = random.Random(1)
-    with warnings.catch_warnings(), ckptplan.apply(model, plan, on_larger="replan") as handle:
-        warnings.simplefilter("ignore", RuntimeWarning)
+    quiet = warnings.catch_warnings(action="ignore", category=RuntimeWarning)
+    with quiet, ckptplan.apply(model, plan, on_larger="replan") as handle:
         longest = 0
         for i in range(40):
             length = max(1, int(8 + i / 40 * 56) - rng.randrange(4))
@@ -429,8 +424,8 @@ def test_growing_lengths_are_planned_for_a_logarithm_of_times(profiles: list[str
 
 def test_shapes_in_turn_are_met_by_two_plans_that_are_kept(profiles: list[str]) -> None:
     model, plain = made(), made()
-    with warnings.catch_warnings(), applied(model, text_plan(16, 4, 0.6)) as handle:
-        warnings.simplefilter("ignore", RuntimeWarning)
+    quiet = warnings.catch_warnings(action="ignore", category=RuntimeWarning)
+    with quiet, applied(model, text_plan(16, 4, 0.6)) as handle:
         for _ in range(2):
             for shape in [(2, 32), (16, 4)]:  # 16 x 32 is beyond the budget
                 assert same(results(model, text(*shape)), results(plain, text(*shape)))

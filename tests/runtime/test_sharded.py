@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from odd.layers import Around
 from small_models import Transformer, assert_same, build, measured, plan_of, scheduled
 from torch import nn
 from torch.distributed import checkpoint as dcp
@@ -175,22 +176,17 @@ def test_gathers(mesh: Any, where: str, what: str, monkeypatch: pytest.MonkeyPat
     assert count[0] == plain + again
 
 
-class Reading(nn.Module):
+def reading(layers: Any, x: torch.Tensor) -> torch.Tensor:
     """Runs as many of its layers as a value says."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers[: 2 + int((x > 9).any().item())]:
-            x = x + layer(x)
-        return x * 1
+    for layer in layers[: 2 + int((x > 9).any().item())]:
+        x = x + layer(x)
+    return x * 1
 
 
 def test_a_sharded_model_that_reads_values(mesh: Any) -> None:
     """A real run gathers and frees parameters whose memory is from before it."""
-    model, inputs = Reading(), torch.randn(64, 64)
+    blocks = (nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) for _ in range(4))
+    model, inputs = Around(blocks, reading), torch.randn(64, 64)
     for layer in model.layers:
         fsdp.fully_shard(layer, mesh=mesh)
     fsdp.fully_shard(model, mesh=mesh)

@@ -283,8 +283,7 @@ MIXED = layer_of(
 
 
 @pytest.mark.parametrize(
-    ("what", "dtype"),
-    [("recompute", None), ("selective", None), ("segment", torch.bfloat16), ("swap", torch.bfloat16)],
+    ("what", "dtype"), [("recompute", None), ("selective", None), ("segment", torch.bfloat16), ("swap", torch.bfloat16)]
 )
 def test_ordinary_trainings_raise_no_alarm(what: str, dtype: torch.dtype | None) -> None:
     torch.manual_seed(0)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fake_memory import DEVICE, FakeMemory
+from odd.layers import Around
 from small_models import assert_same, build, measured, plan_of, scheduled
 from torch import nn
 
@@ -69,15 +70,8 @@ class _Takes(torch.autograd.Function):
 TIMES = [(0.010, 0.020), (0.030, 0.040), (0.050, 0.060), (0.070, 0.080)]
 
 
-class Chain(nn.Module):
-    def __init__(self, clock: FakeClock) -> None:
-        super().__init__()
-        self.stages = nn.ModuleList(Slow(clock, *times) for times in TIMES)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for stage in self.stages:
-            x = stage(x)
-        return x
+def chain_on(clock: FakeClock) -> nn.Module:
+    return nn.Sequential(*(Slow(clock, *times) for times in TIMES))
 
 
 class Made:
@@ -86,7 +80,7 @@ class Made:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.clock = FakeClock()
         monkeypatch.setattr(meters.Meter.__init__, "__defaults__", (None, self.clock))
-        self.model = Chain(self.clock)
+        self.model = chain_on(self.clock)
         self.inputs = torch.randn(512, 64)
         found = traced_chain()
         stages = iter(TIMES)
@@ -107,6 +101,13 @@ class Made:
         self.model.zero_grad()
         self.model(self.inputs).mean().backward()
 
+    def stats_of(self, plan: Plan, steps: int, **options: Any) -> Stats:
+        """Behind so many steps under a plan."""
+        with ckptplan.apply(self.model, plan, **options) as handle:
+            for _ in range(steps):
+                self.step()
+            return handle.stats()
+
     def plan(self, *actions: str) -> Plan:
         by_stage: list[Any] = ["keep"] * len(self.profile.stages)
         for i, action in zip(self.modules, actions, strict=True):
@@ -116,7 +117,7 @@ class Made:
 
 @functools.cache
 def traced_chain() -> Profile:
-    return profile(Chain(FakeClock()), torch.randn(512, 64), menus=False)
+    return profile(chain_on(FakeClock()), torch.randn(512, 64), menus=False)
 
 
 @pytest.fixture
@@ -132,10 +133,7 @@ def accounts(times: StageTimes | None) -> tuple[float, float, float]:
 
 def test_each_stage_has_its_own_seconds(made: Made) -> None:
     plan = made.plan("keep", "recompute", "swap", "recompute")
-    with ckptplan.apply(made.model, plan, profile=made.profile) as handle:
-        for _ in range(4):
-            made.step()
-        stats = handle.stats()
+    stats = made.stats_of(plan, 4, profile=made.profile)
     found = [accounts(stats.stages[i].measured) for i in made.modules]
     assert found == [(0.010, 0.0, 0.020), (0.030, 0.030, 0.040), (0.050, 0.0, 0.060), (0.070, 0.070, 0.080)]
     assert found == [accounts(stats.stages[i].predicted) for i in made.modules]
@@ -152,10 +150,7 @@ def test_each_stage_has_its_own_seconds(made: Made) -> None:
 def test_recompute_in_a_segment_is_the_stage_s_that_runs_again(made: Made) -> None:
     options = [stage.recompute if i in made.modules else stage.keep for i, stage in enumerate(made.profile.stages)]
     plan = scheduled(made.profile, options, (Segment(made.modules[0], made.modules[3]),))  # type: ignore[arg-type]
-    with ckptplan.apply(made.model, plan, profile=made.profile) as handle:
-        for _ in range(3):
-            made.step()
-        stats = handle.stats()
+    stats = made.stats_of(plan, 3, profile=made.profile)
     found = [accounts(stats.stages[i].measured) for i in made.modules]
     assert found == [(f, f, b) for f, b in TIMES]
     assert found == [accounts(stats.stages[i].predicted) for i in made.modules]
@@ -190,10 +185,7 @@ def test_stalls_are_the_waiting_stage_s(made: Made, monkeypatch: pytest.MonkeyPa
     moved = [len(plan.choices[i].moves) for i in made.modules]
     assert sum(map(bool, moved)) >= 2
     assert 0 in moved
-    with ckptplan.apply(made.model, plan) as handle:
-        for _ in range(3):
-            made.step()
-        stats = handle.stats()
+    stats = made.stats_of(plan, 3)
     stalls = [stats.stages[i].measured.stall_s for i in made.modules]  # type: ignore[union-attr]
     assert stalls == pytest.approx([2.0 * (n > 0) for n in moved], abs=1e-9)  # one wait for all of a stage
     assert [accounts(stats.stages[i].measured) for i in made.modules] == [(f, 0.0, b) for f, b in TIMES]
@@ -230,16 +222,10 @@ def test_what_is_no_step_is_not_timed(made: Made) -> None:
     assert stats.step_s == pytest.approx(0.39, abs=1e-12)
 
 
-class Parts(nn.Module):
+def parts(layers: Any, x: torch.Tensor) -> Any:
     """Three outputs, each of stages of its own behind the first one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
-        first = self.parts[0](x)
-        return [part(first.detach()) for part in self.parts[1:]] + [first]
+    first = layers[0](x)
+    return [layer(first.detach()) for layer in layers[1:]] + [first]
 
 
 @pytest.mark.filterwarnings("ignore:the peak may exceed the budget. the graph of stage")
@@ -258,12 +244,13 @@ def test_a_backward_by_few_stages_is_noticed_also_when_not_all_are_watched(
             model.zero_grad()
             loss_of(model(inputs)).backward()
             if also is not None:
-                model.parts[also](inputs).square().mean().backward()  # type: ignore[operator, index]
+                model.layers[also](inputs).square().mean().backward()  # type: ignore[operator, index]
             found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
         return found
 
     torch.manual_seed(0)
-    model, inputs = Parts(), torch.randn(256, 32)
+    layers = (nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(4))
+    model, inputs = Around(layers, parts), torch.randn(256, 32)
     wanted = steps(model)
     profile = ckptplan.profile(model, inputs, loss_fn=loss_of, menus=False)
     with ckptplan.apply(model, plan_of(profile, [action] * len(profile.stages))) as handle:

@@ -40,8 +40,8 @@ def store_in(directory: Path, chunk_bytes: int | None = None, **options: Any) ->
     return DiskStore(directory, chunk_bytes=chunk_bytes, **options)
 
 
-def round_trip(store: Any, value: float = 3.0) -> bool:
-    source, target = torch.full((2500,), value), torch.empty(2500)
+def round_trip(store: Any) -> bool:
+    source, target = torch.randn(2000), torch.empty(2000)
     ticket = store.start_out(source)
     store.finish_out(ticket)
     store.start_in(ticket, target)
@@ -103,14 +103,12 @@ def test_more_than_the_swap_space_holds() -> None:
         apply(model, plan, disk_gb=plan.host_bytes / 2 / 2**30)
     enough = (plan.host_bytes + 4096 * sum(len(c.moves) for c in plan.choices)) / 2**30
     with apply(model, plan, disk_gb=enough, check="always") as handle:
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as said:
             found = step()
         assert sum("stay on the device, since the swap space is full" in str(each.message) for each in said) == 1
         assert all(map(torch.equal, found, wanted))
         assert handle.stats().differences["full"] > 0
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
+        with warnings.catch_warnings(action="error"):
             found = step()  # said once
         assert all(map(torch.equal, found, wanted))
         moved = handle.stats().swapped_out_bytes
@@ -152,6 +150,17 @@ def test_a_disk_that_fails(
         with pytest.raises(SwapError, match=said if number else "early"):
             round_trip(store)
     assert round_trip(store), "the next step is right"
+    store.close()
+
+
+def test_room_that_was_reserved_stays_usable_after_an_overflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = store_in(tmp_path, capacity_bytes=8192)
+    monkeypatch.setattr(os, "posix_fallocate", raises(errno.ENOSPC))
+    first = store.start_out(torch.randn(2048))
+    with pytest.raises(SwapError, match="no room"):
+        store.start_out(torch.randn(2048))
+    store.free(first)
+    assert round_trip(store)
     store.close()
 
 

@@ -29,13 +29,7 @@ from ckptplan.runtime.observe.counters import Counters
 from ckptplan.runtime.swap.packing import Held, unpack
 from ckptplan.runtime.swap.record import Record, finish_leaving, start_leaving, start_returning
 from ckptplan.runtime.swap.session import SwapSession
-from ckptplan.runtime.swap.stores import (
-    DiskStore,
-    PinnedStore,
-    handing_over,
-    keep_pinned_memory,
-    pinned,
-)
+from ckptplan.runtime.swap.stores import DiskStore, PinnedStore, handing_over, keep_pinned_memory, pinned
 
 SEEDS = range(6)
 SIZES = (100, 512, 3000, 5000)

@@ -11,6 +11,8 @@ import pytest
 import torch
 from by_hand import run_again
 from fake_cuda import FakeCuda
+from odd.harness import WIDTH
+from odd.layers import DEPTH, Around, layer_of, layers_of
 from small_models import assert_same, gradients
 from torch import nn
 
@@ -19,7 +21,6 @@ from ckptplan.state.put_back import Steps, put_back
 from ckptplan.state.surroundings import Surroundings
 from ckptplan.tensors import accelerator
 
-WIDTH, DEPTH = 8, 3
 STAGES = [f"layers.{i}" for i in range(DEPTH)]
 
 
@@ -59,35 +60,25 @@ class Boxed:
     value: torch.Tensor
 
 
-class Stage(nn.Module):
-    def __init__(self, draw: Callable[[], float]) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.draw = draw
+def chain(given: str, draw: Callable[[], float]) -> nn.Module:
+    """Stages whose arguments are tensors of the CPU, boxes, or numbers."""
 
-    def forward(self, x: Any) -> Any:
+    def run(m: Any, x: Any) -> Any:
         value = x.value if isinstance(x, Boxed) else x
         if isinstance(value, int):
             value = torch.full((2, WIDTH), float(value))
-        y = torch.tanh(self.linear(value) * self.draw())
+        y = torch.tanh(m.linear(value) * m.draw())
         return Boxed(y) if isinstance(x, Boxed) else y
 
-
-class Chain(nn.Module):
-    """Stages whose arguments are tensors of the CPU, boxes, or numbers."""
-
-    def __init__(self, given: str, draw: Callable[[], float]) -> None:
-        super().__init__()
-        self.given = given
-        self.layers = nn.ModuleList(Stage(draw) for _ in range(DEPTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.given == "numbers":
-            return torch.stack([layer(i) for i, layer in enumerate(self.layers)])
-        held: Any = Boxed(x) if self.given == "boxes" else x
-        for layer in self.layers:
+    def forward(layers: Any, x: torch.Tensor) -> torch.Tensor:
+        if given == "numbers":
+            return torch.stack([layer(i) for i, layer in enumerate(layers)])
+        held: Any = Boxed(x) if given == "boxes" else x
+        for layer in layers:
             held = layer(held)
         return held.value if isinstance(held, Boxed) else held
+
+    return Around(layers_of(layer_of(run, draw=lambda: draw)), forward)
 
 
 def train(model: nn.Module, around: Callable[[], Any] = contextlib.nullcontext) -> list[Any]:
@@ -108,7 +99,7 @@ def train(model: nn.Module, around: Callable[[], Any] = contextlib.nullcontext) 
 def test_the_generator_of_the_plans_device(plan: str, given: str) -> None:
     generators = Generators()
     torch.manual_seed(0)
-    model = Chain(given, lambda: generators.draw(1))
+    model = chain(given, lambda: generators.draw(1))
     with generators.installed():
         want = train(model)
         ended, generators.states[1] = generators.states[1], 2000
@@ -123,7 +114,7 @@ def test_the_generator_of_the_plans_device(plan: str, given: str) -> None:
 def test_cuda_is_left_alone(device: str, running: bool) -> None:
     """By a plan on the host, and for fake tensors of a device that isn't there."""
     generators = Generators()
-    model = Chain("boxes", lambda: 1.0)
+    model = chain("boxes", lambda: 1.0)
     with generators.installed(running=running), run_again(model, "segment", STAGES, device=torch.device(device)):
         train(model)
     assert generators.reads == {0: 0, 1: 0}
@@ -137,7 +128,7 @@ def test_autocast_of_the_plans_device(monkeypatch: pytest.MonkeyPatch) -> None:
         return 1.0
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # or autocast would switch itself off
-    model = Chain("boxes", look)
+    model = chain("boxes", look)
     with Generators().installed(), run_again(model, "segment", STAGES, device=torch.device("cuda", 0)):
         train(model, lambda: torch.autocast("cuda", torch.float16))
     assert set(seen) == {(True, torch.float16)}

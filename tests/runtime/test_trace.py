@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import Run, output
 from small_models import build, measured, planned
-from typer.testing import CliRunner
 
 import ckptplan
-from ckptplan.cli.app import app
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.plan import Plan
 from ckptplan.core.trace import Trace
@@ -179,26 +178,14 @@ def test_what_is_no_step_isn_t_traced() -> None:
         assert handle.trace(lambda: model(inputs).mean().backward(), inputs=inputs).measured.spans
 
 
-def test_command_line_writes_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_line_writes_a_trace(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1]))
     measured("mlp").save(tmp_path / "profile.json")
     planned("mlp", "swap").save(tmp_path / "plan.json")
     out = tmp_path / "trace.json"
-    arguments = [
-        "trace",
-        "small_models:mlp",
-        tmp_path / "plan.json",
-        "--profile",
-        tmp_path / "profile.json",
-        "--out",
-        out,
-    ]
-    found = CliRunner().invoke(app, [str(a) for a in arguments])
-    assert found.exit_code == 0, found.output
-    assert "measured" in found.output
-    assert "predicted" in found.output
+    plan = (tmp_path / "plan.json", "--out", out)
+    found = output(run("trace", "small_models:mlp", *plan, "--profile", tmp_path / "profile.json"))
+    assert "measured" in found
+    assert "predicted" in found
     assert {event["pid"] for event in json.loads(out.read_text(encoding="utf-8"))["traceEvents"]} == {1, 2}
-    found = CliRunner().invoke(
-        app, ["trace", "small_models:transformer", str(tmp_path / "plan.json"), "--out", str(out)]
-    )
-    assert found.exit_code == 2
+    assert run("trace", "small_models:transformer", *plan).exit_code == 2

@@ -278,18 +278,13 @@ def test_profiling_leaves_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(given) == count
 
 
-def as_predicted(device: torch.device) -> Verification:
-    model, x = subject()
-    model, x = model.to(device), x.to(device)
+@pytest.mark.gpu
+def test_a_device_s_own_accounts_are_as_predicted() -> None:
+    model, x = (made.cuda() for made in subject())
     plan = plan_of(profile(model, x, menus=False), ["recompute"] * len(chain().stages))
     needs = TrainingBytes(model, find_target(model)).peaks(make_step(model, Training(x)), plan)
     told = dataclasses.replace(plan, allocated_bytes=needs.allocated_bytes, reserved_bytes=needs.reserved_bytes)
-    return verify(model, dataclasses.replace(told, budget_bytes=needs.reserved_bytes), x)
-
-
-@pytest.mark.gpu
-def test_a_device_s_own_accounts_are_as_predicted() -> None:
-    found = as_predicted(torch.device("cuda", torch.cuda.current_device()))
+    found = verify(model, dataclasses.replace(told, budget_bytes=needs.reserved_bytes), x)
     measured = found.measured
     assert found.gradients_equal, found.differing
     assert found.other_paths == 0
@@ -334,15 +329,11 @@ def test_released_blocks_from_before_count_nothing() -> None:
     assert recorded_allocations(held.clear)[0] == []
 
 
-@pytest.mark.parametrize(("kind", "begun"), [("adamw", True), ("adafactor", False)])
-def test_a_measured_step_has_the_optimizer_s_state_and_its_update(kind: str, *, begun: bool) -> None:
+@pytest.mark.parametrize(("kind", "begun"), [(torch.optim.AdamW, True), (torch.optim.Adafactor, False)])
+def test_a_measured_step_has_the_optimizer_s_state_and_its_update(kind: Any, *, begun: bool) -> None:
     """Whether or not the optimizer has state, and the model gradients: both stay as they are."""
-    make: dict[str, Callable[..., torch.optim.Optimizer]] = {
-        "adamw": torch.optim.AdamW,
-        "adafactor": torch.optim.Adafactor,
-    }
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)))
-    optimizer = make[kind](model.parameters())
+    optimizer = kind(model.parameters())
     x = torch.randn(64, 64)
     plan = ckptplan.solve(model, budget="30%", inputs=x, optimizer=optimizer, time_limit_s=0.2, menus=False)
     if begun:

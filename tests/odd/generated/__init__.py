@@ -93,14 +93,9 @@ def features(spec: Spec) -> list[str]:
 def case(seed: int, spec: Spec | None = None) -> Case:
     """The case of a seed, or of another spec with its random numbers."""
     spec = draw(seed) if spec is None else spec
-    return Case(
-        f"seed {seed}",
-        "random",
-        ", ".join(features(spec)),
-        functools.partial(_build, spec),
-        measured=_comparable(spec),
-        forced=False,
-    )
+    build = functools.partial(_build, spec)
+    about = ", ".join(features(spec))
+    return Case(f"seed {seed}", "random", about, build, measured=_comparable(spec), forced=False)
 
 
 def _comparable(spec: Spec) -> bool:

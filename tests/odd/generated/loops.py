@@ -528,19 +528,10 @@ EVENTS: dict[str, Event] = {
     "garbage collected": {"between": lambda t: gc.collect()},
 }
 COMPARABLE = {
-    "evaluation behind a step",
-    "inference mode behind a step",
-    "forward without gradients behind a step",
-    "smaller batch",
-    "clipping",
-    "step given up before backward",
-    "forward that fails",
-    "forward that is dropped",
-    "frozen for a step",
-    "weights shrunk between steps",
-    "learning rate",
-    "garbage collected",
-}
+    "evaluation behind a step", "inference mode behind a step", "forward without gradients behind a step",
+    "smaller batch", "clipping", "step given up before backward", "forward that fails", "forward that is dropped",
+    "frozen for a step", "weights shrunk between steps", "learning rate", "garbage collected",
+}  # fmt: skip
 """Events beside which no step takes more memory than one without them."""
 
 

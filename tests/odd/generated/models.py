@@ -268,12 +268,8 @@ def inputs_of(spec: ModelSpec) -> Any:
 # ---------------------------------------------------------------- drawing
 
 _REFUSED = (
-    "global counter",
-    "scripted module",
-    "value read",
-    "layer left out at random",
-    "tensors in a list, in place",
-)
+    "global counter", "scripted module", "value read", "layer left out at random", "tensors in a list, in place",
+)  # fmt: skip
 """Parts that make a profile slow or end most plans: rare, so that others are tried."""
 
 _IN_PLACE = ("in place", "in-place activation")

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from small_models import Made
 from torch import nn
 from torch.ao.quantization import FusedMovingAvgObsFakeQuantize
 from torch.nn import functional as F
@@ -56,31 +57,18 @@ Change = Callable[[Any, torch.Tensor], torch.Tensor]
 # ---------------------------------------------------------------- cores
 
 
-class Core(nn.Module):
-    """What it is made with, and a function of it and of what goes through."""
-
-    def __init__(self, run: Change, **made: Any) -> None:
-        super().__init__()
-        self.run = run
-        for name, value in made.items():
-            setattr(self, name, value)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.run(self, x)
-
-
 def _transposed(inner: nn.Module) -> nn.Module:
     """A module of channels first, between two views."""
-    return Core(lambda m, x: m.inner(x.transpose(1, 2)).transpose(1, 2), inner=inner)
+    return Made(lambda m, x: m.inner(x.transpose(1, 2)).transpose(1, 2), inner=inner)
 
 
 def _as_images(inner: nn.Module) -> nn.Module:
     """A module on images, of which the sequence is made by a view."""
-    return Core(lambda m, x: m.inner(x.reshape(len(x), 4, LENGTH, WIDTH // 4)).reshape(x.shape), inner=inner)
+    return Made(lambda m, x: m.inner(x.reshape(len(x), 4, LENGTH, WIDTH // 4)).reshape(x.shape), inner=inner)
 
 
 def _recurrent(kind: type[nn.RNNBase]) -> nn.Module:
-    return Core(lambda m, x: m.cell(x)[0], cell=kind(WIDTH, WIDTH, batch_first=True))
+    return Made(lambda m, x: m.cell(x)[0], cell=kind(WIDTH, WIDTH, batch_first=True))
 
 
 def _attention(m: Any, x: torch.Tensor) -> torch.Tensor:
@@ -124,26 +112,26 @@ CORES: dict[str, Callable[[], nn.Module]] = {
     "convolution": lambda: _transposed(nn.Conv1d(WIDTH, WIDTH, 3, padding=1)),
     "convolution 2d": lambda: _as_images(nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 4, 1))),
     "depthwise": lambda: _transposed(nn.Conv1d(WIDTH, WIDTH, 3, padding=1, groups=WIDTH)),
-    "attention": lambda: Core(_attention, qkv=nn.Linear(WIDTH, 3 * WIDTH), out=nn.Linear(WIDTH, WIDTH)),
-    "multihead attention": lambda: Core(
+    "attention": lambda: Made(_attention, qkv=nn.Linear(WIDTH, 3 * WIDTH), out=nn.Linear(WIDTH, WIDTH)),
+    "multihead attention": lambda: Made(
         lambda m, x: m.heads(x, x, x, need_weights=False)[0],
         heads=nn.MultiheadAttention(WIDTH, 4, dropout=0.1, batch_first=True),
     ),
     "transformer layer": lambda: nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, 0.1, batch_first=True),
     "lstm": lambda: _recurrent(nn.LSTM),
     "gru": lambda: _recurrent(nn.GRU),
-    "embedding": lambda: Core(lambda m, x: m.words(x.argmax(-1)) + x.sigmoid(), words=nn.Embedding(WIDTH, WIDTH)),
-    "experts": lambda: Core(
+    "embedding": lambda: Made(lambda m, x: m.words(x.argmax(-1)) + x.sigmoid(), words=nn.Embedding(WIDTH, WIDTH)),
+    "experts": lambda: Made(
         _experts, router=nn.Linear(WIDTH, 2), experts=nn.ModuleList(_linears(2)), load=nn.Buffer(torch.zeros(2))
     ),
-    "raw parameters": lambda: Core(
+    "raw parameters": lambda: Made(
         lambda m, x: torch.einsum("btw,wv->btv", x, m.matrix) * m.more[0] + m.more[1],
         matrix=nn.Parameter(torch.randn(WIDTH, WIDTH) / 6),
         more=nn.ParameterList(nn.Parameter(torch.ones(WIDTH)) for _ in range(2)),
     ),
-    "sort": lambda: Core(_sorted),
-    "fft": lambda: Core(_spectral, filter=nn.Parameter(torch.randn(WIDTH // 2 + 1, 2))),
-    "pool": lambda: Core(_pooled),
+    "sort": lambda: Made(_sorted),
+    "fft": lambda: Made(_spectral, filter=nn.Parameter(torch.randn(WIDTH // 2 + 1, 2))),
+    "pool": lambda: Made(_pooled),
     "layer norm": lambda: nn.Sequential(nn.LayerNorm(WIDTH), nn.SiLU()),
     "batch norm": lambda: _transposed(nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Hardswish())),
     "group norm": lambda: _transposed(nn.Sequential(nn.GroupNorm(4, WIDTH), nn.Softplus())),
