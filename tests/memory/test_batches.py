@@ -11,6 +11,7 @@ import torch
 from measured_phases import assert_measured
 from small_models import plan_of
 from torch import nn
+from toy_modules import InTurn, Lambda
 
 import ckptplan
 from ckptplan import Estimate, InvalidInputError, PlanMismatchError, UnsupportedModelError, estimate
@@ -53,19 +54,9 @@ def test_an_epoch_of_packed_documents() -> None:
     assert_measured(found, model, batches, adamw(model.parameters()))
 
 
-class Wide(nn.Module):
-    """One product, and an operation whose result is saved."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(2048, 1536, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x).exp()
-
-
 def reserved(inputs: Any, **how: Any) -> dict[str, float]:
-    found = estimate(Wide(), inputs, device="a100-40gb", optimizer="momentum", loss_fn=lambda y: y.sum(), **how)
+    wide = InTurn(layer=nn.Linear(2048, 1536, bias=False), exp=Lambda(lambda _, y: y.exp()))
+    found = estimate(wide, inputs, device="a100-40gb", optimizer="momentum", loss_fn=lambda y: y.sum(), **how)
     return {p.name: p.reserved_bytes / MIB for p in found.phases} | {"all": found.reserved_bytes / MIB}
 
 

@@ -14,6 +14,7 @@ from equal_layers import Layers
 from measured_phases import assert_measured, measure_phases
 from small_models import Transformer, build, plan_of
 from torch import nn
+from toy_modules import Residual, times
 
 import ckptplan
 from ckptplan import DDP, InvalidInputError, estimate
@@ -164,19 +165,14 @@ def test_a_device_that_is_not_here_and_a_model_without_memory() -> None:
     assert all(p.is_meta for p in model.parameters())
 
 
-class Residual(nn.Module):
-    def __init__(self, eps: float = 1e-5) -> None:
-        super().__init__()
-        self.norm, self.linear, self.drop = nn.LayerNorm(32, eps), nn.Linear(32, 32), nn.Dropout(0.1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.drop(torch.tanh(self.linear(self.norm(x))))
+def residual(eps: float = 1e-5) -> Residual:
+    return Residual(nn.LayerNorm(32, eps), nn.Linear(32, 32), nn.Tanh(), nn.Dropout(0.1))
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
 def test_sharded_gradients_and_gathers_lie_apart() -> None:
     """FSDP2 allocates on streams of its own what no activation's free block can hold."""
-    model = nn.Sequential(*(Residual(1e-5) for _ in range(4)))
+    model = nn.Sequential(*times(4, residual))
     plain, found = (
         estimate(model, torch.randn(4, 10, 32), device="a100-40gb", fsdp=fsdp)
         for fsdp in (None, ckptplan.FSDP(4, units=("Residual",)))
@@ -190,7 +186,7 @@ def test_sharded_gradients_and_gathers_lie_apart() -> None:
 def test_repeated_layers_are_written_out_exactly(monkeypatch: pytest.MonkeyPatch, fsdp: ckptplan.FSDP | None) -> None:
     def layers(n: int) -> nn.Module:
         torch.manual_seed(0)
-        made = [Residual(1e-5 if k % 2 else 1e-6) for k in range(n)]  # two kinds in turn
+        made = [residual(1e-5 if k % 2 else 1e-6) for k in range(n)]  # two kinds in turn
         return nn.Sequential(nn.Linear(16, 32), *made, nn.Linear(32, 8))
 
     model, x = layers(10), torch.randn(4, 10, 16)
