@@ -271,10 +271,7 @@ def test_states_that_cannot_be_restored() -> None:
     block = BlockInfo(0, M, M, "allocated", 0)
     for blocks, message in (
         ((block,), "end at 1048576, not after its 2097152 bytes"),
-        (
-            (dataclasses.replace(block, address=512),),
-            "start at 0, but starts at 512, with 1048576 bytes",
-        ),
+        ((dataclasses.replace(block, address=512),), "start at 0, but starts at 512, with 1048576 bytes"),
         ((dataclasses.replace(block, size_bytes=0),), "with 0 bytes"),
         ((dataclasses.replace(block, block=None),), "needs a number of its own, not None"),
         ((block, dataclasses.replace(block, address=M)), "needs a number of its own, not 0"),

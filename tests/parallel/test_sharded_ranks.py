@@ -239,10 +239,7 @@ def growing() -> tuple[list[Plan], int, bool]:
     plain = steps(None)
     how: dict[str, Any] = {"loss_fn": loss_fn, "time_limit_s": 0.2, "actions": ("keep", "recompute")}
     plan = ckptplan.solve(model, 2.45 / 1024, inputs=x[: 96 - dist.get_rank()], **how)
-    with (
-        ckptplan.apply(model, plan, on_larger="replan", **how) as handle,
-        warnings.catch_warnings(action="ignore"),
-    ):
+    with ckptplan.apply(model, plan, on_larger="replan", **how) as handle, warnings.catch_warnings(action="ignore"):
         planned = steps(handle)
         return plans, len(handle.replans), all(map(torch.equal, planned, plain))
 
@@ -294,8 +291,7 @@ class Tied(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("units", "found"),
-    [(None, ["", *(f"layers.{i}" for i in range(4))]), (("layers.1", "GELU"), ["", "layers.1"])],
+    ("units", "found"), [(None, ["", *(f"layers.{i}" for i in range(4))]), (("layers.1", "GELU"), ["", "layers.1"])]
 )
 def test_units_are_modules_with_parameters_of_their_own(units: Any, found: list[str]) -> None:
     with sharded(model := Tied(), ckptplan.FSDP(2, units=units)):

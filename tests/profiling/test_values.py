@@ -293,10 +293,7 @@ def torch_and_values() -> float:
 
 
 OWN = np.random.default_rng(4)
-CHANCES: dict[str, Callable[[], float]] = {
-    "numpy's new one": OWN.random,
-    "values besides": torch_and_values,
-}
+CHANCES: dict[str, Callable[[], float]] = {"numpy's new one": OWN.random, "values besides": torch_and_values}
 
 
 @pytest.mark.usefixtures("short_search")

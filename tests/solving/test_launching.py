@@ -9,12 +9,7 @@ from dataclasses import replace
 import brute_force
 import pytest
 from exactly import LONG_S, ROUNDING
-from random_chains import (
-    homogeneous_chain,
-    launched,
-    rich_chain,
-    textbook_chain,
-)
+from random_chains import homogeneous_chain, launched, rich_chain, textbook_chain
 
 from ckptplan.core.option import ACTIONS
 from ckptplan.core.profile import Profile
