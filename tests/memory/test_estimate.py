@@ -14,7 +14,7 @@ from equal_layers import Layers
 from measured_phases import assert_measured, measure_phases
 from small_models import Transformer, build, plan_of
 from torch import nn
-from toy_modules import Residual, times
+from toy_modules import Lambda, Residual, times
 
 import ckptplan
 from ckptplan import DDP, InvalidInputError, estimate
@@ -59,23 +59,17 @@ def test_plans(name: str, action: Any) -> None:
         assert plan.peak_bytes == estimate(model, inputs, plan=plan).peak_bytes == estimate(model, inputs).peak_bytes
 
 
-class Numbers(nn.Module):
+def numbers(model: Any, x: torch.Tensor) -> torch.Tensor:
     """Operations with numbers, of which autograd saves some as tensors of 8 bytes that no hook sees."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x * 3.0).div_(2) + 1
-            x = torch.maximum(x / 7, torch.remainder(1 - x, 2.5)).mul_(1.5)
-            x = torch.div(x * 2, 3.0, rounding_mode="floor") + x.detach() * 5.0
-        return x
+    for layer in model.layers:
+        x = layer(x * 3.0).div_(2) + 1
+        x = torch.maximum(x / 7, torch.remainder(1 - x, 2.5)).mul_(1.5)
+        x = torch.div(x * 2, 3.0, rounding_mode="floor") + x.detach() * 5.0
+    return x
 
 
 def test_numbers_that_autograd_saves() -> None:
-    model, inputs = Numbers(), torch.randn(2, 4)
+    model, inputs = Lambda(numbers, layers=times(3, lambda: nn.Linear(4, 4))), torch.randn(2, 4)
     found = estimate(model, inputs)
     assert_measured(found, model, inputs, None)
     measured = ckptplan.profile(model, inputs, menus=False)

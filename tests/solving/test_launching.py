@@ -8,12 +8,13 @@ from dataclasses import replace
 
 import brute_force
 import pytest
-from exactly import LONG_S, ROUNDING
-from random_chains import homogeneous_chain, launched, rich_chain, textbook_chain
+from exactly import LONG_S, ROUNDING, between
+from random_chains import homogeneous_chain, launched, rich_chain, textbook_chain, with_options, with_stages
 
 from ckptplan.core.option import ACTIONS
 from ckptplan.core.profile import Profile
 from ckptplan.core.request import Limits
+from ckptplan.core.stage import Stage
 from ckptplan.referee import validate
 from ckptplan.solving.bound.pricing import lower_bound
 from ckptplan.solving.cost import menus
@@ -27,21 +28,15 @@ pytestmark = pytest.mark.planning
 
 def slow_host(profile: Profile, pace: float) -> Profile:
     """The host launches each forward, backward and recompute in `pace` times what it computes; a swap takes little."""
-    return replace(
-        profile,
-        stages=tuple(
-            replace(
-                stage,
-                forward_launch_s=pace * stage.forward_s,
-                backward_launch_s=pace * stage.backward_s,
-                options=tuple(
-                    replace(o, launch_s=pace * stage.forward_s * o.recomputes + 0.05 * stage.forward_s * len(o.moves))
-                    for o in stage.options
-                ),
-            )
-            for stage in profile.stages
-        ),
-    )
+
+    def launching(stage: Stage) -> Stage:
+        forward_s, backward_s = stage.forward_s, stage.backward_s
+        slower = with_options(
+            stage, lambda o: replace(o, launch_s=pace * forward_s * o.recomputes + 0.05 * forward_s * len(o.moves))
+        )
+        return replace(slower, forward_launch_s=pace * forward_s, backward_launch_s=pace * backward_s)
+
+    return with_stages(profile, launching)
 
 
 def drawn(seed: int, size: int) -> Profile:
@@ -58,13 +53,12 @@ def test_the_linear_program_bounds_both_sums_together() -> None:
     def bound_s(of: Profile) -> float:
         return lower_bound(PlanSpace(of, menu), budget, deadline=time.monotonic() + LONG_S).bound_s
 
-    launching_alone = replace(
-        profile,
-        stages=tuple(
-            replace(s, forward_s=0.0, backward_s=1e-9, options=tuple(replace(o, recompute_s=0.0) for o in s.options))
-            for s in profile.stages
+    fast = replace(profile, link=replace(profile.link, out_bytes_per_s=1e15, in_bytes_per_s=1e15))
+    launching_alone = with_stages(
+        fast,
+        lambda stage: replace(
+            with_options(stage, lambda o: replace(o, recompute_s=0.0)), forward_s=0.0, backward_s=1e-9
         ),
-        link=replace(profile.link, out_bytes_per_s=1e15, in_bytes_per_s=1e15),
     )
     together = bound_s(profile)
     assert together > 1.08 * max(bound_s(mixed(profile, 0.0)), bound_s(launching_alone))
@@ -77,8 +71,7 @@ def test_the_linear_program_bounds_both_sums_together() -> None:
 def test_copies_need_not_be_shorter_than_launching() -> None:
     """A search over transfers ends where the host takes longer, and keeps the lazy ones."""
     profile = slow_host(homogeneous_chain(8, link_ratio=1.0), 3.0)
-    least = smallest_peak(profile).peak_bytes
-    plan = solve_profile(profile, least + (everything_kept_bytes(profile) - least) // 2)
+    plan = solve_profile(profile, between(profile, 50))
     assert plan.step_s == plan.launch_s
     assert all(len(choice.transfers) <= 1 for choice in plan.choices)
     assert "the time in which the host launches it" in str(plan)
