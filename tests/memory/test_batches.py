@@ -10,6 +10,7 @@ import pytest
 import torch
 from measured_phases import assert_measured
 from small_models import plan_of
+from test_optimizers import ByParameter
 from torch import nn
 from toy_modules import InTurn, Lambda
 
@@ -103,18 +104,15 @@ def tokens(*lengths: int) -> list[torch.Tensor]:
     return [torch.randint(0, 50, (2, length)) for length in lengths]
 
 
-class Rebinding(torch.optim.Optimizer):
+def rebinding(parameters: Any) -> torch.optim.Optimizer:
     """Makes its state anew in each update."""
 
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {})
+    def update(optimizer: Any, p: Any) -> None:
+        state = optimizer.state[p]
+        state["sum"] = state.get("sum", 0) + p.grad
+        p.sub_(state["sum"], alpha=0.01)
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for p in self.param_groups[0]["params"]:
-            state = self.state[p]
-            state["sum"] = state.get("sum", 0) + p.grad
-            p.sub_(state["sum"], alpha=0.01)
+    return ByParameter(parameters, update)
 
 
 def sharing() -> list[Any]:
@@ -128,7 +126,7 @@ LOOPS: dict[str, tuple[Callable[[], list[Any]], Any, dict[str, Any]]] = {
     "keeping": (lambda: tokens(48, 16, 32, 8, 24, 40), adamw, {"accumulation_steps": 3, "keeps": ("batch",)}),
     "a smaller one in its place": (lambda: [*tokens(32), torch.zeros(2, 0, dtype=torch.long)], adamw, {}),
     "a tensor for each": (sharing, adamw, {"keeps": ("batch",)}),
-    "many updates": (lambda: tokens(48, 16, 32, 32, 40), Rebinding, {}),
+    "many updates": (lambda: tokens(48, 16, 32, 32, 40), rebinding, {}),
 }
 
 

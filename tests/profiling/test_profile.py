@@ -314,10 +314,8 @@ class WritesItsInput(nn.Sequential):
 
 
 def test_a_stage_that_writes_to_its_input_is_never_recomputed() -> None:
-    model, inputs = (
-        nn.Sequential(nn.Linear(64, 64), *times(3, lambda: WritesItsInput(nn.Tanh(), nn.Linear(64, 64)))),
-        torch.randn(128, 64),
-    )
+    layers = times(3, lambda: WritesItsInput(nn.Tanh(), nn.Linear(64, 64)))
+    model, inputs = nn.Sequential(nn.Linear(64, 64), *layers), torch.randn(128, 64)
     profile = ckptplan.profile(model, inputs)
     assert [s.recompute is None for s in profile.stages if not s.is_glue] == [False, True, True, True]
     least = smallest_peak(profile, Limits(actions=ALL)).peak_bytes
