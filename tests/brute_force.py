@@ -568,11 +568,7 @@ def fastest(profile: Profile, budget_bytes: int, **options: Any) -> float | None
 
 
 def fastest_of_all_points(
-    profile: Profile,
-    budget_bytes: int,
-    *,
-    host_bytes: int | None = None,
-    within: Iterable[Combination] | None = None,
+    profile: Profile, budget_bytes: int, *, host_bytes: int | None = None, within: Iterable[Combination] | None = None
 ) -> float | None:
     """As `fastest`, by the referee alone."""
     n = len(profile.stages)

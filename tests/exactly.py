@@ -13,6 +13,7 @@ from ckptplan.core import request
 from ckptplan.core.option import Action
 from ckptplan.referee import simulate, validate
 from ckptplan.solving import planner
+from ckptplan.solving.frontier import everything_kept_bytes
 
 LONG_S = 60.0
 """A time limit that no search of these tests meets, however busy the machine is."""
@@ -27,6 +28,12 @@ Limits = functools.partial(request.Limits, gap=0.0)
 def solve_profile(profile: Profile, budget_bytes: int, limits: request.Limits = Limits(), **options: Any) -> Plan:  # noqa: B008
     """`ckptplan.solving.solve_profile` without a gap."""
     return planner.solve_profile(profile, budget_bytes, limits, **options)
+
+
+def between(profile: Profile, percent: int, limits: request.Limits = request.Limits()) -> int:  # noqa: B008
+    """A budget so far on the way from the smallest peak to everything kept."""
+    least = planner.smallest_peak(profile, limits).peak_bytes
+    return least + (everything_kept_bytes(profile) - least) * percent // 100
 
 
 def check(

@@ -88,11 +88,7 @@ def one_transfer(moves: tuple[int, ...]) -> tuple[Transfer, ...]:
 
 
 def random_transfers(
-    rng: random.Random,
-    moved: tuple[int, ...],
-    stage: int,
-    back_by: int,
-    points: tuple[Sequence[int], Sequence[int]],
+    rng: random.Random, moved: tuple[int, ...], stage: int, back_by: int, points: tuple[Sequence[int], Sequence[int]]
 ) -> tuple[Transfer, ...]:
     """Most of what may move, in one transfer or in up to three, with points of their own near the stage.
 

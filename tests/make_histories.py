@@ -39,11 +39,7 @@ class Device:
     def note(self, action: str, address: int, size: int, stream: int) -> None:
         self.events.append((action, address, size, stream))
         used = [block for block in self.blocks() if isinstance(block[1], int)]
-        now = (
-            self.reserved(),
-            sum(block[0] for block in used if not block[3]),
-            sum(block[2] for block in used),
-        )
+        now = (self.reserved(), sum(block[0] for block in used if not block[3]), sum(block[2] for block in used))
         self.peaks = [max(pair) for pair in zip(self.peaks, now, strict=True)]
 
     # --- what a program does ---
@@ -270,12 +266,7 @@ def record(device: Device, steps: int, start_at: int = 0) -> dict[str, Any]:
         "peak_allocated": device.peaks[1],
         "peak_requested": device.peaks[2],
         "initial": {"segments": segments, "blocks": sorted(blocks)},
-        "events": {
-            "action": "".join(columns[0]),
-            "address": columns[1],
-            "size": columns[2],
-            "stream": columns[3],
-        },
+        "events": {"action": "".join(columns[0]), "address": columns[1], "size": columns[2], "stream": columns[3]},
         "final_segments": device.state(),
     }
 

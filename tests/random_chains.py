@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 
 from ckptplan.core.link import Link
@@ -11,6 +12,14 @@ from ckptplan.core.profile import Profile
 from ckptplan.core.segment import Segment
 from ckptplan.core.stage import Stage
 from ckptplan.core.storage import Storage
+
+
+def with_stages(chain: Profile, change: Callable[[Stage], Stage]) -> Profile:
+    return replace(chain, stages=tuple(map(change, chain.stages)))
+
+
+def with_options(stage: Stage, change: Callable[[Option], Option]) -> Stage:
+    return replace(stage, options=tuple(map(change, stage.options)))
 
 
 def textbook_chain(rng: random.Random, n: int) -> Profile:
@@ -140,11 +149,8 @@ def odd_chain(rng: random.Random, n: int) -> Profile:
     times = rng.choice(((0.0, 1.0), (0.0, 0.5, 4.0), (1.0,), (1e-9, 3.0)))
     sizes = rng.choice(((0, 8), (5,), (1, 2, 4, 8), (0, 7, 1000)))
     if rng.random() < 0.6:
-        chain = replace(
-            chain,
-            stages=tuple(
-                replace(stage, forward_s=rng.choice(times), backward_s=rng.choice(times)) for stage in chain.stages
-            ),
+        chain = with_stages(
+            chain, lambda stage: replace(stage, forward_s=rng.choice(times), backward_s=rng.choice(times))
         )
     if rng.random() < 0.6:
         chain = replace(chain, storages=tuple(replace(storage, nbytes=rng.choice(sizes)) for storage in chain.storages))
@@ -154,16 +160,15 @@ def odd_chain(rng: random.Random, n: int) -> Profile:
             chain, link=Link(rng.choice(rates), rng.choice(rates), rng.choice((0.0, 0.0, 1e-6, 0.25, 50.0)))
         )
     if rng.random() < 0.5:
-        chain = replace(chain, stages=tuple(map(moving_alone, chain.stages)))
+        chain = with_stages(chain, moving_alone)
     if rng.random() < 0.3:
-        chain = replace(chain, stages=tuple(moving_more(rng, stage) for stage in chain.stages))
-    return replace(chain, stages=tuple(map(dearer_unmoved, chain.stages))) if rng.random() < 0.3 else chain
+        chain = with_stages(chain, lambda stage: moving_more(rng, stage))
+    return with_stages(chain, dearer_unmoved) if rng.random() < 0.3 else chain
 
 
 def dearer_unmoved(stage: Stage) -> Stage:
     """The stage with options that are slower where they have no moves."""
-    menu = (replace(o, overhead_s=o.overhead_s + 1) if o.recomputes and not o.moves else o for o in stage.options)
-    return replace(stage, options=tuple(menu))
+    return with_options(stage, lambda o: replace(o, overhead_s=o.overhead_s + (o.recomputes and not o.moves)))
 
 
 def moving_more(rng: random.Random, stage: Stage) -> Stage:
@@ -174,7 +179,7 @@ def moving_more(rng: random.Random, stage: Stage) -> Stage:
     more = tuple(s for s in stage.keep.saved if s not in option.held and rng.random() < 0.5)
     places = range(len(option.saved), len(option.saved) + len(more))
     wider = replace(option, saved=option.saved + more, moves=option.moves + tuple(places))
-    return replace(stage, options=tuple(wider if o is option else o for o in stage.options))
+    return with_options(stage, lambda o: wider if o is option else o)
 
 
 def moving_alone(stage: Stage) -> Stage:
@@ -253,38 +258,27 @@ def launched(rng: random.Random, chain: Profile) -> Profile:
     def seconds(about: float) -> float:
         return round(rng.choice((0.0, 1.0, 2.0)) * pace * about * 8) / 8
 
-    def menu(stage: Stage) -> tuple[Option, ...]:
+    def launching(stage: Stage) -> Stage:
         again_s = {o.ops: seconds(o.recompute_s) for o in stage.options}
         copy_s = rng.choice((0.0, 0.0, 0.5))
-        return tuple(replace(o, launch_s=again_s[o.ops] * o.recomputes + copy_s * len(o.moves)) for o in stage.options)
+        return replace(
+            with_options(stage, lambda o: replace(o, launch_s=again_s[o.ops] * o.recomputes + copy_s * len(o.moves))),
+            forward_launch_s=seconds(stage.forward_s),
+            backward_launch_s=seconds(stage.backward_s),
+            rerun_overhead_launch_s=seconds(stage.rerun_overhead_s),
+        )
 
-    return replace(
-        chain,
-        stages=tuple(
-            replace(
-                stage,
-                options=menu(stage),
-                forward_launch_s=seconds(stage.forward_s),
-                backward_launch_s=seconds(stage.backward_s),
-                rerun_overhead_launch_s=seconds(stage.rerun_overhead_s),
-            )
-            for stage in chain.stages
-        ),
-    )
+    return with_stages(chain, launching)
 
 
 def enlarged(chain: Profile, times: int) -> Profile:
     """The same chain with so many times as many bytes everywhere."""
 
-    def options(stage: Stage) -> tuple[Option, ...]:
-        return tuple(
-            replace(o, forward_bytes=o.forward_bytes * times, backward_bytes=o.backward_bytes * times)
-            for o in stage.options
-        )
+    def larger(o: Option) -> Option:
+        return replace(o, forward_bytes=o.forward_bytes * times, backward_bytes=o.backward_bytes * times)
 
     return replace(
-        chain,
-        stages=tuple(replace(stage, options=options(stage)) for stage in chain.stages),
+        with_stages(chain, lambda stage: with_options(stage, larger)),
         storages=tuple(replace(s, nbytes=s.nbytes * times) for s in chain.storages),
         base_forward_bytes=tuple(n * times for n in chain.base_forward_bytes),
         base_backward_bytes=tuple(n * times for n in chain.base_backward_bytes),

@@ -95,6 +95,11 @@ def test_no_bandwidth() -> None:
                 Link(*rates)  # type: ignore[arg-type]
 
 
+def stage(*options: Option, name: str = "s", linked: tuple[int, ...] = ()) -> Stage:
+    return Stage(name, "s", options, 1, 1, linked=linked)
+
+
+SWAPPED = replace(AGAIN, name="recompute+swap", saved=(1,), moves=(0,))
 CONTRADICTIONS: dict[str, tuple[str, Callable[[], object]]] = {
     "made later than held last": ("program_until", lambda: Storage("s", 1, 3, 2)),
     "made before the step's beginning": ("born", lambda: Storage("s", 1, -2, 2)),
@@ -102,35 +107,26 @@ CONTRADICTIONS: dict[str, tuple[str, Callable[[], object]]] = {
     "saved and pinned": ("saved and pinned", lambda: Option("keep", (1, 2), (2,), 1, 1)),
     "moves what it doesn't save": ("positions", lambda: Option("swap", (7,), (), 1, 1, moves=(1,))),
     "time without recompute": ("with recomputes=False", lambda: replace(AGAIN, recomputes=False)),
-    "no options": ("begin with 'keep'", lambda: Stage("s", "s", (), 1, 1)),
-    "keep isn't first": ("begin with 'keep'", lambda: Stage("s", "s", (AGAIN, KEEPING), 1, 1)),
-    "two options of one name": ("no name twice", lambda: Stage("s", "s", (KEEPING, AGAIN, AGAIN), 1, 1)),
-    "keep moves": ("'keep' must not recompute or move", lambda: Stage("s", "s", (replace(KEEPING, moves=(0,)),), 1, 1)),
-    "keep recomputes": ("'keep' must not recompute", lambda: Stage("s", "s", (replace(AGAIN, name="keep"),), 1, 1)),
+    "no options": ("begin with 'keep'", lambda: stage()),
+    "keep isn't first": ("begin with 'keep'", lambda: stage(AGAIN, KEEPING)),
+    "two options of one name": ("no name twice", lambda: stage(KEEPING, AGAIN, AGAIN)),
+    "keep moves": ("'keep' must not recompute or move", lambda: stage(replace(KEEPING, moves=(0,)))),
+    "keep recomputes": ("'keep' must not recompute", lambda: stage(replace(AGAIN, name="keep"))),
     "recompute keeps": (
         "'recompute' must have recomputes=True",
-        lambda: Stage("s", "s", (KEEPING, replace(KEEPING, name="recompute")), 1, 1),
+        lambda: stage(KEEPING, replace(KEEPING, name="recompute")),
     ),
     "recompute+swap holds other things": (
         r"'recompute\+swap' must hold all",
-        lambda: Stage(
-            "s",
-            "s",
-            (KEEPING, replace(AGAIN, saved=(0,)), replace(AGAIN, name="recompute+swap", saved=(1,), moves=(0,))),
-            1,
-            1,
-        ),
+        lambda: stage(KEEPING, replace(AGAIN, saved=(0,)), SWAPPED),
     ),
-    "recompute+swap without recompute": (
-        r"'recompute\+swap' must hold all",
-        lambda: Stage("s", "s", (KEEPING, replace(AGAIN, name="recompute+swap", saved=(1,), moves=(0,))), 1, 1),
-    ),
+    "recompute+swap without recompute": (r"'recompute\+swap' must hold all", lambda: stage(KEEPING, SWAPPED)),
     "glue that swaps": (
         "glue can only have 'keep'",
-        lambda: Stage("(s)", "s", (KEEPING, replace(KEEPING, name="swap", moves=(0,))), 1, 1),
+        lambda: stage(KEEPING, replace(KEEPING, name="swap", moves=(0,)), name="(s)"),
     ),
-    "linked to what isn't held": ("linked", lambda: Stage("s", "s", (KEEPING, AGAIN), 1, 1, linked=(0,))),
-    "linked and can't recompute": ("linked", lambda: Stage("s", "s", (KEEPING,), 1, 1, linked=(0,))),
+    "linked to what isn't held": ("linked", lambda: stage(KEEPING, AGAIN, linked=(0,))),
+    "linked and can't recompute": ("linked", lambda: stage(KEEPING, linked=(0,))),
     "segment from below": ("first <= last", lambda: Segment(-1, 2)),
     "inner segment past the end": ("out of order", lambda: Segment(0, 3, (Segment(1, 4),))),
     "inner segments overlap": ("out of order", lambda: Segment(0, 9, (Segment(1, 4), Segment(4, 5)))),
@@ -158,6 +154,20 @@ def linked_to(i: int, s: int) -> Profile:
     return with_stage(i, options=menu, linked=(s,))
 
 
+def chosen(i: int, choice: Decision) -> Plan:
+    """The plan with another decision for stage `i`."""
+    choices = a_plan().choices
+    return replace(a_plan(), choices=(*choices[:i], choice, *choices[i + 1 :]))
+
+
+def holding(s: int) -> Profile:
+    return with_stage(0, options=(Option("keep", (s,), (), 1, 1),))
+
+
+def with_storages(*more: Storage) -> Profile:
+    return replace(chain(), storages=(*chain().storages, *more))
+
+
 IMPOSSIBLE: dict[str, tuple[str, Callable[[], object]]] = {
     "no stages": ("at least one", lambda: replace(chain(), stages=(), base_forward_bytes=(), base_backward_bytes=())),
     "lists of two lengths": (
@@ -168,22 +178,13 @@ IMPOSSIBLE: dict[str, tuple[str, Callable[[], object]]] = {
     "no link": ("Link", lambda: replace(chain(), link=None)),
     "too few base bytes": ("4 stages", lambda: replace(chain(), base_forward_bytes=(1, 1, 1))),
     "two of one name": ("'a' is used twice", lambda: with_stage(3, name="a")),
-    "no such storage": ("there are 8", lambda: with_stage(0, options=(Option("keep", (8,), (), 1, 1),))),
-    "held before it is made": (
-        "made only in step 3",
-        lambda: with_stage(0, options=(Option("keep", (7,), (), 1, 1),)),
-    ),
-    "made after the last stage": (
-        "the last one is 3",
-        lambda: replace(chain(), storages=(*chain().storages, Storage("late", 1, 4, 4))),
-    ),
+    "no such storage": ("there are 8", lambda: holding(8)),
+    "held before it is made": ("made only in step 3", lambda: holding(7)),
+    "made after the last stage": ("the last one is 3", lambda: with_storages(Storage("late", 1, 4, 4))),
     "takes its own product": ("own product", lambda: linked_to(2, 6)),
     "linked to a later stage's": ("made only in step 3", lambda: linked_to(2, 7)),
     "linked to glue's": ("no earlier module stage makes", lambda: linked_to(2, 2)),
-    "absurd in all": (
-        "in all",
-        lambda: replace(chain(), storages=(*chain().storages, *[Storage("s", (1 << 60) - 1, 0, 0)] * 2)),
-    ),
+    "absurd in all": ("in all", lambda: with_storages(*[Storage("s", (1 << 60) - 1, 0, 0)] * 2)),
     "notes": ("notes", lambda: replace(chain(), notes="abc")),
     "a plan of nothing": ("2 decisions", lambda: replace(a_plan(), choices=(KEEP, KEEP), segments=())),
     "a plan with a stage twice": ("used twice", lambda: replace(a_plan(), stages=("a", "(b)", "c", "a"))),
@@ -195,19 +196,14 @@ IMPOSSIBLE: dict[str, tuple[str, Callable[[], object]]] = {
     "segment past the end": ("past the end", lambda: replace(a_plan(), segments=(Segment(2, 4),))),
     "segment of one": ("a single stage", lambda: replace(a_plan(), segments=(Segment(2, 2),))),
     "segments overlap": ("out of order", lambda: replace(a_plan(), segments=(Segment(0, 2), Segment(2, 3)))),
-    "segment of a kept stage": (
-        "'d' has action 'keep'; it must be 'recompute'",
-        lambda: replace(a_plan(), choices=(*a_plan().choices[:3], KEEP)),
-    ),
+    "segment of a kept stage": ("'d' has action 'keep'; it must be 'recompute'", lambda: chosen(3, KEEP)),
     "segment with recomputed glue": (
         r"'\(b\)' has action 'recompute'; it must be 'keep'",
-        lambda: replace(a_plan(), choices=(a_plan().choices[0], Decision("recompute"), *a_plan().choices[2:])),
+        lambda: chosen(1, Decision("recompute")),
     ),
     "segment with operations chosen": (
         "can't save operations' outputs",
-        lambda: replace(
-            a_plan(), choices=(*a_plan().choices[:3], Decision("recompute", option="selective-1", ops=(3,)))
-        ),
+        lambda: chosen(3, Decision("recompute", option="selective-1", ops=(3,))),
     ),
 }
 
@@ -281,12 +277,16 @@ LOADERS: dict[str, tuple[Callable[[Path], object], Callable[[Path], object]]] = 
 }
 
 
+def written(what: str, folder: Path) -> tuple[Any, Path, Callable[[Path], object]]:
+    """What a file has, a path for a bad one, and what reads it."""
+    save, load = LOADERS[what]
+    save(folder / "good.json")
+    return json.loads((folder / "good.json").read_text()), folder / "bad.json", load
+
+
 @pytest.mark.parametrize("what", LOADERS)
 def test_values_of_another_type_are_refused(what: str, tmp_path: Path) -> None:
-    save, load = LOADERS[what]
-    save(tmp_path / "good.json")
-    good = json.loads((tmp_path / "good.json").read_text())
-    bad = tmp_path / "bad.json"
+    good, bad, load = written(what, tmp_path)
     of_same_type: dict[type, tuple[Any, ...]] = {
         int: ([], "x", True, -7, 0.5, 1 << 70),
         float: ({}, "x", True, -7, float("nan")),
@@ -314,10 +314,7 @@ def test_values_of_another_type_are_refused(what: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("what", LOADERS)
 def test_unknown_and_missing_fields_are_named(what: str, tmp_path: Path) -> None:
-    save, load = LOADERS[what]
-    save(tmp_path / "good.json")
-    good = json.loads((tmp_path / "good.json").read_text())
-    bad = tmp_path / "bad.json"
+    good, bad, load = written(what, tmp_path)
     optional = {
         "fingerprint", "notes", "resident_bytes", "to_end", "stays", "recompute_s", "recomputes", "moves", "ops",
         "linked", "inputs", "latency_s", "transfers", "option", "segments", "peak_bound_bytes",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from random_chains import with_options, with_stages
 
 from ckptplan.core.device import known_devices
 from ckptplan.core.errors import InvalidInputError
@@ -65,14 +66,11 @@ def test_what_moves_in_a_segment_takes_what_it_takes_outside(inner: tuple[Segmen
         [1.0] * 4, [2.0] * 4, [1] * 4, [3] * 4, input_bytes=1, out_bytes_per_s=1e9, in_bytes_per_s=1e9
     )
     more = {"recompute": (0.125, 0.5), "recompute+swap": (0.625, 2.5)}
-    stages = []
-    for stage in plain.stages:
-        menu = (
-            replace(o, overhead_s=more[o.name][0], launch_s=more[o.name][1]) if o.name in more else o
-            for o in stage.options
-        )
-        stages.append(replace(stage, options=tuple(menu)))
-    profile = replace(plain, stages=tuple(stages))
+
+    def dearer(o: Option) -> Option:
+        return replace(o, overhead_s=more[o.name][0], launch_s=more[o.name][1]) if o.name in more else o
+
+    profile = with_stages(plain, lambda stage: with_options(stage, dearer))
     still = (Decision("recompute"),) * 4
     moving = (*still[:1], Decision.moving("recompute", (0,), 2, 3, "recompute+swap"), *still[2:])
     segments = (Segment(1, 3, inner),)

@@ -21,13 +21,7 @@ SAVED = Path(__file__).parents[1] / "saved"
 NAMES = ("conv", "transformer", "chain")
 LOAD: dict[str, Any] = {"profile": Profile.load, "plan": Plan.load}
 ADDED = {
-    "profile": {
-        "outside": None,
-        "uncalled": [],
-        "differentiated": [],
-        "foreign": None,
-        "step_error": 0.0,
-    },
+    "profile": {"outside": None, "uncalled": [], "differentiated": [], "foreign": None, "step_error": 0.0},
     "storage": {"graph_until": None, "on_host": False, "origin": ""},
     "stage": {
         "forward_launch_s": 0.0,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -228,18 +229,17 @@ def test_the_address_space_is_an_eighth_larger_than_the_device() -> None:
 def test_wrong_calls() -> None:
     a = make()
     a.allocate(0, 1)
-    with pytest.raises(InvalidInputError, match="block 0 is allocated already"):
-        a.allocate(0, 1)
-    with pytest.raises(InvalidInputError, match="-5 bytes"):
-        a.allocate(1, -5)
-    with pytest.raises(InvalidInputError, match="block 3 isn't allocated"):
-        a.record_stream(3, 1)
-    with pytest.raises(InvalidInputError, match="capacity_bytes"):
-        CachingAllocator(capacity_bytes=-1)
-    with pytest.raises(InvalidInputError, match="pass capacity_bytes"):
-        make("per_process_memory_fraction:0.5")
-    with pytest.raises(InvalidInputError, match="from_string"):
-        CachingAllocator("expandable_segments:True")  # type: ignore[arg-type]
+    calls: dict[str, Callable[[], object]] = {
+        "block 0 is allocated already": lambda: a.allocate(0, 1),
+        "-5 bytes": lambda: a.allocate(1, -5),
+        "block 3 isn't allocated": lambda: a.record_stream(3, 1),
+        "capacity_bytes": lambda: CachingAllocator(capacity_bytes=-1),
+        "pass capacity_bytes": lambda: make("per_process_memory_fraction:0.5"),
+        "from_string": lambda: CachingAllocator("expandable_segments:True"),  # type: ignore[arg-type]
+    }
+    for message, call in calls.items():
+        with pytest.raises(InvalidInputError, match=message):
+            call()
 
 
 # --- addresses, states ---
@@ -271,10 +271,7 @@ def test_states_that_cannot_be_restored() -> None:
     block = BlockInfo(0, M, M, "allocated", 0)
     for blocks, message in (
         ((block,), "end at 1048576, not after its 2097152 bytes"),
-        (
-            (dataclasses.replace(block, address=512),),
-            "start at 0, but starts at 512, with 1048576 bytes",
-        ),
+        ((dataclasses.replace(block, address=512),), "start at 0, but starts at 512, with 1048576 bytes"),
         ((dataclasses.replace(block, size_bytes=0),), "with 0 bytes"),
         ((dataclasses.replace(block, block=None),), "needs a number of its own, not None"),
         ((block, dataclasses.replace(block, address=M)), "needs a number of its own, not 0"),

@@ -10,7 +10,9 @@ import pytest
 import torch
 from measured_phases import assert_measured
 from small_models import plan_of
+from test_optimizers import ByParameter
 from torch import nn
+from toy_modules import InTurn, Lambda
 
 import ckptplan
 from ckptplan import Estimate, InvalidInputError, PlanMismatchError, UnsupportedModelError, estimate
@@ -53,19 +55,9 @@ def test_an_epoch_of_packed_documents() -> None:
     assert_measured(found, model, batches, adamw(model.parameters()))
 
 
-class Wide(nn.Module):
-    """One product, and an operation whose result is saved."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(2048, 1536, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x).exp()
-
-
 def reserved(inputs: Any, **how: Any) -> dict[str, float]:
-    found = estimate(Wide(), inputs, device="a100-40gb", optimizer="momentum", loss_fn=lambda y: y.sum(), **how)
+    wide = InTurn(layer=nn.Linear(2048, 1536, bias=False), exp=Lambda(lambda _, y: y.exp()))
+    found = estimate(wide, inputs, device="a100-40gb", optimizer="momentum", loss_fn=lambda y: y.sum(), **how)
     return {p.name: p.reserved_bytes / MIB for p in found.phases} | {"all": found.reserved_bytes / MIB}
 
 
@@ -112,18 +104,15 @@ def tokens(*lengths: int) -> list[torch.Tensor]:
     return [torch.randint(0, 50, (2, length)) for length in lengths]
 
 
-class Rebinding(torch.optim.Optimizer):
+def rebinding(parameters: Any) -> torch.optim.Optimizer:
     """Makes its state anew in each update."""
 
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {})
+    def update(optimizer: Any, p: Any) -> None:
+        state = optimizer.state[p]
+        state["sum"] = state.get("sum", 0) + p.grad
+        p.sub_(state["sum"], alpha=0.01)
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for p in self.param_groups[0]["params"]:
-            state = self.state[p]
-            state["sum"] = state.get("sum", 0) + p.grad
-            p.sub_(state["sum"], alpha=0.01)
+    return ByParameter(parameters, update)
 
 
 def sharing() -> list[Any]:
@@ -137,7 +126,7 @@ LOOPS: dict[str, tuple[Callable[[], list[Any]], Any, dict[str, Any]]] = {
     "keeping": (lambda: tokens(48, 16, 32, 8, 24, 40), adamw, {"accumulation_steps": 3, "keeps": ("batch",)}),
     "a smaller one in its place": (lambda: [*tokens(32), torch.zeros(2, 0, dtype=torch.long)], adamw, {}),
     "a tensor for each": (sharing, adamw, {"keeps": ("batch",)}),
-    "many updates": (lambda: tokens(48, 16, 32, 32, 40), Rebinding, {}),
+    "many updates": (lambda: tokens(48, 16, 32, 32, 40), rebinding, {}),
 }
 
 

@@ -14,6 +14,7 @@ from equal_layers import Layers
 from measured_phases import assert_measured, measure_phases
 from small_models import Transformer, build, plan_of
 from torch import nn
+from toy_modules import Lambda, Residual, times
 
 import ckptplan
 from ckptplan import DDP, InvalidInputError, estimate
@@ -58,23 +59,17 @@ def test_plans(name: str, action: Any) -> None:
         assert plan.peak_bytes == estimate(model, inputs, plan=plan).peak_bytes == estimate(model, inputs).peak_bytes
 
 
-class Numbers(nn.Module):
+def numbers(model: Any, x: torch.Tensor) -> torch.Tensor:
     """Operations with numbers, of which autograd saves some as tensors of 8 bytes that no hook sees."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x * 3.0).div_(2) + 1
-            x = torch.maximum(x / 7, torch.remainder(1 - x, 2.5)).mul_(1.5)
-            x = torch.div(x * 2, 3.0, rounding_mode="floor") + x.detach() * 5.0
-        return x
+    for layer in model.layers:
+        x = layer(x * 3.0).div_(2) + 1
+        x = torch.maximum(x / 7, torch.remainder(1 - x, 2.5)).mul_(1.5)
+        x = torch.div(x * 2, 3.0, rounding_mode="floor") + x.detach() * 5.0
+    return x
 
 
 def test_numbers_that_autograd_saves() -> None:
-    model, inputs = Numbers(), torch.randn(2, 4)
+    model, inputs = Lambda(numbers, layers=times(3, lambda: nn.Linear(4, 4))), torch.randn(2, 4)
     found = estimate(model, inputs)
     assert_measured(found, model, inputs, None)
     measured = ckptplan.profile(model, inputs, menus=False)
@@ -164,19 +159,14 @@ def test_a_device_that_is_not_here_and_a_model_without_memory() -> None:
     assert all(p.is_meta for p in model.parameters())
 
 
-class Residual(nn.Module):
-    def __init__(self, eps: float = 1e-5) -> None:
-        super().__init__()
-        self.norm, self.linear, self.drop = nn.LayerNorm(32, eps), nn.Linear(32, 32), nn.Dropout(0.1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.drop(torch.tanh(self.linear(self.norm(x))))
+def residual(eps: float = 1e-5) -> Residual:
+    return Residual(nn.LayerNorm(32, eps), nn.Linear(32, 32), nn.Tanh(), nn.Dropout(0.1))
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
 def test_sharded_gradients_and_gathers_lie_apart() -> None:
     """FSDP2 allocates on streams of its own what no activation's free block can hold."""
-    model = nn.Sequential(*(Residual(1e-5) for _ in range(4)))
+    model = nn.Sequential(*times(4, residual))
     plain, found = (
         estimate(model, torch.randn(4, 10, 32), device="a100-40gb", fsdp=fsdp)
         for fsdp in (None, ckptplan.FSDP(4, units=("Residual",)))
@@ -190,7 +180,7 @@ def test_sharded_gradients_and_gathers_lie_apart() -> None:
 def test_repeated_layers_are_written_out_exactly(monkeypatch: pytest.MonkeyPatch, fsdp: ckptplan.FSDP | None) -> None:
     def layers(n: int) -> nn.Module:
         torch.manual_seed(0)
-        made = [Residual(1e-5 if k % 2 else 1e-6) for k in range(n)]  # two kinds in turn
+        made = [residual(1e-5 if k % 2 else 1e-6) for k in range(n)]  # two kinds in turn
         return nn.Sequential(nn.Linear(16, 32), *made, nn.Linear(32, 8))
 
     model, x = layers(10), torch.randn(4, 10, 16)

@@ -112,10 +112,7 @@ def test_inference_has_no_loss() -> None:
     assert found.phase("inference").peak_bytes == found.phase("loaded").end_bytes + x.nbytes + 3 * output
 
 
-DRAWS: dict[str, Any] = {
-    "torch": lambda: torch.rand(()).item() < 0.5,
-    "python": lambda: random.random() < 0.5,
-}
+DRAWS: dict[str, Any] = {"torch": lambda: torch.rand(()).item() < 0.5, "python": lambda: random.random() < 0.5}
 
 
 @pytest.mark.parametrize("draw", DRAWS)

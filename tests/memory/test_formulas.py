@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from small_models import plan_of
 from torch import Tensor, nn
+from toy_modules import InTurn, times
 
 import ckptplan
 from ckptplan import DDP, Estimate
@@ -40,23 +41,12 @@ class _Layer(nn.Module):
         return x + self.drop(self.down(F.gelu(self.up(self.norm2(x)))))
 
 
-class _Gpt(nn.Module):
-    def __init__(self, h: int, a: int, *, flash: bool, depth: int = DEPTH) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(512, h)
-        self.layers = nn.ModuleList(_Layer(h, a, flash=flash) for _ in range(depth))
-        self.norm, self.head = nn.LayerNorm(h), nn.Linear(h, 512, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(self.norm(x))
-
-
 def _gpt(h: int, a: int, *, flash: bool, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
     with torch.device("meta"):
-        return _Gpt(h, a, flash=flash).to(dtype).train()
+        layers = times(DEPTH, lambda: _Layer(h, a, flash=flash))
+        head = nn.Linear(h, 512, bias=False)
+        made = InTurn(embedding=nn.Embedding(512, h), layers=layers, norm=nn.LayerNorm(h), head=head)
+    return made.to(dtype).train()
 
 
 def _tokens(s: int, b: int) -> tuple[Tensor]:

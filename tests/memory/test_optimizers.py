@@ -120,25 +120,30 @@ def everywhere(params: Any) -> Optimizer:
     return Everywhere(params)
 
 
-class KeepsGradients(Optimizer):
+class ByParameter(Optimizer):
+    """Updates one parameter after the other by a function of itself and the parameter."""
+
+    def __init__(self, params: Any, update: Callable[[Any, Any], None]) -> None:
+        super().__init__(params, {})
+        self.update = update
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            self.update(self, p)
+
+
+def keeps_gradients(optimizer: Any, p: Any) -> None:
     """Goes along the difference of two gradients, the earlier of which it only refers to."""
-
-    def step(self, closure: Any = None) -> None:
-        with torch.no_grad():
-            for p in self.param_groups[0]["params"]:
-                state = self.state[p]
-                p.sub_(p.grad - state["last"] if "last" in state else p.grad, alpha=0.1)
-                state["last"] = p.grad
+    state = optimizer.state[p]
+    p.sub_(p.grad - state["last"] if "last" in state else p.grad, alpha=0.1)
+    state["last"] = p.grad
 
 
-class DropsGradients(Optimizer):
+def drops_gradients(optimizer: Any, p: Any) -> None:
     """Frees each gradient after it was used."""
-
-    def step(self, closure: Any = None) -> None:
-        with torch.no_grad():
-            for p in self.param_groups[0]["params"]:
-                p.sub_((p.grad * p.grad).sqrt(), alpha=0.1)
-                p.grad = None
+    p.sub_((p.grad * p.grad).sqrt(), alpha=0.1)
+    p.grad = None
 
 
 def with_a_hook(params: Any) -> Optimizer:
@@ -165,22 +170,18 @@ def scheduled(params: Any) -> Optimizer:
 
 OWN: dict[str, Make] = {
     "everywhere": everywhere,
-    "gradients kept": KeepsGradients,
-    "gradients dropped": DropsGradients,
+    "gradients kept": lambda p: ByParameter(p, keeps_gradients),
+    "gradients dropped": lambda p: ByParameter(p, drops_gradients),
     "in a hook": with_a_hook,
     "scheduled": scheduled,
 }
-
-
-def initialized(kind: Any) -> Make:
-    return lambda params: kind(params, {}) if kind in (KeepsGradients, DropsGradients) else kind(params)
 
 
 @pytest.mark.parametrize("how", OWN)
 def test_state_of_all_kinds_and_places(how: str) -> None:
     WORLD.clear()
     model, x = mlp()
-    optimizer = initialized(OWN[how])(model.parameters())
+    optimizer = OWN[how](model.parameters())
     beside = [p.average for p in model.parameters() if hasattr(p, "average")]
     found = estimated_without_a_trace(model, x, optimizer)
     assert_measured(found, model, x, optimizer, held=beside)
@@ -226,12 +227,17 @@ def contents(optimizer: Optimizer) -> tuple[Any, ...]:
 # --- state that is there from the start ---
 
 
+def train(model: nn.Module, x: torch.Tensor, optimizer: Optimizer, steps: int = 1) -> None:
+    for _ in range(steps):
+        make_step(model, Training(x)).forward()[1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def test_loaded_state() -> None:
     model, x = mlp()
     trained = torch.optim.AdamW(model.parameters())
-    make_step(model, Training(x)).forward()[1].backward()
-    trained.step()
-    trained.zero_grad()
+    train(model, x, trained)
     resumed = torch.optim.AdamW(model.parameters())
     resumed.load_state_dict(trained.state_dict())
     del trained
@@ -245,10 +251,7 @@ def test_a_part_of_the_state(steps: int) -> None:
     optimizer = torch.optim.RAdam(model.parameters())
     for p in model[0].parameters():
         p.requires_grad_(False)
-    for _ in range(steps):
-        make_step(model, Training(x)).forward()[1].backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    train(model, x, optimizer, steps)
     for p in model[0].parameters():
         p.requires_grad_(True)
     missing = TrainingBytes(model, find_target(model), Training(optimizer=optimizer)).missing_state_bytes()
@@ -288,26 +291,22 @@ class Coded(torch.Tensor):
         return func(*plain[0], **plain[1])
 
 
-class WithCodes(Optimizer):
-    def step(self, closure: Any = None) -> None:
-        with torch.no_grad():
-            for p in self.param_groups[0]["params"]:
-                if p not in self.state:
-                    table = torch.tensor([0.1] * p.shape[-1])
-                    self.state[p]["speed"] = Coded(torch.zeros_like(p, dtype=torch.int8), table)
-                speed = self.state[p]["speed"] * 0.9 + p.grad
-                self.state[p]["speed"].copy_(speed)
-                p.sub_(speed, alpha=0.1)
+def with_codes(optimizer: Any, p: Any) -> None:
+    state = optimizer.state[p]
+    if not state:
+        table = torch.tensor([0.1] * p.shape[-1])
+        state["speed"] = Coded(torch.zeros_like(p, dtype=torch.int8), table)
+    speed = state["speed"] * 0.9 + p.grad
+    state["speed"].copy_(speed)
+    p.sub_(speed, alpha=0.1)
 
 
 @pytest.mark.parametrize("trained", [False, True])
 def test_state_in_tensors_of_another_class(trained: bool) -> None:
     model, x = mlp()
-    optimizer = WithCodes(model.parameters(), {})
+    optimizer = ByParameter(model.parameters(), with_codes)
     if trained:
-        make_step(model, Training(x)).forward()[1].backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train(model, x, optimizer)
         assert isinstance(optimizer.state[model[0].weight]["speed"], Coded)
     found = estimate(model, x, optimizer=optimizer)
     state = sum(p.numel() + 4 * p.shape[-1] for p in model.parameters())

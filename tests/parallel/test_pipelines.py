@@ -12,6 +12,7 @@ from measured_step import apart, measured
 from ranks import Ranks
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from toy_modules import Residual, times
 
 import ckptplan
 
@@ -20,18 +21,11 @@ ROWS = 256
 SCHEDULES: dict[str, Any] = {"all forwards first": ScheduleGPipe, "one forward, one backward": Schedule1F1B}
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Dropout(0.1), nn.Linear(256, 64))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.layers(x)
-
-
 def made() -> nn.Module:
     torch.manual_seed(dist.get_rank())
-    return nn.Sequential(*(Block() for _ in range(3))).train()
+    return nn.Sequential(
+        *times(3, lambda: Residual(nn.Linear(64, 256), nn.GELU(), nn.Dropout(0.1), nn.Linear(256, 64)))
+    ).train()
 
 
 def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from ranks import Ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
+from toy_modules import InTurn, Lambda, Residual, times
 from trained_ranks import check, outcome
 
 import ckptplan
@@ -25,27 +26,19 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-class Net(nn.Module):
+def net(*, unused: bool) -> nn.Module:
     """Blocks with dropout and a batch norm; with a parameter in no forward, the output is wide, and saved."""
-
-    def __init__(self, *, unused: bool) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Dropout(0.1), nn.Linear(256, 64)) for _ in range(4)
-        )
-        self.norm = nn.BatchNorm1d(64)
-        self.unused = nn.Linear(64, 64) if unused else None
-        self.head = nn.Sequential(nn.Linear(64, 1024), nn.Tanh()) if unused else nn.Identity()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = x + layer(x)
-        return self.head(self.norm(x))  # type: ignore[no-any-return]
+    layers = times(4, lambda: Residual(nn.Linear(64, 256), nn.GELU(), nn.Dropout(0.1), nn.Linear(256, 64)))
+    parts: dict[str, nn.Module] = {"layers": layers, "norm": nn.BatchNorm1d(64)}
+    if unused:
+        parts |= {"head": nn.Sequential(nn.Linear(64, 1024), nn.Tanh())}
+    model = InTurn(**parts)
+    return Lambda(lambda self, x: self.used(x), used=model, unused=nn.Linear(64, 64)) if unused else model
 
 
 def made(name: str) -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)
-    model = Net(unused=name == "unused").train()
+    model = net(unused=name == "unused").train()
     torch.manual_seed(1 + dist.get_rank())
     return model, torch.randn(128, 64)
 

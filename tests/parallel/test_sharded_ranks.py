@@ -14,6 +14,7 @@ from ranks import Ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from toy_modules import InTurn, Residual, times
 from trained_ranks import check, outcome
 
 import ckptplan
@@ -34,27 +35,15 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-class Net(nn.Module):
+def net() -> Any:
     """Blocks of odd sizes, which shards don't divide, with dropout; the loss is made inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(64, 65)
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(65, 257), nn.GELU(), nn.Dropout(0.1), nn.Linear(257, 65)) for _ in range(4)
-        )
-        self.norm = nn.LayerNorm(65)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        for layer in self.layers:
-            x = x + layer(x)
-        return self.norm(x)
+    layers = times(4, lambda: Residual(nn.Linear(65, 257), nn.GELU(), nn.Dropout(0.1), nn.Linear(257, 65)))
+    return InTurn(first=nn.Linear(64, 65), layers=layers, norm=nn.LayerNorm(65))
 
 
 def made(name: str) -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)
-    model = Net().train()
+    model = net().train()
     options = WAYS[name]
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in model.layers:
@@ -180,7 +169,7 @@ def ahead() -> tuple[int, int]:
     """Peaks of a plan made before the model is sharded, and of one made after that."""
     how: dict[str, Any] = {"budget_gb": 1, "loss_fn": loss_fn, "time_limit_s": 0.2, "optimizer": "adam"}
     torch.manual_seed(0)
-    plain = Net().train()
+    plain = net().train()
     sharded, x = made("resharded")
     before = ckptplan.solve(plain, inputs=x, fsdp=2, **how)
     after = ckptplan.solve(sharded, inputs=x, **how)
@@ -250,10 +239,7 @@ def growing() -> tuple[list[Plan], int, bool]:
     plain = steps(None)
     how: dict[str, Any] = {"loss_fn": loss_fn, "time_limit_s": 0.2, "actions": ("keep", "recompute")}
     plan = ckptplan.solve(model, 2.45 / 1024, inputs=x[: 96 - dist.get_rank()], **how)
-    with (
-        ckptplan.apply(model, plan, on_larger="replan", **how) as handle,
-        warnings.catch_warnings(action="ignore"),
-    ):
+    with ckptplan.apply(model, plan, on_larger="replan", **how) as handle, warnings.catch_warnings(action="ignore"):
         planned = steps(handle)
         return plans, len(handle.replans), all(map(torch.equal, planned, plain))
 
@@ -274,7 +260,7 @@ def test_a_plan_may_be_made_before_the_model_is_sharded(two: Ranks) -> None:
     ((real, after), other) = two.good(ahead)
     assert (real, real) == (after, other[0])
     torch.manual_seed(0)
-    model, x = Net().train(), torch.randn(512, 64)
+    model, x = net().train(), torch.randn(512, 64)
     kinds, hooks = [type(m) for m in model.modules()], [len(m._forward_pre_hooks) for m in model.modules()]
     how: dict[str, Any] = {"loss_fn": loss_fn, "optimizer": "adam"}
 
@@ -295,18 +281,17 @@ def test_a_plan_may_be_made_before_the_model_is_sharded(two: Ranks) -> None:
 class Tied(nn.Module):
     """The head has the embedding's weight."""
 
-    _no_split_modules = ("Embedding", "Sequential")
+    _no_split_modules = ("Embedding", "Residual")
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.layers = nn.Embedding(60, 64), Net().layers
+        self.embedding, self.layers = nn.Embedding(60, 64), net().layers
         self.head = nn.Linear(64, 60)
         self.head.weight = self.embedding.weight
 
 
 @pytest.mark.parametrize(
-    ("units", "found"),
-    [(None, ["", *(f"layers.{i}" for i in range(4))]), (("layers.1", "GELU"), ["", "layers.1"])],
+    ("units", "found"), [(None, ["", *(f"layers.{i}" for i in range(4))]), (("layers.1", "GELU"), ["", "layers.1"])]
 )
 def test_units_are_modules_with_parameters_of_their_own(units: Any, found: list[str]) -> None:
     with sharded(model := Tied(), ckptplan.FSDP(2, units=units)):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,18 @@ def test_a_step_that_differs_is_planned_for(kind: str) -> None:
         assert handle.stats().differences == counted
 
 
+@contextlib.contextmanager
+def bitwise(
+    plan: Plan, step: Step, steps: int = 4, made: Callable[[], nn.Module] = blocks
+) -> Iterator[ckptplan.Handle]:
+    """Trained with the plan as without; what follows is still under it."""
+    wanted = trained(made(), step, steps)
+    model = made()
+    with ckptplan.apply(model, plan) as handle:
+        assert_same(trained(model, step, steps), wanted)
+        yield handle
+
+
 def updating(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
     def step(model: nn.Module, number: int) -> None:
         loss_of(model(X)).backward()
@@ -186,11 +199,8 @@ def test_casts_that_two_forwards_share_stay_while_plans_are_made() -> None:
             loss = loss_of(model(X)) + loss_of(model(torch.cat([X, X])))
         loss.backward()
 
-    wanted = trained(blocks(), step)
-    model = blocks()
-    plan = ckptplan.solve(model, budget_gb=1, inputs=X, loss_fn=loss_of, amp="bfloat16", time_limit_s=0.2)
-    with ckptplan.apply(model, plan) as handle:
-        assert_same(trained(model, step), wanted)
+    plan = ckptplan.solve(blocks(), budget_gb=1, inputs=X, loss_fn=loss_of, amp="bfloat16", time_limit_s=0.2)
+    with bitwise(plan, step) as handle:
         assert "stage" in handle.stats().differences
 
 
@@ -206,11 +216,7 @@ def test_a_graph_from_before_a_new_plan_runs_backward_with_the_buffers_that_it_s
     def step(model: nn.Module, number: int) -> None:
         (loss_of(model(X)) + loss_of(model(torch.cat([X, X])))).backward()
 
-    wanted = trained(normed(), step)
-    model = normed()
-    plan = ckptplan.solve(model, budget_gb=1, **HOW)
-    with ckptplan.apply(model, plan) as handle:
-        assert_same(trained(model, step), wanted)
+    with bitwise(ckptplan.solve(normed(), budget_gb=1, **HOW), step, made=normed) as handle:
         assert handle.replans
 
 
@@ -222,11 +228,8 @@ def test_a_plan_without_gradients_from_before_serves_steps_with_them_if_there_is
         for part in (X[:32], 2 * X[:32]) if number in (1, 2) else (X, 2 * X) if number else (X,):
             loss_of(model(part)).backward()
 
-    wanted = trained(blocks(), step, 5)
-    model = blocks()
     plan = within("0%")
-    with ckptplan.apply(model, plan) as handle:
-        assert_same(trained(model, step, 5), wanted)
+    with bitwise(plan, step, 5) as handle:
         assert (handle.plan, handle.returns, len(handle.replans)) == (plan, 1, 1)
         assert handle.stats().differences == {"gradients": 3, "no plan": 1}
 
@@ -235,12 +238,8 @@ def test_a_batch_without_a_plan_follows_the_former_one() -> None:
     def step(model: nn.Module, number: int) -> None:
         loss_of(model(torch.cat([X] * 6) if number in (1, 3) else X)).backward()
 
-    wanted = trained(blocks(), step)
-    model = blocks()
     plan = within("10%")
-    with warnings.catch_warnings(record=True) as said, ckptplan.apply(model, plan) as handle:
-        warnings.simplefilter("always")
-        assert_same(trained(model, step), wanted)
+    with warnings.catch_warnings(record=True, action="always") as said, bitwise(plan, step) as handle:
         assert handle.plan == plan
         assert handle.stats().differences["no plan"] == 2
     texts = [str(w.message) for w in said]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from device_examples import SIMPLE
 from torch import nn
+from toy_modules import Lambda, times
 
 import ckptplan
 from ckptplan.core.device import Device
@@ -20,18 +21,16 @@ FAST = dataclasses.replace(SIMPLE, peer_bytes_per_s=RATE, machine_devices=4)
 SLOW = dataclasses.replace(FAST, peer_bytes_per_s=1e3, network_bytes_per_s=1e2)
 
 
-class Net(nn.Module):
+def net() -> nn.Module:
     """Four equal blocks of 257 * 64 + 64 * 257 + 257 + 64 numbers, and a head outside of them."""
+    layers = times(4, lambda: nn.Sequential(nn.Linear(64, 257), nn.GELU(), nn.Linear(257, 64)))
+    return Lambda(lambda self, x: self.head(added(self, x)), layers=layers, head=nn.Linear(64, 8))
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 257), nn.GELU(), nn.Linear(257, 64)) for _ in range(4))
-        self.head = nn.Linear(64, 8)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = x + layer(x)
-        return self.head(x)
+def added(model: Any, x: torch.Tensor, *more: nn.Module) -> torch.Tensor:
+    for layer in (*model.layers, *more):
+        x = x + layer(x)
+    return x
 
 
 NUMBERS = 2 * 257 * 64 + 257 + 64
@@ -39,7 +38,7 @@ NUMBERS = 2 * 257 * 64 + 257 + 64
 
 def profile(device: Device, fsdp: Any, **options: Any) -> ckptplan.Profile:
     torch.manual_seed(0)
-    return ckptplan.profile(Net().train(), torch.randn(512, 64), device=device, fsdp=fsdp, **options)
+    return ckptplan.profile(net().train(), torch.randn(512, 64), device=device, fsdp=fsdp, **options)
 
 
 def stage_of(found: ckptplan.Profile, name: str) -> Any:
@@ -98,17 +97,13 @@ def test_replicas_and_what_stays_whole() -> None:
     assert backward_s(replicas=4) == pytest.approx(2 * one_s + apart_s, rel=0.01)
 
 
-class Twice(Net):
+def thrice() -> nn.Module:
     """Calls its first block three times, and has a matrix of its own that no stage reads."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.own = nn.Parameter(torch.ones(64, 64))
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return added(self, x, self.layers[0], self.layers[0]) @ self.own
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in (*self.layers, self.layers[0], self.layers[0]):
-            x = x + layer(x)
-        return x @ self.own
+    return Lambda(forward, **dict(net().named_children()), own=nn.Parameter(torch.ones(64, 64)))
 
 
 def test_units_inside_a_stage_add_up_and_each_call_gathers() -> None:
@@ -117,12 +112,12 @@ def test_units_inside_a_stage_add_up_and_each_call_gathers() -> None:
         found = ckptplan.profile(model.train(), torch.randn(512, 64), device=SLOW, fsdp=fsdp, menus=False)
         return {s.name.partition("#")[0]: s.forward_s for s in found.stages}, note(found)
 
-    whole, _ = seconds(Net(), ("Sequential",))
-    parts, _ = seconds(Net(), ("Linear",))
+    whole, _ = seconds(net(), ("Sequential",))
+    parts, _ = seconds(net(), ("Linear",))
     once = NUMBERS * 4 / 2 / 1e3
     assert whole["layers.1"] == pytest.approx(once, rel=0.01)
     assert parts["layers.1"] == pytest.approx(once, rel=0.01)
-    again, said = seconds(Twice(), ("Sequential",))
+    again, said = seconds(thrice(), ("Sequential",))
     assert again["layers.0"] == pytest.approx(once, rel=0.01), "each of its three calls gathers"
     own = 64 * 64 + 8 * 65  # gathered once, and reduced
     assert said.endswith(f"not counted are at most {2 * own * 4 / 2 / 1e3:.3g} s of units without a stage")

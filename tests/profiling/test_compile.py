@@ -16,6 +16,7 @@ from small_models import scheduled
 from torch import nn
 from torch._dynamo import convert_frame
 from torch._dynamo.utils import counters
+from toy_modules import InTurn, Lambda, times
 
 from ckptplan.core.errors import PlanMismatchError, UnsupportedModelError
 from ckptplan.core.plan import Plan
@@ -53,23 +54,13 @@ class Block(nn.Module):
         return x + self.drop(self.down(nn.functional.gelu(y)))
 
 
-class Model(nn.Module):
-    def __init__(self, *, breaks: bool = False) -> None:
-        super().__init__()
-        self.stem = nn.Linear(16, 64)
-        self.layers = nn.ModuleList(Block(breaks=breaks) for _ in range(4))
-        self.head = nn.Linear(64, 100)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.stem(x)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
+def model_of(*, breaks: bool) -> nn.Module:
+    return InTurn(stem=nn.Linear(16, 64), layers=times(4, lambda: Block(breaks=breaks)), head=nn.Linear(64, 100))
 
 
-def build(form: str = "", *, breaks: bool = False, backend: str = "aot_eager") -> tuple[Model, torch.Tensor]:
+def build(form: str = "", *, breaks: bool = False, backend: str = "aot_eager") -> tuple[Any, torch.Tensor]:
     torch.manual_seed(0)
-    model = Model(breaks=breaks).train()
+    model: Any = model_of(breaks=breaks).train()
     for i, layer in enumerate(model.layers):
         if form == "compile()":
             layer.compile(backend=backend)
@@ -79,7 +70,7 @@ def build(form: str = "", *, breaks: bool = False, backend: str = "aot_eager") -
 
 
 @pytest.fixture(scope="module", params=FORMS)
-def planned(request: pytest.FixtureRequest) -> Iterator[tuple[Model, torch.Tensor, Profile]]:
+def planned(request: pytest.FixtureRequest) -> Iterator[tuple[Any, torch.Tensor, Profile]]:
     torch._dynamo.reset()
     model, x = build(request.param)
     yield model, x, profile(model, x)
@@ -110,7 +101,7 @@ def check(model: nn.Module, plan: Plan, x: Any, slack: float = 0.02) -> None:
     assert v.measured_peak_bytes <= plan.peak_bytes <= (1 + slack) * v.measured_peak_bytes
 
 
-def test_mixed_actions_and_segments_over_compiled_stages(planned: tuple[Model, torch.Tensor, Profile]) -> None:
+def test_mixed_actions_and_segments_over_compiled_stages(planned: tuple[Any, torch.Tensor, Profile]) -> None:
     model, x, measured = planned
     before = dict(counters["stats"])
     check(model, plan_of(measured, "recompute+swap", "keep", "swap", "recompute"), x)
@@ -191,7 +182,7 @@ def test_the_compiler_leaves_hooks_alone(monkeypatch: pytest.MonkeyPatch) -> Non
 # --- what a model is afterwards ---
 
 
-def test_everything_is_as_before(planned: tuple[Model, torch.Tensor, Profile]) -> None:
+def test_everything_is_as_before(planned: tuple[Any, torch.Tensor, Profile]) -> None:
     model, x, measured = planned
     before = [dict(m.__dict__) for m in model.modules()]
     keys = list(model.state_dict())
@@ -224,13 +215,13 @@ def test_everything_is_as_before(planned: tuple[Model, torch.Tensor, Profile]) -
 
 
 @pytest.fixture(scope="module")
-def eager() -> tuple[Model, torch.Tensor, Plan]:
+def eager() -> tuple[Any, torch.Tensor, Plan]:
     torch._dynamo.reset()
     model, x = build()
     return model, x, plan_of(traced(model, x), "recompute")
 
 
-def test_a_model_compiled_as_a_whole_is_refused(eager: tuple[Model, torch.Tensor, Plan]) -> None:
+def test_a_model_compiled_as_a_whole_is_refused(eager: tuple[Any, torch.Tensor, Plan]) -> None:
     _, x, plan = eager
     model, _ = build()
     for whole in (torch.compile(model, backend="aot_eager"), model):
@@ -245,7 +236,7 @@ def test_a_model_compiled_as_a_whole_is_refused(eager: tuple[Model, torch.Tensor
 
 @pytest.mark.parametrize("how", ["torch.compile", "step", "layer.compile()", "layer"])
 def test_compiling_after_apply_is_an_error_and_never_a_plan_that_does_nothing(
-    eager: tuple[Model, torch.Tensor, Plan], how: str
+    eager: tuple[Any, torch.Tensor, Plan], how: str
 ) -> None:
     _, x, plan = eager
     model, _ = build()
@@ -269,7 +260,7 @@ def test_compiling_after_apply_is_an_error_and_never_a_plan_that_does_nothing(
 
 
 @pytest.mark.parametrize("planned", ["compile()"], indirect=True)
-def test_compiling_a_compiled_stage_again_after_apply(planned: tuple[Model, torch.Tensor, Profile]) -> None:
+def test_compiling_a_compiled_stage_again_after_apply(planned: tuple[Any, torch.Tensor, Profile]) -> None:
     model, x, measured = planned
     compiled = model.layers[2]._compiled_call_impl
     with apply(model, plan_of(measured, "recompute")):
@@ -279,7 +270,7 @@ def test_compiling_a_compiled_stage_again_after_apply(planned: tuple[Model, torc
     model.layers[2]._compiled_call_impl = compiled
 
 
-def test_a_region_over_several_stages_is_refused(eager: tuple[Model, torch.Tensor, Plan]) -> None:
+def test_a_region_over_several_stages_is_refused(eager: tuple[Any, torch.Tensor, Plan]) -> None:
     """A plan for stages that lie inside of what is compiled now belongs to another model."""
     _, _, plan = eager
     model, _ = build()
@@ -296,18 +287,10 @@ def test_estimates_and_absent_devices_want_the_uncompiled_model() -> None:
         profile(model, x, device="a100-40gb")
 
 
-class _Writes(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(64, 64)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.linear(x.mul_(2)))
-
-
 def test_a_compiled_stage_that_writes_to_its_inputs_is_refused() -> None:
     torch._dynamo.reset()
-    model = nn.Sequential(nn.Linear(16, 64), _Writes(), nn.Linear(64, 8)).train()
+    writes = Lambda(lambda self, x: torch.tanh(self.linear(x.mul_(2))), linear=nn.Linear(64, 64))
+    model = nn.Sequential(nn.Linear(16, 64), writes, nn.Linear(64, 8)).train()
     model[1].compile(backend="aot_eager")
     with pytest.raises(UnsupportedModelError, match="'1' writes to its inputs"):
         profile(model, torch.randn(32, 16))
@@ -315,7 +298,7 @@ def test_a_compiled_stage_that_writes_to_its_inputs_is_refused() -> None:
 
 @pytest.mark.parametrize("planned", ["compile()"], indirect=True)
 def test_a_plan_with_compiled_stages_can_be_replayed_with_every_allocation(
-    planned: tuple[Model, torch.Tensor, Profile],
+    planned: tuple[Any, torch.Tensor, Profile],
 ) -> None:
     """What `solve` does on CUDA; the blocks add up to the profile's peak here."""
     model, x, measured = planned

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from small_models import assert_kept
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from toy_modules import Lambda, times
 
 import ckptplan
 from ckptplan.profiling.bytes.fake import FakeWorld
@@ -73,25 +75,20 @@ def test_floating_masks_have_values_and_are_left_alone() -> None:
     assert given.eq(1).all()
 
 
-class Masked(nn.Module):
+def masked(model: Any, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Floating masks, one of its own and one that it is given, decide what its layers are given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(3))
-
-    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        hidden = x @ torch.eye(32)
-        own = None if torch.ones(len(x)).all() else torch.zeros(len(x), 1)
-        for layer in self.layers:
-            hidden = hidden + layer(hidden if mask.bool().all() else hidden * mask[:, None])
-            hidden = hidden if own is None else hidden * own
-        return hidden
+    hidden = x @ torch.eye(32)
+    own = None if torch.ones(len(x)).all() else torch.zeros(len(x), 1)
+    for layer in model.layers:
+        hidden = hidden + layer(hidden if mask.bool().all() else hidden * mask[:, None])
+        hidden = hidden if own is None else hidden * own
+    return hidden
 
 
 def test_masks_need_no_real_run() -> None:
     torch.manual_seed(0)
-    model = Masked()
+    layers = times(3, lambda: nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)))
+    model = Lambda(masked, layers=layers)
     for last in (1.0, 0.0):
         mask = torch.ones(128)
         mask[-1] = last

@@ -5,11 +5,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from toy_modules import Lambda, Residual, times
 
 import ckptplan
 from ckptplan.core.errors import UnsupportedModelError
@@ -22,17 +24,12 @@ GENERATOR = torch.Generator().manual_seed(0)
 X = torch.randn(48, WIDTH, generator=GENERATOR)
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.b(torch.sigmoid(self.a(x))))
+def block() -> Residual:
+    return Residual(nn.Linear(WIDTH, WIDTH), nn.Sigmoid(), nn.Linear(WIDTH, WIDTH), nn.Tanh())
 
 
 def layers(n: int = 2) -> nn.Sequential:
-    return nn.Sequential(*(Block() for _ in range(n)), nn.Linear(WIDTH, 4))
+    return nn.Sequential(*times(n, block), nn.Linear(WIDTH, 4))
 
 
 Made = tuple[nn.Module, Callable[[], Tensor]]
@@ -64,25 +61,16 @@ def critic() -> Made:
     return model, step
 
 
-class Energy(nn.Module):
+def with_forces(model: Any, x: Tensor) -> Tensor:
     """Forces are taken within the model's own forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.out = nn.Linear(WIDTH, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = h = x.detach().requires_grad_()
-        for block in self.blocks:
-            h = block(h)
-        energy = self.out(h).sum()
-        (forces,) = torch.autograd.grad(energy, x, create_graph=True)
-        return 1e-6 * energy.square() + forces.square().mean()
+    x = x.detach().requires_grad_()
+    energy = model.out(model.blocks(x)).sum()
+    (forces,) = torch.autograd.grad(energy, x, create_graph=True)
+    return 1e-6 * energy.square() + forces.square().mean()
 
 
 def forces() -> Made:
-    model = Energy()
+    model = Lambda(with_forces, blocks=nn.Sequential(*times(3, block)), out=nn.Linear(WIDTH, 1))
     return model, lambda: model(X)
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from small_models import assert_kept, scheduled
 from torch import nn
+from toy_modules import Residual, times
 
 import ckptplan
 from ckptplan.baselines.everywhere import recompute_all
@@ -22,13 +23,8 @@ from ckptplan.solving.planner import smallest_peak
 WIDTH, ROWS = 32, 96
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(F.dropout(F.gelu(self.up(x))))
+def block() -> Residual:
+    return Residual(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Dropout(0.5), nn.Linear(4 * WIDTH, WIDTH))
 
 
 class Parts(nn.Module):
@@ -39,38 +35,27 @@ class Parts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
-        self.side = nn.ModuleList(Block() for _ in range(self.depth))
-        self.main = nn.ModuleList(Block() for _ in range(self.depth))
-
-    def on_side(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.side:
-            x = block(x)
-        return x
-
-    def on_main(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.main:
-            x = block(x)
-        return x
+        self.side, self.main = (nn.Sequential(*times(self.depth, block)) for _ in range(2))
 
 
 class Detached(Parts):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.on_main(self.on_side(x).detach())
+        return self.main(self.side(x).detach())
 
 
 class Held(Parts):
     """A variable has the graph until forward ends."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        features = self.on_side(x)
-        return self.on_main(features.detach())
+        features = self.side(x)
+        return self.main(features.detach())
 
 
 class Midway(Parts):
     """A variable has the graph until the second block after it."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        features: Any = self.on_side(x)
+        features: Any = self.side(x)
         x = features.detach()
         for i, block in enumerate(self.main):
             x = block(x)
@@ -83,30 +68,30 @@ class TeacherFirst(Parts):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
-        wanted = self.on_side(x)
-        return F.mse_loss(self.on_main(x), wanted.detach())
+        wanted = self.side(x)
+        return F.mse_loss(self.main(x), wanted.detach())
 
 
 class TeacherLast(Parts):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
-        return F.mse_loss(self.on_main(x), self.on_side(x).detach())
+        return F.mse_loss(self.main(x), self.side(x).detach())
 
 
 class Siamese(Parts):
     """Two views through the same blocks, each of which is the other's constant target."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        a, b = self.on_side(x), self.on_side(x.flip(0))
-        return F.mse_loss(self.on_main(a), b.detach()) + F.mse_loss(self.on_main(b), a.detach())
+        a, b = self.side(x), self.side(x.flip(0))
+        return F.mse_loss(self.main(a), b.detach()) + F.mse_loss(self.main(b), a.detach())
 
 
-class TwoOutputs(Block):
+class TwoOutputs(Residual):
     """Its second output saves 4 times the bytes of the first."""
 
     def forward(self, x: torch.Tensor) -> Any:
         x = super().forward(x)
-        return x, self.up(x).exp().exp()
+        return x, self[0](x).exp().exp()
 
 
 class Unused(Parts):
@@ -114,7 +99,7 @@ class Unused(Parts):
 
     def __init__(self) -> None:
         super().__init__()
-        self.main = nn.ModuleList(TwoOutputs() for _ in range(self.depth))
+        self.main = nn.Sequential(*(TwoOutputs(*block()) for _ in range(self.depth)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.main:
@@ -194,8 +179,8 @@ class Changing(Parts):
     detaches = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.on_side(self.first(x))
-        return self.on_main(x.detach() if self.detaches else x)
+        x = self.side(self.first(x))
+        return self.main(x.detach() if self.detaches else x)
 
 
 @pytest.mark.parametrize("planned", [True, False])

@@ -16,6 +16,7 @@ from test_dropped_graphs import Detached, Midway, Parts, Unused, loss_of
 from test_menus import by_made_up_times
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from toy_modules import Lambda, Residual, times
 
 import ckptplan
 from ckptplan.core.link import Link
@@ -28,7 +29,7 @@ from ckptplan.profiling.times.timing import StageWork, Times
 Built = tuple[nn.Module, Any, dict[str, Any]]
 
 
-class Residual(nn.Module):
+class Layer(nn.Module):
     """A layer with dropout; `place` scales its result if `reads_place`, and otherwise only differs."""
 
     def __init__(self, width: int = 128, place: int = 0, *, reads_place: bool = False) -> None:
@@ -41,7 +42,7 @@ class Residual(nn.Module):
         return x + (made * (1 + self.layer_idx / 8) if self.reads_place else made)
 
 
-class Hooked(Residual):
+class Hooked(Layer):
     """A layer of which some have more to do in backward alone."""
 
     def __init__(self, place: int, *hooked: int) -> None:
@@ -68,14 +69,14 @@ class Heavy(torch.autograd.Function):
         return torch.cat([gradient] * (3 if ctx.much else 1))[: len(gradient)].clone(), None
 
 
-class HeavyOnce(Residual):
+class HeavyOnce(Layer):
     """A layer of which the third takes more memory in backward, which forward doesn't show."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return Heavy.apply(super().forward(x), self.layer_idx == 2)
 
 
-class Dropping(Residual):
+class Dropping(Layer):
     """A layer that makes a graph, drops it, and draws from a generator of its own."""
 
     def __init__(self) -> None:
@@ -87,54 +88,27 @@ class Dropping(Residual):
         return super().forward(x) * torch.empty_like(x).bernoulli_(0.5, generator=self.generator)
 
 
-class Collecting(nn.Module):
-    """Returns the outputs of all layers."""
-
-    def __init__(self, depth: int) -> None:
-        super().__init__()
-        self.layers, self.head = nn.ModuleList(Residual(place=k) for k in range(depth)), nn.Linear(32, 8)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        seen = [x]
-        for layer in self.layers:
-            seen.append(layer(seen[-1]))
-        return self.head(seen[-1]), seen
-
-
-class Normed(nn.Module):
+def normed_layer() -> Residual:
     """A layer with buffers, which a recompute copies."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.norm = nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.relu_(self.norm(self.conv(x)))
+    return Residual(nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(inplace=True))
 
 
-class Checkpointed(Residual):
+class Checkpointed(Layer):
     """A layer that is checkpointed by itself: backward runs it again."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
-class Carrying(nn.Module):
+def carrying(model: Any, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Gives a tensor through all layers beside the one that they change, and a mask that was there before."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bias = nn.Linear(32, 32)
-        self.layers = nn.ModuleList(Biased() for _ in range(DEPTH))
-
-    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        bias = self.bias(x)
-        for layer in self.layers:
-            x = layer(x, bias, mask)
-        return x
+    bias = model.bias(x)
+    for layer in model.layers:
+        x = layer(x, bias, mask)
+    return x
 
 
-class Biased(Residual):
+class Biased(Layer):
     """A layer that reads two tensors besides its input."""
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -159,29 +133,38 @@ def vit(layers: int = 6) -> Built:
 
 
 def collecting(loss_fn: Callable[[Any], torch.Tensor]) -> Built:
-    return Collecting(8), torch.randn(16, 40, 32), {"menus": False, "loss_fn": loss_fn}
+    """Returns the outputs of all layers."""
+
+    def forward(model: Any, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        seen = [x]
+        for layer in model.layers:
+            seen.append(layer(seen[-1]))
+        return model.head(seen[-1]), seen
+
+    model = Lambda(forward, layers=nn.ModuleList(Layer(place=k) for k in range(8)), head=nn.Linear(32, 8))
+    return model, torch.randn(16, 40, 32), {"menus": False, "loss_fn": loss_fn}
 
 
 def normed() -> Built:
-    layers = nn.Sequential(nn.Conv2d(3, 16, 1), *(Normed() for _ in range(8)))
+    layers = nn.Sequential(nn.Conv2d(3, 16, 1), *times(8, normed_layer))
     return layers, torch.randn(4, 3, 16, 16), {"menus": False}
 
 
 def of_one_weight() -> Built:
-    made = stack(*(Residual() for _ in range(8)))
+    made = stack(*times(8, Layer))
     for layer in made[0][2:9]:
         layer.up.weight = made[0][1].up.weight
     return made
 
 
 def frozen() -> Built:
-    made = stack(*(Residual() for _ in range(12)))
+    made = stack(*times(12, Layer))
     for layer in made[0][:4]:
         layer.requires_grad_(False)
     return made
 
 
-class Reading(Residual):
+class Reading(Layer):
     """A layer that reads a value."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -189,7 +172,7 @@ class Reading(Residual):
 
 
 def stepping() -> Built:
-    model, x, _ = stack(*(Residual() for _ in range(7)))
+    model, x, _ = stack(*times(7, Layer))
     return model, None, {"step": lambda: model(x).sum(), "menus": False}
 
 
@@ -206,7 +189,7 @@ class Case(NamedTuple):
     folded: bool = True
 
 
-UNITS = ckptplan.FSDP(4, units=("Residual",), param_dtype="bfloat16")
+UNITS = ckptplan.FSDP(4, units=("Layer",), param_dtype="bfloat16")
 
 
 def dropping_graphs(kind: type[Parts], *, folded: bool) -> Case:
@@ -215,7 +198,7 @@ def dropping_graphs(kind: type[Parts], *, folded: bool) -> Case:
 
 
 def equal(**options: Any) -> Built:
-    return stack(*(Residual(place=k) for k in range(8)), **options)
+    return stack(*(Layer(place=k) for k in range(8)), **options)
 
 
 def special(forward: Callable[..., torch.Tensor]) -> Case:
@@ -228,26 +211,32 @@ CASES: dict[str, Case] = {
     "accumulating": Case(lambda: equal(accumulate=True, optimizer="adamw")),
     "absent": Case(lambda: equal(device="a100-40gb", amp=torch.bfloat16)),
     "sharded": Case(lambda: equal(device="a100-40gb", fsdp=UNITS)),
-    "stack": Case(lambda: stack(*(Residual(place=k) for k in range(9)), menus=True)),
-    "two in turn": Case(lambda: stack(*(Residual(64 + 64 * (k % 2)) for k in range(12)))),
+    "stack": Case(lambda: stack(*(Layer(place=k) for k in range(9)), menus=True)),
+    "two in turn": Case(lambda: stack(*(Layer(64 + 64 * (k % 2)) for k in range(12)))),
     "some frozen": Case(frozen),
-    "dropping": Case(lambda: stack(*(Dropping() for _ in range(8)))),
+    "dropping": Case(lambda: stack(*times(8, Dropping))),
     "all hooked": Case(lambda: stack(*(Hooked(k, *range(8)) for k in range(8)))),
-    "nested": Case(lambda: stack(*(nn.Sequential(*(Residual() for _ in range(5))) for _ in range(5)))),
+    "nested": Case(lambda: stack(*(nn.Sequential(*times(5, Layer)) for _ in range(5)))),
     "collecting": Case(lambda: collecting(lambda out: out[0].sum())),
     "normed": Case(normed),
     "graph dropped": dropping_graphs(Detached, folded=True),
-    "checkpointed": Case(lambda: stack(*(Checkpointed() for _ in range(7)))),
-    "carrying": Case(lambda: (Carrying(), tuple(torch.randn(2, 16, 40, 32)), {"menus": False})),
+    "checkpointed": Case(lambda: stack(*times(7, Checkpointed))),
+    "carrying": Case(
+        lambda: (
+            Lambda(carrying, bias=nn.Linear(32, 32), layers=times(DEPTH, Biased)),
+            tuple(torch.randn(2, 16, 40, 32)),
+            {"menus": False},
+        )
+    ),
     # Here some operation isn't that of another layer, or there are as many as layers, so all are run.
     "graph dropped in another layer": dropping_graphs(Midway, folded=False),
     "graphs dropped behind all": dropping_graphs(Unused, folded=False),
     "one hooked": Case(lambda: stack(*(Hooked(k, 5) for k in range(8))), folded=False),
     "heavy once": Case(lambda: stack(*(HeavyOnce(place=k) for k in range(8))), folded=False),
     "stacking": Case(lambda: collecting(lambda out: torch.stack(out[1]).sum()), folded=False),
-    "place read": Case(lambda: stack(*(Residual(place=k, reads_place=True) for k in range(8))), folded=False),
+    "place read": Case(lambda: stack(*(Layer(place=k, reads_place=True) for k in range(8))), folded=False),
     "one weight": Case(of_one_weight, folded=False),
-    "reading": Case(lambda: stack(*(Reading() for _ in range(7))), folded=False),
+    "reading": Case(lambda: stack(*times(7, Reading)), folded=False),
     "a step of its own": Case(stepping, folded=False),
     **{forward.__name__: special(forward) for forward in (*FORWARDS, at_random)},
 }
@@ -332,7 +321,7 @@ def test_layers_with_other_settings_inside_an_object_are_not_equal() -> None:
             self.rate = rate
             self.owner = self  # a cycle
 
-    class Set(Residual):
+    class Set(Layer):
         def __init__(self, rate: float) -> None:
             super().__init__()
             self.settings = Settings(rate)
@@ -344,7 +333,7 @@ def test_layers_with_other_settings_inside_an_object_are_not_equal() -> None:
 
 def test_units_with_other_settings_are_not_equal() -> None:
     """Also where they act in backward alone, which no forward shows."""
-    layers = nn.Sequential(*(Residual() for _ in range(12)))
+    layers = nn.Sequential(*times(12, Layer))
     with sharded(layers, UNITS):
         assert [(run.count, run.kept) for run in folding.find_runs(layers)] == [(12, 5)]
         for name in ("set_reshard_after_backward", "set_requires_gradient_sync"):

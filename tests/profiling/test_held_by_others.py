@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from made_plans import scheduled
 from torch import nn
+from toy_modules import Lambda, times
 
 from ckptplan import apply
 from ckptplan.core.request import Training
@@ -20,15 +22,6 @@ from ckptplan.training.measure import held_tensors, peak_above_start, run_step
 from ckptplan.training.step import make_step
 
 WIDTH = 64
-
-
-class Lambda(nn.Module):
-    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.function(x)
 
 
 class LargeBackward(torch.autograd.Function):
@@ -44,62 +37,43 @@ class LargeBackward(torch.autograd.Function):
         return gradients[0].clone()
 
 
-class LargeForward(nn.Module):
+def large_forward(model: Any, x: torch.Tensor) -> torch.Tensor:
     """Blocks that don't save what they read, and between them the model's own code, which takes most of the bytes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        doubled = (Lambda(lambda x: 2 * x) for _ in range(3))
-        self.blocks = nn.ModuleList(nn.Sequential(d, nn.Linear(WIDTH, 4), nn.Linear(4, WIDTH)) for d in doubled)
-        self.head = nn.Linear(WIDTH, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = 2 * x
-        for block in self.blocks:
-            x = block(x)
-            x.detach().repeat(1, 40)
-        return self.head(x)
+    x = 2 * x
+    for block in model.blocks:
+        x = block(x)
+        x.detach().repeat(1, 40)
+    return model.head(x)
 
 
-class Shifted(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return self.inner(x) + mask[:, :WIDTH]
+def narrowed() -> nn.Module:
+    return nn.Sequential(Lambda(lambda _, x: 2 * x), nn.Linear(WIDTH, 4), nn.Linear(4, WIDTH))
 
 
-class Masked(nn.Module):
+def shifted() -> nn.Module:
+    return Lambda(lambda self, x, mask: self.inner(x) + mask[:, :WIDTH], inner=nn.Linear(WIDTH, WIDTH))
+
+
+def masked(model: Any, x: torch.Tensor) -> torch.Tensor:
     """Layers that read a mask, of which only the code after them saves it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Shifted() for _ in range(3))
-        self.head = nn.Linear(WIDTH, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        mask = (x.detach() > 0).float().repeat(1, 8)
-        for layer in self.layers:
-            x = layer(x, mask)
-        return self.head(LargeBackward.apply(x) * mask[:, :WIDTH])
+    mask = (x.detach() > 0).float().repeat(1, 8)
+    for layer in model.blocks:
+        x = layer(x, mask)
+    return model.head(LargeBackward.apply(x) * mask[:, :WIDTH])
 
 
-class Holding(nn.Module):
+def holding(hold: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> nn.Module:
     """Two layers, the first of which saves a tensor that the program or the graph itself holds, and large backwards."""
 
-    def __init__(self, hold: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.hold = hold
-        self.first = nn.Linear(WIDTH, WIDTH).requires_grad_(hold is not as_leaf)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2))
-        self.head = nn.Linear(WIDTH, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.hold(self, self.first(x))
-        for layer in self.layers:
+    def forward(model: Any, x: torch.Tensor) -> torch.Tensor:
+        x = hold(model, model.first(x))
+        for layer in model.layers:
             x = layer(x)
-        return LargeBackward.apply(self.head(LargeBackward.apply(x)))
+        return LargeBackward.apply(model.head(LargeBackward.apply(x)))
+
+    first = nn.Linear(WIDTH, WIDTH).requires_grad_(hold is not as_leaf)
+    layers = times(2, lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()))
+    return Lambda(forward, first=first, layers=layers, head=nn.Linear(WIDTH, 4))
 
 
 def as_leaf(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -118,20 +92,17 @@ def in_hook(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return y
 
 
-MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
-    "forward": lambda: (LargeForward(), torch.randn(256, WIDTH)),
-    "mask": lambda: (Masked(), torch.randn(256, WIDTH)),
-    **{
-        hold.__name__: lambda hold=hold: (Holding(hold), torch.randn(256, WIDTH))  # type: ignore[misc]
-        for hold in (as_leaf, in_attribute, in_hook)
-    },
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "forward": lambda: Lambda(large_forward, blocks=times(3, narrowed), head=nn.Linear(WIDTH, 4)),
+    "mask": lambda: Lambda(masked, blocks=times(3, shifted), head=nn.Linear(WIDTH, 4)),
+    **{hold.__name__: functools.partial(holding, hold) for hold in (as_leaf, in_attribute, in_hook)},
 }
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_no_plan_has_a_higher_peak_than_predicted(name: str) -> None:
     torch.manual_seed(0)
-    model, inputs = MODELS[name]()
+    model, inputs = MODELS[name](), torch.randn(256, WIDTH)
     step = make_step(model, Training(inputs))
     measured = traced_bytes(step, None, find_target(model))
     menus = [

@@ -12,6 +12,7 @@ import torch
 from small_models import assert_kept, plan_of
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from toy_modules import Lambda, times
 
 import ckptplan
 from ckptplan.core.errors import InvalidInputError
@@ -32,28 +33,22 @@ CUDA = torch.device("cuda", 0)
 ROWS, WIDTH = 8, 1024
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor, host: dict[str, torch.Tensor]) -> torch.Tensor:
-        weights = torch.cumsum(host["weights"] * 2, 0)  # computed on the host
-        total = (host["lengths"] + 1).sum()
-        moved = (weights * total).to(x.device)
-        return torch.tanh(self.linear(x) * host["scale"] + moved)
+def on_both(self: Any, x: torch.Tensor, host: dict[str, torch.Tensor]) -> torch.Tensor:
+    weights = torch.cumsum(host["weights"] * 2, 0)  # computed on the host
+    total = (host["lengths"] + 1).sum()
+    moved = (weights * total).to(x.device)
+    return torch.tanh(self.linear(x) * host["scale"] + moved)
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.register_buffer("order", torch.arange(64, device="cpu"))
+def in_turn(model: Any, x: torch.Tensor, host: dict[str, torch.Tensor]) -> torch.Tensor:
+    for block in model.blocks:
+        x = block(x, host)
+    return x
 
-    def forward(self, x: torch.Tensor, host: dict[str, torch.Tensor]) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x, host)
-        return x
+
+def made() -> nn.Module:
+    blocks = times(2, lambda: Lambda(on_both, linear=nn.Linear(WIDTH, WIDTH)))
+    return Lambda(in_turn, blocks=blocks, order=torch.arange(64, device="cpu"))
 
 
 def host() -> dict[str, torch.Tensor]:
@@ -66,7 +61,7 @@ def host() -> dict[str, torch.Tensor]:
 
 def test_lengths_and_numbers_on_the_host_are_no_error() -> None:
     with torch.device("meta"):
-        model = Model()
+        model = made()
     with FakeTensorMode():
         elsewhere = torch.empty(ROWS, WIDTH, device="cuda")
     training, _ = training_step(model, Training((torch.empty(ROWS, WIDTH), host())), Target(CUDA))
@@ -77,7 +72,7 @@ def test_lengths_and_numbers_on_the_host_are_no_error() -> None:
 
 def test_they_take_no_bytes_of_the_device() -> None:
     with torch.device("meta"):
-        model, x = Model(), torch.empty(ROWS, WIDTH)
+        model, x = made(), torch.empty(ROWS, WIDTH)
     tracker = Tracker(Target(CUDA))
     # Without gradients: autograd's nodes want the device itself.
     with fake_parameters(model, tracker), torch.no_grad():
@@ -87,10 +82,10 @@ def test_they_take_no_bytes_of_the_device() -> None:
         with tracker:
             output = given.model(*given.args)
     assert output.device == CUDA
-    made = [nbytes for op in tracker.forward[0].ops for nbytes, _ in op.made.values()]
+    sizes = [nbytes for op in tracker.forward[0].ops for nbytes, _ in op.made.values()]
     result = ROWS * WIDTH * 4
     # Of each block the product, its scaling, the sum and the result; and the weights, which are moved there.
-    assert sorted(made) == [WIDTH * 4] * 2 + [result] * 8
+    assert sorted(sizes) == [WIDTH * 4] * 2 + [result] * 8
     assert tracker.live_bytes == result
 
 
@@ -118,39 +113,27 @@ def test_plans_know_them_by_path_type_and_shape() -> None:
     beyond = limits.first_beyond((args[0], more), {})
     assert beyond is not None
     assert beyond[0].path == "[0][1]['lengths']"
-    model = Model()
+    model = made()
     assert "int64[2]" in fingerprint(TrainingStep(model, args)).inputs
 
 
-class Masked(nn.Module):
+def masked(model: Any, x: torch.Tensor, host: dict[str, torch.Tensor]) -> torch.Tensor:
     """Looks rows up by indices on the host, and masks by lengths that it moves itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(3))
-
-    def forward(self, x: torch.Tensor, host: dict[str, torch.Tensor]) -> torch.Tensor:
-        kept = torch.arange(x.shape[1], device=x.device) < host["lengths"].to(x.device)[:, None]
-        x = x[host["order"]] * kept[..., None] * host["scale"]
-        for block in self.blocks:
-            x = block(x)
-        return x
+    kept = torch.arange(x.shape[1], device=x.device) < host["lengths"].to(x.device)[:, None]
+    x = x[host["order"]] * kept[..., None] * host["scale"]
+    for block in model.blocks:
+        x = block(x)
+    return x
 
 
-def on_device(device: torch.device) -> None:
+@pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_all_of_it_on_the_cpu_and_beside_a_device(kind: str) -> None:
+    device = torch.device(kind, torch.cuda.current_device() if kind == "cuda" else None)
     torch.manual_seed(0)
-    model, x = Masked().to(device), torch.randn(16, 64, 256, device=device)
+    blocks = times(3, lambda: nn.Sequential(nn.Linear(256, 256), nn.Tanh()))
+    model, x = Lambda(masked, blocks=blocks).to(device), torch.randn(16, 64, 256, device=device)
     given = {"lengths": torch.randint(1, 64, (16,)), "order": torch.randperm(16), "scale": torch.tensor(0.5)}
     chain = ckptplan.profile(model, (x, given))
     for action in ("keep", "recompute", "swap"):
         plan = plan_of(chain, [action] * len(chain.stages))
         assert_kept(model, plan, (x, given))
-
-
-def test_all_of_it_on_the_cpu() -> None:
-    on_device(torch.device("cpu"))
-
-
-@pytest.mark.gpu
-def test_all_of_it_beside_a_device() -> None:
-    on_device(torch.device("cuda", torch.cuda.current_device()))

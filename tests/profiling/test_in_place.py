@@ -10,6 +10,7 @@ import torch
 from measured_phases import measure_phases
 from torch import nn
 from torch.nn import functional as F
+from toy_modules import Lambda
 
 import ckptplan
 from ckptplan.core.request import Training
@@ -77,20 +78,11 @@ FORMULAS: dict[str, Callable[[torch.Tensor], Any]] = {
 # fmt: on
 
 
-class Formula(nn.Module):
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.x = nn.Parameter(torch.rand(SIDE, SIDE))
-        self.formula = FORMULAS[name]
-
-    def forward(self) -> torch.Tensor:
-        return self.formula(self.x.exp()).sin().sum()
-
-
 @pytest.mark.parametrize("name", FORMULAS)
 def test_backward_takes_what_real_tensors_take(name: str) -> None:
-    model = Formula(name)
+    torch.manual_seed(0)
+    given = nn.Parameter(torch.rand(SIDE, SIDE))
+    model: Any = Lambda(lambda self: self.formula(self.x.exp()).sin().sum(), x=given, formula=FORMULAS[name])
     found = ckptplan.estimate(model, ())
     (real,) = (p for p in measure_phases(make_step(model, Training(())), steps=1).phases if p.name == "backward")
     beside_bytes = found.phase("loaded").end_bytes - model.x.nbytes  # what the formula reads of this module's variables

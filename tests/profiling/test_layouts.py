@@ -12,6 +12,7 @@ from small_models import assert_kept, build
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
+from toy_modules import Lambda, times
 
 import ckptplan
 from ckptplan.profiling.bytes.layouts import Layouts
@@ -136,38 +137,28 @@ def test_a_traced_model_is_given_what_the_kernels_return(monkeypatch: pytest.Mon
 
 def test_results_that_share_a_storage_do_so_in_each_trace() -> None:
     """PyTorch's own cache of fake kernels gives the two gradients of an LSTM's biases a storage each."""
-
-    class Layers(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.LSTM(16, 16, bidirectional=True, batch_first=True)
-            self.second = nn.LSTM(32, 16, bidirectional=True, batch_first=True)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.second(self.first(x)[0])[0].sum()
-
     FakeTensorMode.cache_clear()
     torch.manual_seed(0)
-    model, x = Layers(), torch.randn(4, 8, 16)
-    first, second = (ckptplan.profile(model, x, device="a100-40gb") for _ in range(2))
-    assert first == second
+    first, second = (nn.LSTM(width, 16, bidirectional=True, batch_first=True) for width in (16, 32))
+    model = Lambda(lambda self, x: self.second(self.first(x)[0])[0].sum(), first=first, second=second)
+    x = torch.randn(4, 8, 16)
+    profiles = [ckptplan.profile(model, x, device="a100-40gb") for _ in range(2)]
+    assert profiles[0] == profiles[1]
 
 
 @pytest.mark.parametrize("activation", [nn.Identity, nn.Softplus])
 def test_gradients_are_laid_out_as_real_kernels_do(activation: type[nn.Module]) -> None:
     """A convolution copies a gradient that isn't contiguous; normalized channels come from a transposed one."""
 
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.convolution, self.norm = nn.Conv1d(32, 32, 3, padding=1), nn.LayerNorm(32)
-            self.activation = activation()
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        x = self.convolution(x).transpose(1, 2)
+        return torch.tanh(self.activation(self.norm(x)).transpose(1, 2).contiguous())
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.convolution(x).transpose(1, 2)
-            found: torch.Tensor = torch.tanh(self.activation(self.norm(x)).transpose(1, 2).contiguous())
-            return found
+    def layer() -> nn.Module:
+        return Lambda(
+            forward, convolution=nn.Conv1d(32, 32, 3, padding=1), norm=nn.LayerNorm(32), activation=activation()
+        )
 
-    model, x = nn.Sequential(*(Layer() for _ in range(4))), torch.randn(4, 32, 256)
+    model, x = nn.Sequential(*times(4, layer)), torch.randn(4, 32, 256)
     plan = ckptplan.solve(model, inputs=x, budget="100%", time_limit_s=1)
     assert assert_kept(model, plan, x).measured_peak_bytes > 0.99 * plan.peak_bytes

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from toy_modules import InTurn, Lambda
 
 from ckptplan.core.link import Link
 from ckptplan.profiling import profiler
@@ -76,24 +78,15 @@ def test_costs_through_the_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-class Stage(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x).exp()
-        return x
-
-
 def sizes(least: int | None, monkeypatch: pytest.MonkeyPatch) -> dict[int, bool]:
     """Whether storages stay, by their sizes, where a link's storages are worth moving from `least` bytes on."""
+    layers = [layer for _ in range(3) for layer in (nn.Linear(64, 64), Lambda(lambda _, x: x.exp()))]
+    stage = InTurn(layers=nn.ModuleList(layers))
     with monkeypatch.context() as patch:
         if least is not None:
             target = Target(CPU, least_moved_bytes=least)
             patch.setattr(profiler, "find_target", lambda *_: target)
-        chain = profile(Stage(), torch.randn(16, 64), menus=False)
+        chain = profile(stage, torch.randn(16, 64), menus=False)
     return {s.nbytes: s.stays for s in chain.storages if s.born >= 0 and not s.to_end}
 
 

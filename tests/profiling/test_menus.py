@@ -14,6 +14,7 @@ import torch
 from small_models import assert_kept, scheduled
 from torch import nn
 from torch.nn import functional as F
+from toy_modules import Lambda, times
 
 import ckptplan
 from ckptplan.core.request import Limits
@@ -250,22 +251,18 @@ def test_peaks_and_gradients_under_any_mixture_of_options(name: str) -> None:
         assert report.predicted_peak_bytes <= most_bytes, [option.name for option in options]
 
 
-class _Counts(nn.Module):
+def counts(self: Any, x: torch.Tensor) -> torch.Tensor:
     """Counts where its largest values are: on real tensors `one_hot` runs other operations than on fake ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(256, 256)
-        self.register_buffer("count", torch.zeros(256, dtype=torch.long))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.linear(x)
-        self.count.add_(nn.functional.one_hot(y.argmax(1), 256).sum(0))
-        return x + torch.tanh(torch.sigmoid(y) * torch.exp(-y * y))
+    y = self.linear(x)
+    self.count.add_(nn.functional.one_hot(y.argmax(1), 256).sum(0))
+    return x + torch.tanh(torch.sigmoid(y) * torch.exp(-y * y))
 
 
 def test_operations_that_run_otherwise_than_traced_are_not_offered() -> None:
-    model, inputs = nn.Sequential(*(_Counts() for _ in range(3))), torch.randn(512, 256)
+    def layer() -> nn.Module:
+        return Lambda(counts, linear=nn.Linear(256, 256), count=torch.zeros(256, dtype=torch.long))
+
+    model, inputs = nn.Sequential(*times(3, layer)), torch.randn(512, 256)
     profile = ckptplan.profile(model, inputs)
     least = smallest_peak(profile, Limits(actions=("keep", "recompute"))).peak_bytes
     plan = ckptplan.solve(profile, least / 2**30, actions=("keep", "recompute"), time_limit_s=1)

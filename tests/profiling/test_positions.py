@@ -11,6 +11,7 @@ import torch
 from made_plans import one_transfer, scheduled
 from test_menus import Attending, by_made_up_times
 from torch import nn
+from toy_modules import Lambda, Residual
 
 import ckptplan
 from ckptplan.core.errors import InvalidInputError, PlanMismatchError
@@ -29,27 +30,22 @@ HERE = torch.device("meta")  # a device beside the CPU that needs no memory
 CUDA = torch.device("cuda", 0)
 
 
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+def block(width: int) -> Residual:
+    return Residual(nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:0"])
 def test_what_a_stage_makes_on_a_cuda_device_has_positions(device: str) -> None:
     """Without a gradient, which a build for the CPU can't record on fake CUDA tensors."""
     with HERE:
-        block, x = Block(64), torch.empty(4, 16, 64)
+        layers, x = block(64), torch.empty(4, 16, 64)
     tracker = Tracker(Target(torch.device(device)))
-    with fake_parameters(block, tracker), torch.no_grad():
+    with fake_parameters(layers, tracker), torch.no_grad():
         given = tracker.fake(x)
-        for tensor in (given, *block.parameters()):
+        for tensor in (given, *layers.parameters()):
             tracker.outside(tensor)
         with tracker:
-            assert block(given).device == CUDA
+            assert layers(given).device == CUDA
     made = {op.key[0]._opname: list(op.made.values()) for op in tracker.forward[0].ops if op.made}  # no views
     tokens = 4 * 16
     assert made == {
@@ -113,19 +109,10 @@ def test_what_lies_elsewhere_has_a_position_and_stays_there() -> None:
         strict.leave(0, packing.saved, one_transfer((0,)))
 
 
-class Exponential(nn.Module):
-    """Saves its own result, a number, which no position counts: without a backward nothing may keep it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.weight.exp()
-
-
 def test_a_number_that_its_own_node_saves_goes_with_the_graph() -> None:
-    now, module = SwapSession({}, torch.device("cpu"), lambda storage: False, Counters()), Exponential()
+    """Its own result, which no position counts: without a backward nothing may keep it."""
+    now = SwapSession({}, torch.device("cpu"), lambda storage: False, Counters())
+    module = Lambda(lambda self, x: x * self.weight.exp(), weight=nn.Parameter(torch.ones(())))
     gc.collect()
     gc.disable()
     try:

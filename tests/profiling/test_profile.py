@@ -15,6 +15,7 @@ from random_chains import random_options, random_segments
 from small_models import assert_kept, build, measured, scheduled
 from torch import nn
 from torch.nn import functional as F
+from toy_modules import InTurn, Residual, times
 
 import ckptplan
 from ckptplan.core.request import Limits, Training
@@ -30,45 +31,24 @@ CPU = torch.device("cpu")
 ALL = ("keep", "swap", "recompute")
 
 
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
-        self.drop = nn.Dropout(0.1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.drop(self.down(F.gelu(self.up(self.norm(x)))))
+def block(width: int) -> Residual:
+    up, down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+    return Residual(nn.LayerNorm(width), up, nn.GELU(), down, nn.Dropout(0.1))
 
 
-class Net(nn.Module):
+class Net(InTurn):
     """Blocks called in a loop, a stem before and a head after."""
 
     def __init__(self, blocks: int = 4, width: int = 64) -> None:
-        super().__init__()
-        self.stem = nn.Linear(width, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
-        self.head = nn.Linear(width, 10)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+        made = times(blocks, lambda: block(width))
+        super().__init__(stem=nn.Linear(width, width), blocks=made, head=nn.Linear(width, 10))
 
 
-class Recurrent(nn.Module):
-    """Kernels whose fake twins misreport their workspace."""
+class Recurrent(nn.LSTM):
+    """A kernel whose fake twin misreports its workspace."""
 
-    def __init__(self, width: int = 48) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.LSTM(width, width, batch_first=True) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)[0]
-        return x
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x)[0]
 
 
 def measured_peak(model: nn.Module, inputs: Any, **kwargs: Any) -> int:
@@ -149,7 +129,10 @@ def bulky() -> tuple[nn.Module, torch.Tensor]:
 
 MODELS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
     "blocks": lambda: (Net(), torch.randn(64, 64)),
-    "recurrent": lambda: (Recurrent(), torch.randn(32, 8, 48)),
+    "recurrent": lambda: (
+        nn.Sequential(*times(3, lambda: Recurrent(48, 48, batch_first=True))),
+        torch.randn(32, 8, 48),
+    ),
     "noting": lambda: (Noting(), torch.randn(128, 48)),
     "bulky": bulky,
 }
@@ -205,16 +188,12 @@ def test_any_plan_holds_its_predicted_peak_and_gradients(name: str) -> None:
 COLLECTED: contextvars.ContextVar[list[torch.Tensor]] = contextvars.ContextVar("COLLECTED")
 
 
-class Gated(Block):
+class Gate(nn.Linear):
     """Leaves a loss in the list of a context variable."""
 
-    def __init__(self, width: int) -> None:
-        super().__init__(width)
-        self.gate = nn.Linear(width, 4)
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        COLLECTED.get().append(self.gate(x).softmax(-1).square().mean())
-        return super().forward(x)
+        COLLECTED.get().append(super().forward(x).softmax(-1).square().mean())
+        return x
 
 
 class Collecting(Net):
@@ -222,9 +201,9 @@ class Collecting(Net):
 
     def __init__(self, where: str) -> None:
         super().__init__(4)
-        self.hooked: list[nn.Module] = [block.up for block in self.blocks] if where == "hooks" else []
+        self.hooked: list[nn.Module] = [block[1] for block in self.blocks] if where == "hooks" else []
         if not self.hooked:
-            self.blocks = nn.ModuleList(Gated(64) for _ in range(4))
+            self.blocks = times(4, lambda: Residual(Gate(64, 4), *block(64)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         found: list[torch.Tensor] = []
@@ -328,18 +307,15 @@ def test_a_state_that_is_carried_from_step_to_step() -> None:
         assert all(map(torch.equal, found, expected)), [choice.option for choice in plan.choices]
 
 
-class WritesItsInput(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(64, 64)
-
+class WritesItsInput(nn.Sequential):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x += 1.0
-        return self.inner(torch.tanh(x))
+        return super().forward(x)
 
 
 def test_a_stage_that_writes_to_its_input_is_never_recomputed() -> None:
-    model, inputs = nn.Sequential(nn.Linear(64, 64), *(WritesItsInput() for _ in range(3))), torch.randn(128, 64)
+    layers = times(3, lambda: WritesItsInput(nn.Tanh(), nn.Linear(64, 64)))
+    model, inputs = nn.Sequential(nn.Linear(64, 64), *layers), torch.randn(128, 64)
     profile = ckptplan.profile(model, inputs)
     assert [s.recompute is None for s in profile.stages if not s.is_glue] == [False, True, True, True]
     least = smallest_peak(profile, Limits(actions=ALL)).peak_bytes
@@ -514,18 +490,12 @@ def test_a_layer_converted_to_its_own_type() -> None:
     assert model[-1].weight is weight
 
 
-class WithScripted(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(32, 32)
-        with warnings.catch_warnings(action="ignore"):  # TorchScript is deprecated
-            self.scripted = torch.jit.script(nn.Sequential(nn.Linear(32, 32)))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.tanh(self.scripted(self.linear(x)))
+def with_scripted() -> Residual:
+    with warnings.catch_warnings(action="ignore"):  # TorchScript is deprecated
+        return Residual(nn.Linear(32, 32), torch.jit.script(nn.Sequential(nn.Linear(32, 32))), nn.Tanh())
 
 
 def test_a_scripted_container_inside_of_a_stage() -> None:
     """Its class gives no forward, and hooks don't see what it calls."""
-    model, x = nn.Sequential(WithScripted(), WithScripted(), WithScripted()), torch.randn(64, 32)
+    model, x = nn.Sequential(*times(3, with_scripted)), torch.randn(64, 32)
     assert_kept(model, ckptplan.solve(model, budget="50%", inputs=x), x)

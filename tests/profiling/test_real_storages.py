@@ -11,6 +11,7 @@ import torch
 from small_models import assert_kept, plan_of
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from toy_modules import Lambda
 
 import ckptplan
 from ckptplan.core.units import format_bytes
@@ -69,21 +70,12 @@ REFUSED = {"more": 2 * BYTES, "narrow": 4 * BYTES, "branch": 2 * BYTES}
 LARGER = {"wide": 4 * BYTES}
 
 
-class _Layer(nn.Module):
-    def __init__(self, odd: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.odd = odd
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.odd(self.linear(x))
-
-
 def model_with(odd: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
     torch.manual_seed(0)
-    plain = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2))
-    first, last = plain
-    return nn.Sequential(first, _Layer(odd), _Layer(odd), last)
+    layers = (torch.tanh, odd, odd, torch.tanh)
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(WIDTH, WIDTH), Lambda(lambda self, x: self.f(x), f=f)) for f in layers)
+    )
 
 
 def inputs() -> torch.Tensor:

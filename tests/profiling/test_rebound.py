@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from toy_modules import Lambda
 
 import ckptplan
 
@@ -28,20 +29,13 @@ def rebound_and_written(mine: nn.Parameter, other: nn.Parameter) -> None:
     mine.data.add_(1)
 
 
-class Momentum(nn.Module):
-    def __init__(self, write: Write) -> None:
-        super().__init__()
-        self.write = write
-        self.query, self.key = nn.Linear(16, 16), nn.Linear(16, 16).requires_grad_(False)
-        self.register_buffer("at", torch.zeros(1, dtype=torch.long))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for mine, other in zip(self.key.parameters(), self.query.parameters(), strict=True):
-            self.write(mine, other)
-        order = torch.randperm(len(x))
-        rows = int(self.at) + len(x)  # reads a value, so the step runs for real
-        self.at[0] = rows
-        return (self.query(x).tanh() * self.key(x[order])[torch.argsort(order)])[:rows]
+def momentum(model: Any, x: torch.Tensor) -> torch.Tensor:
+    for mine, other in zip(model.key.parameters(), model.query.parameters(), strict=True):
+        model.write(mine, other)
+    order = torch.randperm(len(x))
+    rows = int(model.at) + len(x)  # reads a value, so the step runs for real
+    model.at[0] = rows
+    return (model.query(x).tanh() * model.key(x[order])[torch.argsort(order)])[:rows]
 
 
 @pytest.mark.parametrize(
@@ -49,7 +43,8 @@ class Momentum(nn.Module):
 )
 def test_parameters_are_put_back(call: Callable[..., Any], write: Write) -> None:
     torch.manual_seed(0)
-    model = Momentum(write)
+    query, key = nn.Linear(16, 16), nn.Linear(16, 16).requires_grad_(False)
+    model = Lambda(momentum, query=query, key=key, at=torch.zeros(1, dtype=torch.long), write=write)
     before = {name: t.clone() for name, t in model.state_dict().items()}
     memory, drawn = [p.data_ptr() for p in model.parameters()], torch.get_rng_state()
     call(model, torch.randn(8, 16, generator=torch.Generator().manual_seed(1)), loss_fn=lambda y: y.mean())

@@ -12,6 +12,7 @@ from small_models import assert_kept, plan_of, scheduled
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from toy_modules import Lambda
 
 import ckptplan
 from ckptplan.core.errors import UnsupportedModelError
@@ -140,15 +141,11 @@ def test_a_tensor_in_an_argument_object_is_held_for_another_run() -> None:
 
 
 def test_states_of_a_stages_own_generators_are_held_for_another_run() -> None:
-    class Drawing(nn.Module):
-        def __init__(self, generator: torch.Generator | None) -> None:
-            super().__init__()
-            self.linear, self.generator = nn.Linear(64, 64), generator
+    def drawing(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.sin(self.linear(x) * torch.rand(64, generator=self.generator))
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.sin(self.linear(x) * torch.rand(64, generator=self.generator))
-
-    model = nn.Sequential(*(Drawing(made) for made in (torch.Generator(), None, torch.Generator())))
+    generators = (torch.Generator(), None, torch.Generator())
+    model = nn.Sequential(*(Lambda(drawing, linear=nn.Linear(64, 64), generator=made) for made in generators))
     found = profile(model, torch.randn(128, 64), menus=False)
     state = torch.get_rng_state().nbytes
     held = [sum(found.storages[s].nbytes for s in stage.recompute.pinned) for stage in found.stages if stage.recompute]

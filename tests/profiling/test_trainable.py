@@ -10,6 +10,7 @@ import torch
 from small_models import assert_kept
 from torch import nn
 from torch.utils import _pytree as pytree
+from toy_modules import Lambda, times
 
 import ckptplan
 
@@ -46,40 +47,22 @@ def _registered() -> Iterator[None]:
     pytree._deregister_pytree_node(Box)
 
 
-class BoxLayer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.f = feed_forward()
-
-    def forward(self, box: Any, more: Any = None) -> Box:
-        x, y = box.tensors
-        return Box(x + self.f(x), y if more is None else y + more[0].tensors[0])
+def box_layer(self: Any, box: Any, more: Any = None) -> Box:
+    x, y = box.tensors
+    return Box(x + self.f(x), y if more is None else y + more[0].tensors[0])
 
 
-class Boxes(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(BoxLayer() for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        box = Box(x, x * 2)
-        for layer in self.layers:
-            box = layer(box, more=[box])
-        return box.tensors[0] * box.tensors[1]
+def boxes(model: Any, x: torch.Tensor) -> torch.Tensor:
+    box = Box(x, x * 2)
+    for layer in model.layers:
+        box = layer(box, more=[box])
+    return box.tensors[0] * box.tensors[1]
 
 
-class WithLeaf(nn.Module):
+def with_leaf() -> nn.Module:
     """Frozen; a leaf that needs a gradient begins in its midst, as under adapters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(32, 32), nn.Linear(32, 128)
-        self.c = nn.Linear(128, 32)
-        self.requires_grad_(False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        between = nn.Parameter(self.a(x).detach())
-        return self.c(nn.functional.gelu(self.b(between)))
+    begun = Lambda(lambda self, x: nn.Parameter(self.a(x).detach()), a=nn.Linear(32, 32))
+    return nn.Sequential(begun, nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)).requires_grad_(False)
 
 
 class Tagged(torch.Tensor):
@@ -87,53 +70,37 @@ class Tagged(torch.Tensor):
         return self * 2
 
 
-class AsSubclass(nn.Module):
+def as_subclass(self: Any, x: torch.Tensor) -> torch.Tensor:
     """Works on its input as on one of a subclass, whose results are of it, too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.f = feed_forward()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        tagged = x.as_subclass(Tagged)
-        tagged.factor = 3  # type: ignore[attr-defined]
-        hidden = self.f(tagged.twice())
-        assert isinstance(hidden, Tagged)
-        return x + torch.Tensor.as_subclass(hidden, torch.Tensor) * tagged.factor  # type: ignore[attr-defined]
+    tagged = x.as_subclass(Tagged)
+    tagged.factor = 3  # type: ignore[attr-defined]
+    hidden = self.f(tagged.twice())
+    assert isinstance(hidden, Tagged)
+    return x + torch.Tensor.as_subclass(hidden, torch.Tensor) * tagged.factor  # type: ignore[attr-defined]
 
 
-class AddedTo(nn.Module):
+def added_to(model: Any, x: torch.Tensor) -> torch.Tensor:
     """Adds to its residual stream in place, which autocast's casts allow: no layer saves the stream itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shift, self.layers = nn.Parameter(torch.randn(32)), nn.ModuleList(feed_forward() for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.shift
-        for layer in self.layers:
-            x += layer(x)
-        return x
+    x = x + model.shift
+    for layer in model.layers:
+        x += layer(x)
+    return x
 
 
-class Plain(nn.Module):
+def plain(self: Any, x: torch.Tensor) -> torch.Tensor:
     """Layers that are in no list."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(32, 128), nn.Linear(128, 128), nn.Linear(128, 32)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))
+    return self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "lists with absent modules": lambda: nn.Sequential(
         SomeAbsent(False, True, True), SomeAbsent(True, False), feed_forward()
     ),
-    "containers registered without keys": Boxes,
-    "frozen, with a leaf": lambda: nn.Sequential(WithLeaf(), *(feed_forward() for _ in range(3))),
-    "tensors of a subclass": lambda: nn.Sequential(*(AsSubclass() for _ in range(3))),
+    "containers registered without keys": lambda: Lambda(
+        boxes, layers=times(4, lambda: Lambda(box_layer, f=feed_forward()))
+    ),
+    "frozen, with a leaf": lambda: nn.Sequential(with_leaf(), *times(3, feed_forward)),
+    "tensors of a subclass": lambda: nn.Sequential(*times(3, lambda: Lambda(as_subclass, f=feed_forward()))),
 }
 
 
@@ -151,7 +118,8 @@ def test_plans_keep_their_budgets(name: str) -> None:
 
 def test_inputs_of_stages_that_are_written_to_later() -> None:
     torch.manual_seed(0)
-    model, x = AddedTo(), torch.randn(128, 32)
+    model = Lambda(added_to, shift=nn.Parameter(torch.randn(32)), layers=times(3, feed_forward))
+    x = torch.randn(128, 32)
     plan = ckptplan.solve(model, budget="30%", inputs=x, amp=torch.bfloat16, time_limit_s=0.5)
     assert any("layers.2: what it is given is written to before its backward" in note for note in plan.notes)
     assert_kept(model, plan, x, amp=torch.bfloat16)
@@ -159,7 +127,8 @@ def test_inputs_of_stages_that_are_written_to_later() -> None:
 
 def test_models_in_a_container_are_planned_layer_by_layer() -> None:
     torch.manual_seed(0)
-    models = nn.ModuleList([Plain(), nn.Sequential(feed_forward(), feed_forward())])
+    one: nn.Module = Lambda(plain, a=nn.Linear(32, 128), b=nn.Linear(128, 128), c=nn.Linear(128, 32))
+    models = nn.ModuleList([one, nn.Sequential(feed_forward(), feed_forward())])
     x = torch.randn(128, 32)
     one, other = models.children()
 
@@ -174,10 +143,7 @@ def test_models_in_a_container_are_planned_layer_by_layer() -> None:
 
 
 def test_a_model_s_error_is_told_once(capfd: pytest.CaptureFixture[str]) -> None:
-    class Failing(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x @ torch.ones(5, 3)
-
+    failing = Lambda(lambda _, x: x @ torch.ones(5, 3))
     with pytest.raises(ckptplan.InvalidInputError, match="cannot be multiplied"):
-        ckptplan.profile(nn.Sequential(feed_forward(), Failing()), torch.randn(128, 32))
+        ckptplan.profile(nn.Sequential(feed_forward(), failing), torch.randn(128, 32))
     assert not capfd.readouterr().err

@@ -16,6 +16,7 @@ import torch
 from small_models import assert_kept, state_of
 from torch import nn
 from torch.nn import functional as F
+from toy_modules import InTurn, Lambda, Residual, times
 
 import ckptplan
 from ckptplan.core.request import Limits
@@ -32,18 +33,11 @@ ALL = ("keep", "swap", "recompute")
 WIDTH = 64
 
 
-class Stacked(nn.Module):
+class Stacked(InTurn):
     """Blocks in a loop and a head."""
 
     def __init__(self, block: Callable[[], nn.Module], blocks: int = 4) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(block() for _ in range(blocks))
-        self.head = nn.Linear(WIDTH, 10)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+        super().__init__(blocks=times(blocks, block), head=nn.Linear(WIDTH, 10))
 
 
 class Scaled(nn.Module):
@@ -120,15 +114,10 @@ def _keep_input(ctx: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> 
 soft.register_autograd(lambda ctx, g: soft_backward(g, *ctx.saved_tensors), setup_context=_keep_input)
 
 
-class Custom(nn.Module):
+def custom() -> nn.Module:
     """An operation without a fake kernel, and another in its backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(soft(self.up(x)))
+    up, down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+    return Residual(up, Lambda(lambda _, x: soft(x)), down)
 
 
 def stacked(block: Callable[[], nn.Module], blocks: int = 3) -> tuple[nn.Module, torch.Tensor]:
@@ -153,7 +142,7 @@ MODELS: dict[str, tuple[Callable[[], tuple[nn.Module, Any]], str]] = {
     "numbers": (lambda: stacked(Scaled), "aten._local_scalar_dense"),
     "routing": (lambda: stacked(Routed, 2), "aten.index.Tensor"),
     "reading": (lambda: stacked(ReadingAll), "Tensor.numpy"),
-    "custom": (lambda: stacked(Custom), "ckptplan_tests.soft_backward"),
+    "custom": (lambda: stacked(custom), "ckptplan_tests.soft_backward"),
     "packed": (
         lambda: (Packed(), (torch.randn(64, 5, WIDTH), torch.tensor([5, 2, 1, 4] * 16))),
         "aten._pack_padded_sequence",
@@ -205,7 +194,7 @@ def torch_function(name: str, *args: Any) -> Any:
 
 def test_a_block_of_experts_is_the_stage() -> None:
     torch.manual_seed(0)
-    model, x = stacked(lambda: Routed(), 2)
+    model, x = stacked(Routed, 2)
     profile = ckptplan.profile(model, x, menus=False)
     assert [stage.name for stage in profile.stages if not stage.is_glue][:2] == ["blocks.0", "blocks.1"]
     plan = ckptplan.solve(profile, budget="30%", time_limit_s=0.5)
@@ -214,16 +203,10 @@ def test_a_block_of_experts_is_the_stage() -> None:
         assert not handle.stats().differences
 
 
-class Writing(nn.Module):
+def writing() -> nn.Module:
     """Writes to its input, to a parameter and to a buffer, and reads a value."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-        self.scale = nn.Parameter(torch.ones(3, WIDTH))
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             x[1] += 1.0
             x[0] += 1.0
@@ -231,8 +214,11 @@ class Writing(nn.Module):
             self.calls.add_(1)
         return torch.tanh(self.inner(x)) * (2.0 if x.sum() > 0 else 1.0)
 
+    scale, calls = nn.Parameter(torch.ones(3, WIDTH)), torch.zeros(())
+    return Lambda(forward, inner=nn.Linear(WIDTH, WIDTH), scale=scale, calls=calls)
 
-@pytest.mark.parametrize("make", [MODELS["reading"][0], lambda: (Stacked(Writing), torch.randn(512, WIDTH))])
+
+@pytest.mark.parametrize("make", [MODELS["reading"][0], lambda: (Stacked(writing), torch.randn(512, WIDTH))])
 def test_nothing_is_left_changed(make: Callable[[], tuple[nn.Module, Any]]) -> None:
     model, inputs = make()
     next(model.parameters()).grad = torch.full_like(next(model.parameters()), 3.0)
@@ -267,30 +253,28 @@ def test_plain_models_never_run_for_real(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not any("for real" in note for note in profile.notes)
 
 
-class Counting(nn.Module):
+def counting() -> nn.Module:
     """Another path each time."""
+    numbers = (n for n in itertools.count(1))  # unlike a number, nothing puts it back
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-        self.calls = (n for n in itertools.count(1))  # unlike a number, nothing puts it back
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        calls = next(self.calls)
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        calls = next(numbers)
         hidden = torch.tanh(self.inner(x))
         return hidden[:calls][hidden[:calls] > 0].sum() + hidden
+
+    return Lambda(forward, inner=nn.Linear(WIDTH, WIDTH))
 
 
 def test_a_step_that_differs_from_run_to_run_is_refused() -> None:
     with pytest.raises(ckptplan.UnsupportedModelError, match=r"test_values.py:\d+.*doesn't do the same each time"):
-        ckptplan.profile(Stacked(Counting), torch.randn(512, WIDTH))
+        ckptplan.profile(Stacked(counting), torch.randn(512, WIDTH))
 
 
 class Dropped(Stacked):
     """Leaves blocks out at random; what is drawn in between is another amount in a real step than in a fake one."""
 
     def __init__(self, chance: Callable[[], float]) -> None:
-        super().__init__(Scaled if chance is torch_and_values else _Plain, 6)
+        super().__init__(Scaled if chance is torch_and_values else plain, 6)
         self.chance = chance
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -300,9 +284,8 @@ class Dropped(Stacked):
         return self.head(x)
 
 
-class _Plain(nn.Sequential):
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(WIDTH, 4 * WIDTH), nn.Tanh(), nn.Dropout(0.2), nn.Linear(4 * WIDTH, WIDTH))
+def plain() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.Tanh(), nn.Dropout(0.2), nn.Linear(4 * WIDTH, WIDTH))
 
 
 def torch_and_values() -> float:
@@ -310,10 +293,7 @@ def torch_and_values() -> float:
 
 
 OWN = np.random.default_rng(4)
-CHANCES: dict[str, Callable[[], float]] = {
-    "numpy's new one": OWN.random,
-    "values besides": torch_and_values,
-}
+CHANCES: dict[str, Callable[[], float]] = {"numpy's new one": OWN.random, "values besides": torch_and_values}
 
 
 @pytest.mark.usefixtures("short_search")
@@ -362,7 +342,7 @@ class Entropy(Stacked):
 
 def test_layers_left_out_by_what_can_t_be_put_back_are_refused() -> None:
     with pytest.raises(ckptplan.UnsupportedModelError, match="takes another path each time"):
-        ckptplan.profile(Entropy(_Plain, 32), torch.randn(8, WIDTH))
+        ckptplan.profile(Entropy(plain, 32), torch.randn(8, WIDTH))
 
 
 def test_code_between_a_call_and_its_watcher_is_where_it_is_looked_for() -> None:

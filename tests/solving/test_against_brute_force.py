@@ -5,13 +5,23 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import brute_force
 import pytest
 from exactly import LONG_S, NO_RECOMPUTE, NOTHING_MOVES, ROUNDING, SAME, Limits, check, solve_profile
-from random_chains import enlarged, launched, moving_alone, odd_chain, on_the_host, random_chain, rich_chain, with_disk
+from random_chains import (
+    enlarged,
+    launched,
+    moving_alone,
+    odd_chain,
+    on_the_host,
+    random_chain,
+    rich_chain,
+    with_disk,
+    with_stages,
+)
 
 from ckptplan.core.errors import InfeasibleBudgetError
 from ckptplan.core.option import ACTIONS
@@ -79,7 +89,7 @@ def drawn(kind: str, seed: int) -> Case:
         profile = launched(rng, random_chain(seed, size, most_options=4))
     elif kind == "no room":
         chain, host = rich_chain(rng, 2 + seed % 2), 0
-        profile = replace(chain, stages=tuple(map(moving_alone, chain.stages)))
+        profile = with_stages(chain, moving_alone)
     elif kind == "disk":
         profile = with_disk(rng, random_chain(seed, 3 + seed % 4, most_options=5))
         host, disk, actions = (

@@ -91,8 +91,7 @@ def test_plans_of_a_frontier_are_handed_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "overhead"),
-    [("homogeneous", 0.0), ("rich", 0.05), ("textbook", 0.3), ("textbook", 10.0)],
+    ("name", "overhead"), [("homogeneous", 0.0), ("rich", 0.05), ("textbook", 0.3), ("textbook", 10.0)]
 )
 def test_smallest_peak_within_a_slowdown(name: str, overhead: float) -> None:
     profile = CHAINS[name]

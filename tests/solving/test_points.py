@@ -22,11 +22,7 @@ PROFILES = Path(__file__).parent.parent / "profiles"
 
 @pytest.mark.parametrize(
     ("name", "budget", "step_s"),
-    [
-        ("hidden_1307", 70, 12.75),
-        ("hidden_5575", 111, 24.55833333333333),
-        ("hidden_6083", 160, 2.175e-8),
-    ],
+    [("hidden_1307", 70, 12.75), ("hidden_5575", 111, 24.55833333333333), ("hidden_6083", 160, 2.175e-8)],
 )
 def test_parts_and_orders_are_found(name: str, budget: int, step_s: float) -> None:
     """The fastest plan leaves an earlier stage's bytes where they are, or brings them back first."""

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from exactly import LONG_S, NOTHING_MOVES, SAME, Limits, check, solve_profile
+from exactly import LONG_S, NOTHING_MOVES, SAME, Limits, between, check, solve_profile
 from random_chains import (
     homogeneous_chain,
     random_chain,
@@ -143,8 +143,7 @@ def test_the_time_limit_ends_the_search() -> None:
 @pytest.mark.usefixtures("short_search")
 def test_homogeneous_blocks_come_within_a_percent() -> None:
     profile = homogeneous_chain(24, link_ratio=0.8)
-    least = smallest_peak(profile, Limits(time_limit_s=LONG_S)).peak_bytes
-    budget = least + (everything_kept_bytes(profile) - least) // 5
+    budget = between(profile, 20, Limits(time_limit_s=LONG_S))
     plan = solve_profile(profile, budget, Limits(time_limit_s=LONG_S))
     check(profile, plan, budget)
     assert plan.gap <= 0.01
@@ -296,17 +295,11 @@ def test_the_exact_search_is_the_last_resort() -> None:
     """Of a chain with few plans, though with many ways to choose segments, where the bounds leave a gap."""
     rng = random.Random(78)
     profile = random_chain(78, rng.randint(1, 7))
-    least = smallest_peak(profile).peak_bytes
-    budget = least + (everything_kept_bytes(profile) - least) * 70 // 100
+    budget = between(profile, 70)
     plan = solve_profile(profile, budget, Limits(gap=0.0, time_limit_s=LONG_S))
     assert len(profile.stages) == 7
     assert plan.status == "optimal"
     check(profile, plan, budget)
-
-
-def tight(profile: Profile) -> int:
-    least = smallest_peak(profile).peak_bytes
-    return least + (everything_kept_bytes(profile) - least) // 4
 
 
 def changed_s(profile: Profile, plan: Plan) -> float:
@@ -324,7 +317,7 @@ def test_what_gains_no_more_than_the_error_is_given_up() -> None:
     given_up = 0
     for seed in (0, 1, 2, 15):
         chain = textbook_chain(random.Random(seed), 5)
-        for budget in (tight(chain), 2 * tight(chain)):
+        for budget in (between(chain, 25), 2 * between(chain, 25)):
             exact = solve_profile(chain, budget)
             for error in (0.02, 0.3):
                 plan = solve_profile(replace(chain, step_error=error), budget)
