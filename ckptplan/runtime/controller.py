@@ -411,6 +411,8 @@ class Controller:
         finally:
             current.in_model = False
         self._release_until(current, len(self._stages))
+        if current.checks is not None:
+            current.checks.stage_ended()
         for ended in self._output:
             ended(output, (args, kwargs))
         return output
@@ -445,6 +447,8 @@ class Controller:
             self._release_until(current, index)
             for place in self._release_before.get(index, ()):
                 current.session.release(*place)
+            if current.checks is not None:
+                current.checks.stage_ended()
             for enter in self._enter:
                 enter(index, args, kwargs)
             output = self._run_choice(current, self._planned[index], original, args, kwargs, again=again)

@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 import torch
 from kinds_of_tensors import TENSORS
+from made_plans import plan_of
 from odd.harness import BATCH, WIDTH
 from odd.layers import buffer, layer_of
 from small_models import Operations, build, plan_for, planned, step
 from torch import nn
 
+import ckptplan
 from ckptplan import CheckError
 from ckptplan.profiling.times import timing
 from ckptplan.profiling.values.watched import WatchedState
@@ -345,3 +347,27 @@ def test_what_a_failed_backward_has_compared_is_forgotten() -> None:
             model(x)
         model(x)
         assert handle._applied.controller.checks._pairs == []
+
+
+class Edited(nn.Module):
+    """The second stage copies what it reads: nothing holds the first one's output until backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.GRU(8, 8, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        y.data.mul_(0.9)
+        return self.second(y)[0]
+
+
+def test_a_write_to_what_is_freed_before_backward_is_found() -> None:
+    model, x = Edited(), torch.randn(4, 8, 8)
+    chain = ckptplan.profile(model, x, menus=False)
+    plan = plan_of(chain, ["recompute" if stage.name.startswith("first") else "keep" for stage in chain.stages])
+    with (
+        apply(model, plan),
+        pytest.raises(CheckError, match=r"'first.*': tensor number . .* written to after the stage"),
+    ):
+        model(x).sum().backward()

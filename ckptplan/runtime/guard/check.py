@@ -120,6 +120,9 @@ class _Comparison:
         """
         raise NotImplementedError
 
+    def stage_ended(self) -> None:
+        """Look once more at what the stage before saved: another stage begins, or forward has ended."""
+
     def saves(self, index: int, tensor: torch.Tensor) -> Callable[[torch.Tensor], None]:
         """Take what is compared of a tensor that stage `index` saves; return a function that compares a tensor with it.
 
@@ -171,6 +174,7 @@ class Checks(_Comparison):
         self._spots = Spots(self, on_host=always or not accelerator.is_accelerator(device))
         self._pairs: list[_Pair] = []
         self._places: list[_Place] = []
+        self._looked = 0  # number of these that `stage_ended` has seen
         self._late: list[_Pair] = []  # of backwards that have ended, whose spots haven't been read
         self._task = -1
         self.lock = threading.RLock()
@@ -183,6 +187,7 @@ class Checks(_Comparison):
         self.stages = self._spots.stages = stages
         if self._places:
             self._places = [place for place in self._places if place.is_there]
+        self._looked = len(self._places)
         self._seen += 1
         digests = self._always or self._seen <= FIRST
         if not digests and self._seen >= self._next:
@@ -222,16 +227,27 @@ class Checks(_Comparison):
         """Record that the tensor at `place` should be unchanged when backward begins."""
         self._places.append(place)
 
+    def stage_ended(self) -> None:
+        """Take digests of what the stage before saved and is alive elsewhere, which may be freed before backward."""
+        for place in self._places[self._looked :]:
+            there = place.tensor()
+            with accelerator.on_stream(place.stream):  # which ran the stage
+                place.later = None if there is None else self.take(there)
+        self._looked = len(self._places)
+
     def backward_begins(self) -> None:
-        """Compare the tensors that stages saved and that are still alive elsewhere.
+        """Compare the tensors that stages saved and that are still alive elsewhere, or were behind their stage.
 
         Plain training would use them in backward: a write to them would change its gradients but not the recompute's.
         """
-        places, self._places = self._places, []
+        places, self._places, self._looked = self._places, [], 0
         for place in places:
             there = place.tensor()
             if there is not None:
                 self.compare(place.digest, there, place.stage, place.what, _EDITED)
+            elif place.later is not None and not place.is_there:
+                self.tensors += 1
+                self.add(_Pair(place.digest, place.later, place.stage, place.what, _EDITED))
 
     def found(self, stage: str, what: str, cause: str) -> None:
         """Record that `what`, which is no tensor, differs from forward."""
@@ -496,7 +512,7 @@ class StageCheck(StageSpots):
         digest = self._saved[number]
         # Only tensors with a graph are watched: running statistics have none, and a norm updates them rightly.
         if digest is not None and tensor.grad_fn is not None and not self._is_a_parameters(tensor):
-            self.by.watch(_Place(tensor, digest, self.name, number))
+            self.by.watch(_Place(tensor, digest, self.name, _saved_as(number, tensor.dtype, tensor.shape)))
 
     def _is_a_parameters(self, tensor: torch.Tensor) -> bool:
         key = tensor.untyped_storage()._cdata
@@ -512,10 +528,11 @@ class StageCheck(StageSpots):
 class _Place:
     """The location of a stage's saved tensor, without keeping it alive; other code may hold it and write to it."""
 
-    def __init__(self, tensor: torch.Tensor, digest: Digest, stage: str, number: int) -> None:
+    def __init__(self, tensor: torch.Tensor, digest: Digest, stage: str, what: str) -> None:
         storage = tensor.untyped_storage()
-        self.digest, self.stage = digest, stage
-        self.what = _saved_as(number, tensor.dtype, tensor.shape)
+        self.digest, self.stage, self.what = digest, stage, what
+        self.later: Digest | None = None
+        self.stream = accelerator.current_stream(tensor.device)
         self._storage, self._nbytes = StorageWeakRef(storage), storage.nbytes()
         self._dtype, self._device = tensor.dtype, tensor.device
         self._lies = int(tensor.storage_offset()), tensor.size(), tensor.stride()
