@@ -150,7 +150,7 @@ def _free_bytes(
     from ckptplan.planning.model_job import default_budget
 
     ranks = 1 if together is None else together.local_count
-    free = default_budget(model_or_profile, training.device, ranks)
+    free = default_budget(model_or_profile, training.device, ranks, training.optimizer)
     budget_bytes = int(free * (1 - margin))
     less = f", less {format_bytes(free - budget_bytes)}" if margin else ""
     return budget_bytes, f"the budget is the device's free memory, {format_bytes(free)}{less}"
@@ -219,7 +219,7 @@ def frontier(
     model_or_profile, inputs, swap_dir, **options
         As in `solve`; `time_limit_s` is for all plans together, 60 s where left out.
     points : int
-        Most plans, 2 or more.
+        Most plans, 2 to 1024.
 
     Returns
     -------

@@ -20,6 +20,8 @@ PLAN = ckptplan.solve(PROFILE, budget_gb=1)
     [
         (lambda: ckptplan.explain(PROFILE, PROFILE), r"plan=.* must be a Plan"),
         (lambda: ckptplan.simulate(PLAN, PROFILE), r"profile=.* must be a Profile"),
+        (lambda: ckptplan.simulate(PROFILE, None), "plan=None must be a Sequence"),
+        (lambda: ckptplan.simulate(PROFILE, "abc"), "decision 0='a' must be a Decision"),
         (lambda: ckptplan.validate(PROFILE, PROFILE, 1), r"plan=.* must be a Plan"),
         (lambda: ckptplan.validate(PROFILE, PLAN, "1"), "budget_bytes='1' must be a whole number of bytes"),
         (lambda: PLAN.report(3), "profile=3 must be a Profile"),

@@ -285,7 +285,10 @@ def run(
     kind = str(device or default_device())
     if kind.partition(":")[0] not in GREEDY:
         raise InvalidInputError(f"device={kind!r}: the demo runs on {' or '.join(GREEDY)}; give one of these")
-    where = torch.device(kind)
+    try:
+        where = torch.empty(0, device=kind).device
+    except (RuntimeError, AssertionError) as error:
+        raise InvalidInputError(f"device={kind!r} isn't there: {error}; give another, or leave it out") from error
     size = size or (GPU_SIZE if is_accelerator(where) else Size())
     console.print(
         f"Byte-level model of {2 * size.outer} narrow layers and {size.inner} wide ones on {where}: "

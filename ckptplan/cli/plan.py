@@ -234,8 +234,9 @@ def frontier(
     Example: [bold]ckptplan frontier profile.json --points 8 -o plans[/bold]
     """
     options = _options(host_gb, disk_gb, actions, segments, accumulate, time_limit, gap)
-    if output is not None and output.exists() and not output.is_dir():
-        raise InvalidInputError(f"the plans can't be written to {output}: it is a file; give a folder's name")
+    for place in () if output is None else (output, *output.parents):
+        if place.exists() and not place.is_dir():
+            raise InvalidInputError(f"the plans can't be written to {output}: {place} is a file; give a folder's name")
     subject, inputs = subject_of(source)
     from ckptplan.api import frontier as frontier_of
 

@@ -129,12 +129,14 @@ class ActivationPlanner(PlanningCallback, pl.Callback):
         kwargs: dict[str, Any],
         asked: str,
     ) -> Handle:
+        optimizers = [getattr(o, "optimizer", o) for o in trainer.optimizers]
+        optimizer = optimizers[0] if len(optimizers) == 1 else _Together(optimizers) if optimizers else None
         saved, self._saved = self._saved, {}
         # A checkpoint has the batch of one rank; the others would plan and wait for it. A file goes before it.
         if saved and saved["asked"] == asked and not is_distributed() and self._plan_file is None:
             plan = Plan.from_json(saved["plan"])
             with contextlib.suppress(PlanMismatchError):  # another model: it is planned for
-                if self.fits(plan, module):
+                if self.fits(plan, module, optimizer):
                     return self.begin(module, plan)
 
         precision = trainer.precision_plugin
@@ -153,8 +155,6 @@ class ActivationPlanner(PlanningCallback, pl.Callback):
                 vars(loss)["held"] = held
             return loss
 
-        optimizers = [getattr(o, "optimizer", o) for o in trainer.optimizers]
-        optimizer = optimizers[0] if len(optimizers) == 1 else _Together(optimizers) if optimizers else None
         # Lightning's own loop, and most manual ones, drop the gradients of a step after the next one's forward.
         return self.begin(
             module, again=again, of=asked, step=step, optimizer=optimizer, accumulate=True, ddp=parallel.ddp

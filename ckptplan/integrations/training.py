@@ -152,18 +152,18 @@ class PlanningCallback:
         if is_distributed() and dist.get_world_size() > 1:
             raise InvalidInputError("plan_file= is for one process, and this training has several; leave it out")
         known = plan_in(file, asked)
-        if known is not None and self.fits(known, model):
+        if known is not None and self.fits(known, model, training.get("optimizer")):
             with contextlib.suppress(PlanMismatchError):  # another model
                 return self._apply(model, known, training, is_told=True)
         handle = self._apply(model, None, training, is_told=True)
         keep(handle.plan, file, asked)
         return handle
 
-    def fits(self, plan: Plan, model: nn.Module) -> bool:
+    def fits(self, plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> bool:
         """Whether a plan of an earlier run is within what the device has free now, where that is the budget."""
         wanted = self._wanted
         given = wanted.nbytes is not None or wanted.share is not None
-        return given or plan.counted_bytes <= default_budget(model, None) * (1 - wanted.margin)
+        return given or plan.counted_bytes <= default_budget(model, None, optimizer=optimizer) * (1 - wanted.margin)
 
     def _apply(self, model: nn.Module, plan: Plan | None, training: dict[str, Any], *, is_told: bool) -> Handle:
         begin = time.perf_counter()

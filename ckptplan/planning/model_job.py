@@ -11,6 +11,7 @@ from pathlib import Path
 from types import FunctionType
 
 import psutil
+import torch
 from torch import nn
 
 from ckptplan.core.arguments import DeviceLike, OptimizerLike
@@ -39,7 +40,7 @@ from ckptplan.solving.room import Room
 from ckptplan.tensors import accelerator
 from ckptplan.tensors.storages import unique_bytes
 from ckptplan.training.inputs import input_tensors, read_inputs
-from ckptplan.training.measure import held_tensors
+from ckptplan.training.measure import held_tensors, optimizer_tensors
 from ckptplan.training.step import TrainingStep, check_supported, fingerprint
 
 
@@ -266,16 +267,19 @@ def shared_by(limits: Limits, ranks: int) -> Limits:
     return replace(limits, host_bytes=host, disk_bytes=disk)
 
 
-def default_budget(model: nn.Module, device: DeviceLike, ranks: int = 1) -> int:
+def default_budget(model: nn.Module, device: DeviceLike, ranks: int = 1, optimizer: OptimizerLike | None = None) -> int:
     """Return the default budget: the free memory of `device`, by default the model's, for a step.
 
     Parameters
     ----------
     ranks : int
         Number of ranks on this machine, which share its main memory.
+    optimizer : optional
+        The step's; the state that an optimizer has already is part of what the step may hold.
     """
     target = find_target(model, device)
-    free = free_bytes(model, target)
+    state = optimizer_tensors(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else ()
+    free = free_bytes(model, target, state)
     return free // ranks if target.spec is None and not target.is_cuda else free
 
 
@@ -292,11 +296,11 @@ def warn_of_more_than_there_is(budget_bytes: int, model: nn.Module, device: Devi
         )
 
 
-def free_bytes(model: nn.Module, target: Target) -> int:
-    """Return the free memory plus the model's own, or all usable memory of a device that isn't in this machine."""
+def free_bytes(model: nn.Module, target: Target, state: Sequence[torch.Tensor] = ()) -> int:
+    """Return what is free and what the model and `state` hold, or what a device that isn't in this machine has."""
     if target.spec is not None:
         return target.spec.usable_bytes
-    device, held = target.device, unique_bytes(held_tensors(model), target.device)
+    device, held = target.device, unique_bytes([*held_tensors(model), *state], target.device)
     if accelerator.is_accelerator(device):
         now = accelerator.device_bytes(device)
         held += now.reserved_bytes - now.allocated_bytes

@@ -145,6 +145,10 @@ def simulate(profile: Profile, plan: Plan | Sequence[Decision], segments: Sequen
         plan.require_profile(profile)
         choices, segments = plan.choices, plan.segments
     else:
+        check_kind(Sequence, plan=plan)
+        check_kind(Sequence, segments=segments)
+        for number, choice in enumerate(plan):
+            check_kind(Decision, **{f"decision {number}": choice})
         choices = plan
     broken = broken_rules(profile, choices, segments)
     if broken:

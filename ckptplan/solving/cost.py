@@ -87,10 +87,6 @@ class Needs:
         """Bytes that the stages before each move; shape (vectors, stages + 1)."""
         return _before(self.moved)
 
-    def put_out(self) -> NDArray[np.int64]:
-        """The same of what they copy out."""
-        return _before(self.copied)
-
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
@@ -287,7 +283,8 @@ class Evaluator:
     def _least_s(self, codes: Codes, budget_bytes: int, segments: Segments) -> NDArray[np.float64]:
         t, needs = self._tables(segments), self.needs(codes, segments)
         rows, n = codes.shape
-        put, put_out = needs.put(), needs.put_out()
+        put = needs.put()
+        put_out = put if needs.copied is needs.moved else _before(needs.copied)
         largest = needs.moved.max(axis=1)
         there = put_out[:, :n].copy()  # of it, what isn't needed in any case
         for i, until, nbytes, on_host in needs.lingering:
@@ -387,7 +384,9 @@ class Evaluator:
         if self.room.total_bytes is not None:
             fits &= put[np.arange(rows), cutoff] <= self.room.total_bytes
         every = np.arange(n)
-        moved, copied = (np.where(every < cutoff[:, None], sizes, 0) for sizes in (needs.moved, needs.copied))
+        moved = copied = np.where(every < cutoff[:, None], needs.moved, 0)
+        if needs.copied is not needs.moved:
+            copied = np.where(every < cutoff[:, None], needs.copied, 0)
         seconds = np.broadcast_to(self._forward_s, (rows, n)), t.backward_s[every, codes]
         return fits, Queued(front_forward, front_backward, moved, copied, t.joined, *seconds)
 

@@ -482,6 +482,12 @@ class Snapshot:
             raise
         return functools.partial(put_back, undo)
 
+    def restore(self) -> None:
+        """Write the contents back for good, of a snapshot that has what it met; each, even where another can't be."""
+        steps: Steps = [functools.partial(_write_again, cell, cell.contents) for cell in self._cells.values()]
+        steps += [functools.partial(_put_again, [attributes[:5]]) for attributes in self._attributes]
+        put_back(steps)
+
 
 class Contents:
     """All that modules and other values lead to, in a form that can be compared and holds nothing of it alive.

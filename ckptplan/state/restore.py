@@ -124,7 +124,8 @@ def kept(
     found = Snapshot(below(model), others, deep=True, graphs=graphs)
     put_read = kept_read([*found.modules, *others], graphs=graphs)
     switches, leaves, hooks = Switches(), Leaves(found.modules), Hooks(found.modules)
-    back: list[Callable[[], Any]] = [found.put()] if found.differs else []  # a put takes as long as the search
+    # A put takes as long as the search, so there is none at the start where it would change nothing.
+    ends: list[Callable[[], Any]] = [found.put(), found.put] if found.differs else [found.restore]
 
     def put() -> None:
         switches.put()
@@ -133,7 +134,7 @@ def kept(
         put_read()
 
     with contextlib.ExitStack() as stack:
-        for undo in (*back, found.put, hooks.put, put):  # the last runs first, and each even if others fail
+        for undo in (*ends, hooks.put, put):  # the last runs first, and each even if others fail
             stack.callback(undo)
         yield found, put
 

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from odd.generated.parts import Plain
@@ -17,6 +18,7 @@ from torch import nn
 
 import ckptplan
 from ckptplan.state.cells import Snapshot
+from ckptplan.state.restore import kept
 
 CALLS = [0]
 COUNT = counter()
@@ -158,3 +160,20 @@ def test_a_parent_is_looked_at_without_its_other_children() -> None:
     assert parent.calls == 0
     back()
     assert parent.calls == 1
+
+
+def test_what_can_be_put_back_is_even_where_something_cannot() -> None:
+    model = nn.Linear(1, 1)
+    model.calls, model.numbers = [1], np.zeros(2)  # type: ignore[assignment]
+
+    def changed() -> None:
+        with kept(model):
+            model.calls.append(2)
+            model.count = 1  # type: ignore[assignment]
+            model.numbers[0] = 1
+            model.numbers.flags.writeable = False
+
+    with pytest.raises(ValueError, match="read-only"):
+        changed()
+    assert model.calls == [1]
+    assert not hasattr(model, "count")

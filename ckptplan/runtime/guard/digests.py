@@ -26,7 +26,7 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -39,9 +39,6 @@ from ckptplan.tensors.private import (
     function_modes,
     neg_view,
 )
-
-if TYPE_CHECKING:
-    pass
 
 _LONGEST = 1 << 11
 """Largest size of a block's dimension: blocks of 32 MiB need few kernels, and their sums fit in a bench."""
