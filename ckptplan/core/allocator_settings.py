@@ -144,33 +144,10 @@ class AllocatorSettings:
                 )
         return cls(**values)  # type: ignore[arg-type]
 
-    def to_string(self) -> str:
-        """Return the text that `from_string` reads as these settings, in whole MiB; empty for the defaults."""
-        large, rounding, split = (
-            None if nbytes is None else nbytes // MIB
-            for nbytes in (self.large_segment_bytes, self.max_non_split_rounding_bytes, self.max_split_size_bytes)
-        )
-        settings = {
-            "expandable_segments": self.expandable_segments or None,
-            "garbage_collection_threshold": self.garbage_collection_threshold,
-            "large_segment_size_mb": None if self.large_segment_bytes == LARGE_SEGMENT_BYTES else large,
-            "max_non_split_rounding_mb": rounding,
-            "max_split_size_mb": split,
-            "per_process_memory_fraction": None if self.memory_fraction == 1 else self.memory_fraction,
-            "roundup_power2_divisions": _divisions_text(self.divisions) if max(self.divisions) > 1 else None,
-        }
-        return ",".join(f"{name}:{value}" for name, value in settings.items() if value is not None)
-
 
 def allocator_conf() -> str:
     """Return the allocator settings in the environment of this process, as text."""
     return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
-
-
-def _divisions_text(divisions: Sequence[int]) -> str:
-    if len(set(divisions)) == 1:
-        return str(divisions[0])
-    return "[" + ",".join(f"{1 << index}:{max(number, 1)}" for index, number in enumerate(divisions)) + "]"
 
 
 def _check_divisions(value: object) -> int:
