@@ -62,7 +62,7 @@ with 20 + 5 bytes, y for stage 1 and z, whatever is decided for stage 0.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -141,11 +141,6 @@ def passing(profile: Profile, i: int, option: Option) -> list[tuple[range, int]]
 def can_move(storage: Storage) -> bool:
     """Whether any stage might move it (rule 4)."""
     return counts(storage) and not storage.stays and awaits_backward(storage)
-
-
-def copied_bytes(storages: Iterable[Storage]) -> int:
-    """Bytes that are copied out where these storages move in one transfer (rule 4)."""
-    return sum(storage.nbytes for storage in storages if not storage.on_host)
 
 
 def movers(storage: Storage, n: int) -> range:

@@ -149,7 +149,7 @@ def residency(
     return Residency(
         moves,
         moved_bytes=tuple(sum(storage.nbytes for storage in storages) for storages in moving),
-        copied_bytes=tuple(map(rules.copied_bytes, moving)),
+        copied_bytes=tuple(sum(storage.copied_bytes for storage in storages) for storages in moving),
         lingering=tuple(
             (i, until, storage.nbytes)
             for i, storages in enumerate(moving)

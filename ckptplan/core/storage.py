@@ -48,6 +48,11 @@ class Storage:
     on_host: bool = False
     origin: str = field(default="", compare=False)
 
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes that are copied out where it moves."""
+        return 0 if self.on_host else self.nbytes
+
     @staticmethod
     def upgraded(value: dict[str, Any]) -> dict[str, Any]:
         """Read what versions wrote that knew the bytes alone of a storage whose graph its own stage drops."""

@@ -83,10 +83,6 @@ class Needs:
         """Bytes of each vector's largest step."""
         return np.asarray(np.maximum(self.forward.max(axis=1), self.backward.max(axis=1)))
 
-    def put(self) -> NDArray[np.int64]:
-        """Bytes that the stages before each move; shape (vectors, stages + 1)."""
-        return _before(self.moved)
-
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
@@ -283,7 +279,7 @@ class Evaluator:
     def _least_s(self, codes: Codes, budget_bytes: int, segments: Segments) -> NDArray[np.float64]:
         t, needs = self._tables(segments), self.needs(codes, segments)
         rows, n = codes.shape
-        put = needs.put()
+        put = _before(needs.moved)
         put_out = put if needs.copied is needs.moved else _before(needs.copied)
         largest = needs.moved.max(axis=1)
         there = put_out[:, :n].copy()  # of it, what isn't needed in any case
@@ -375,7 +371,7 @@ class Evaluator:
         """Whether each row fits, and its lazy schedule."""
         t, needs = self._tables(segments), self.needs(codes, segments)
         rows, n = codes.shape
-        put = needs.put()
+        put = _before(needs.moved)
         front_forward = _fronts(needs.forward, put, np.arange(n + 1), budget_bytes, needs.lingering)
         front_backward = _fronts(needs.backward, put, t.joined, budget_bytes)
         cutoff = np.maximum(front_forward[:, -1], front_backward[:, -1])
@@ -433,7 +429,7 @@ class Evaluator:
         if self.room.total_bytes is None:
             return needs
         stays = np.where(self.too_much(needs.moved), needs.moved, 0)
-        before = replace(needs, moved=stays).put()
+        before = _before(stays)
         n = codes.shape[1]
         forward = needs.forward + before[:, :n]
         for i, until, nbytes, _ in needs.lingering:
@@ -706,7 +702,7 @@ class _Tables:
             self.lingering.append((i, until, np.where(moves, storage.nbytes, 0), storage.on_host))
         self.private_held[i] += np.where(holds & rules.awaits_backward(storage), storage.nbytes, 0)
         self.private_moved[i] += np.where(moves, storage.nbytes, 0)
-        self.private_copied[i] += np.where(moves, rules.copied_bytes([storage]), 0)
+        self.private_copied[i] += np.where(moves, storage.copied_bytes, 0)
 
     def shared_by(self, group: Sequence[int]) -> _Shared:
         """Storages with equally many possible holders."""
@@ -716,7 +712,7 @@ class _Tables:
         moves = np.array([[self.among(holder.moving) for holder in chain.holders[s]] for s in group])
         return _Shared(
             np.array([storages[s].nbytes for s in group]),
-            np.array([rules.copied_bytes([storages[s]]) for s in group]),
+            np.array([storages[s].copied_bytes for s in group]),
             np.array(stops),
             np.array([[rules.forward_stop(stop, None, i) for i in range(n)] for stop in stops]),
             np.array([chain.movers[s].start for s in group]),

@@ -247,7 +247,7 @@ class LabelDp:
                 found.tracked.append((s, goes))
             elif goes and self.tracker.moves(s, k):
                 found.moves += storages[s].nbytes
-                found.copied += rules.copied_bytes([storages[s]])
+                found.copied += storages[s].copied_bytes
             else:
                 found.keeps += storages[s].nbytes
         return found
@@ -417,7 +417,7 @@ class LabelDp:
                 t.hold(now, s, k, goes, mine)
             elif goes and t.moves(s, k):
                 moved = moved + np.where(mine, storage.nbytes, 0)
-                copied = copied + np.where(mine, rules.copied_bytes([storage]), 0)
+                copied = copied + np.where(mine, storage.copied_bytes, 0)
             else:
                 now.held_bytes = now.held_bytes + np.where(mine, storage.nbytes, 0)
         return moved, copied

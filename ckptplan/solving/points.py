@@ -54,7 +54,7 @@ class Moves(NamedTuple):
         def sending(option: Option, t: Transfer) -> Sending:
             moving = [profile.storages[option.saved[p]] for p in t.moves]
             nbytes = sum(storage.nbytes for storage in moving)
-            return Sending(t.moves, t.release, t.prefetch, nbytes, rules.copied_bytes(moving))
+            return Sending(t.moves, t.release, t.prefetch, nbytes, sum(storage.copied_bytes for storage in moving))
 
         return cls(
             seconds,
@@ -117,7 +117,7 @@ class MovesSearch:
     def item(self, stage: int, positions: Sequence[int]) -> Item:
         """These positions of a stage."""
         saved, sizes = self.options[stage].saved, self.sizes_of[stage]
-        copied = rules.copied_bytes(self.profile.storages[saved[p]] for p in positions)
+        copied = sum(self.profile.storages[saved[p]].copied_bytes for p in positions)
         return Item(stage, tuple(positions), sum(sizes[p] for p in positions), copied)
 
     def parts(self) -> list[list[tuple[Item, ...]]] | None:

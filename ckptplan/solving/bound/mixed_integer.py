@@ -481,12 +481,13 @@ class MixedModel:
         self.most_moved, self.moved, put = self.put_by(self.parts)
         self.most_copied, self.copied_out, put_out = self.most_moved, self.moved, put
         self.left: list[list[Any]] = [[] for _ in range(n)]  # per forward step, what has left without a copy
-        if any(part.on_host for parts in self.parts for part in parts):
+        on_host = [part for parts in self.parts for part in parts if part.on_host]
+        if on_host:
             copied = [[part for part in parts if not part.on_host] for parts in self.parts]
             self.most_copied, self.copied_out, put_out = self.put_by(copied)
-            for o, part in ((o, part) for o, parts in enumerate(self.parts) for part in parts if part.on_host):
-                for k in range(max(part.gone, o + 1), n):
-                    self.left[k].append(part.size * part.moves)
+        for part in on_host:
+            for k in range(part.gone, n):
+                self.left[k].append(part.size * part.moves)
         self.put = put_out, put  # bytes that join each lane before each stage
         if host_bytes is not None:
             self.require(put[n] <= host_bytes / self.unit)
