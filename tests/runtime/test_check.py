@@ -362,12 +362,12 @@ class Edited(nn.Module):
         return self.second(y)[0]
 
 
-def test_a_write_to_what_is_freed_before_backward_is_found() -> None:
-    model, x = Edited(), torch.randn(4, 8, 8)
+@pytest.mark.parametrize(
+    ("decision", "what"), [("recompute", "tensor number ."), ("swap", "a tensor that it swaps out")]
+)
+def test_a_write_to_what_is_freed_before_backward_is_found(decision: str, what: str) -> None:
+    model, x = Edited(), torch.randn(64, 8, 8)
     chain = ckptplan.profile(model, x, menus=False)
-    plan = plan_of(chain, ["recompute" if stage.name.startswith("first") else "keep" for stage in chain.stages])
-    with (
-        apply(model, plan),
-        pytest.raises(CheckError, match=r"'first.*': tensor number . .* written to after the stage"),
-    ):
+    plan = plan_of(chain, [decision if stage.name.startswith("first") else "keep" for stage in chain.stages])
+    with apply(model, plan), pytest.raises(CheckError, match=f"'first.*': {what}.* written to after the stage"):
         model(x).sum().backward()

@@ -219,6 +219,16 @@ class Checks(_Comparison):
             self.tensors += 1
             self.add(_Pair(first, again, stage, what, cause))
 
+    def leaves(self, record: Any, index: int) -> None:
+        """Check as well that nothing writes to the tensor that was saved, if other code holds it."""
+        if record.on_return is None:
+            with accelerator.on_stream(record.home):
+                digest = self.take(record.saved)
+                if digest is not None:
+                    what = f"a tensor that it swaps out, {_described(record.saved.dtype, record.saved.shape)}"
+                    self.watch(_Place(record.saved, digest, self.stages[index], what))
+        super().leaves(record, index)
+
     def stage(self, stage: PlannedStage) -> StageCheck:
         """Return the comparison of one call of a stage with its recompute."""
         return StageCheck(self, stage)
@@ -230,8 +240,8 @@ class Checks(_Comparison):
     def stage_ended(self) -> None:
         """Take digests of what the stage before saved and is alive elsewhere, which may be freed before backward."""
         for place in self._places[self._looked :]:
-            there = place.tensor()
-            with accelerator.on_stream(place.stream):  # which ran the stage
+            with accelerator.on_stream(place.stream):
+                there = place.tensor()
                 place.later = None if there is None else self.take(there)
         self._looked = len(self._places)
 
@@ -242,10 +252,11 @@ class Checks(_Comparison):
         """
         places, self._places, self._looked = self._places, [], 0
         for place in places:
-            there = place.tensor()
-            if there is not None:
-                self.compare(place.digest, there, place.stage, place.what, _EDITED)
-            elif place.later is not None and not place.is_there:
+            with accelerator.on_stream(place.stream):
+                there = place.tensor()
+                if there is not None:
+                    self.compare(place.digest, there, place.stage, place.what, _EDITED)
+            if there is None and place.later is not None and not place.is_there:
                 self.tensors += 1
                 self.add(_Pair(place.digest, place.later, place.stage, place.what, _EDITED))
 
@@ -526,7 +537,13 @@ class StageCheck(StageSpots):
 
 
 class _Place:
-    """The location of a stage's saved tensor, without keeping it alive; other code may hold it and write to it."""
+    """The location of a stage's saved tensor, without keeping it alive; other code may hold it and write to it.
+
+    Attributes
+    ----------
+    stream : stream or None
+        The one that saved it, on which it is read again.
+    """
 
     def __init__(self, tensor: torch.Tensor, digest: Digest, stage: str, what: str) -> None:
         storage = tensor.untyped_storage()
@@ -548,15 +565,17 @@ class _Place:
         return not self._storage.expired()
 
     def tensor(self) -> torch.Tensor | None:
-        """Return the tensor that lies there now; None if it was freed, or if a write raised its version."""
+        """Return what lies there now, to be read on `stream`; None if it was freed, or if a write raised its version."""
         if self._counter._version != self._version:
             return None
         storage = None if self._lazy else torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
         if storage is None or storage.nbytes() != self._nbytes:
             return None
         with undisturbed(), torch.no_grad():
-            empty = torch.empty(0, dtype=self._dtype, device=self._device)
-            return empty.set_(storage, *self._lies)  # type: ignore[call-overload, no-any-return]
+            there = torch.empty(0, dtype=self._dtype, device=self._device).set_(storage, *self._lies)  # type: ignore[call-overload]
+            if self.stream is not None:  # which need not be the one that allocated the memory
+                there.record_stream(self.stream)
+            return there  # type: ignore[no-any-return]
 
 
 def _saved_as(number: int, dtype: torch.dtype, shape: torch.Size) -> str:
@@ -606,7 +625,7 @@ _SPOT = (
 )
 _EDITED = (
     "it was written to after the stage, through .data, numpy or in a hook: plain training would use the new values for "
-    "its gradients, the stage's next run doesn't; write with ordinary operations"
+    "its gradients, the stage's next run or the copy that comes back doesn't; write with ordinary operations"
 )
 _PACKED_LATE = (
     "it was written to since, through .data or numpy, and the saved_tensors_hooks around the stage get the new values, "

@@ -213,10 +213,15 @@ class Record:
         else:
             self._wait_for_copy_in()
 
+    @property
+    def saved(self) -> torch.Tensor:
+        """The tensor that was saved first; only valid before the device bytes are dropped."""
+        assert self._watch is not None
+        return self._watch
+
     def source(self) -> torch.Tensor:
         """Return the whole saved storage as one contiguous tensor; only valid before the device bytes are dropped."""
-        watch = self._watch
-        assert watch is not None
+        watch = self.saved
         if self._whole is None:
             if covers(watch, self.nbytes):
                 self._whole = watch
@@ -233,9 +238,8 @@ class Record:
 
     def drop(self) -> None:
         """Drop the device bytes, after the copy out is done."""
-        whole, watch = self._whole, self._watch
+        whole, watch = self._whole, self.saved
         assert whole is not None
-        assert watch is not None
         self._modified = None if watch._version == self.version else watch._version
         self._tell_allocator(self._users)
         self._storage = weakref.ref(whole.untyped_storage())
