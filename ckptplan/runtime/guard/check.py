@@ -565,7 +565,7 @@ class _Place:
         return not self._storage.expired()
 
     def tensor(self) -> torch.Tensor | None:
-        """Return what lies there now, to be read on `stream`; None if it was freed, or if a write raised its version."""
+        """Return what lies there now, to be read on `stream`; None if it was freed or a write raised its version."""
         if self._counter._version != self._version:
             return None
         storage = None if self._lazy else torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
