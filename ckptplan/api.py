@@ -303,7 +303,7 @@ def explain(profile: Profile, plan: Plan, **options: Unpack[SearchKeywords]) -> 
     require_known(explain, options, SearchKeywords)
     limits = Limits.of(options)
     check_kind(Plan, plan=plan)
-    plan.require_profile(profile)
+    profile = plan.require_profile(profile)
     _require_made_from(profile, plan)
     plan = replace(plan, budget_bytes=plan.tensor_budget_bytes)  # that of a step's tensors
     limits.on_progress(limited("finding what memory and links are worth", limits.time_limit_s))

@@ -42,7 +42,7 @@ def report_of_plan(
 ) -> Report:
     """See `Plan.report`; `measured` are the fields of `Measured`."""
     found = Measured(**measured)
-    plan.require_profile(profile)
+    profile = plan.require_profile(profile)
     for other in frontier:
         other.require_profile(profile)
     traced = set() if found.trace is None else {span.stage for span in found.trace.measured.spans if span.stage}

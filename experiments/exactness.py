@@ -27,7 +27,7 @@ from typing import Any
 import documents  # isort: split
 
 import brute_force
-from random_chains import launched, odd_chain, random_chain, textbook_chain
+from random_chains import launched, odd_chain, random_chain, textbook_chain, with_weights
 
 from ckptplan.baselines import BASELINES
 from ckptplan.core.errors import InfeasibleBudgetError
@@ -69,6 +69,8 @@ def odd(seed: int) -> tuple[Profile, int | None]:
     profile = odd_chain(rng, rng.randint(1, 4))
     if seed % 7 < 2:
         profile = launched(random.Random(seed), profile)
+    if seed % 3 == 0:
+        profile = with_weights(random.Random(seed), profile)
     most_moved = sum(storage.nbytes for storage in profile.storages)
     return profile, None if rng.random() < 0.5 else int(rng.random() ** 2 * most_moved)
 

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ckptplan.runtime.guard import check
+from ckptplan.runtime.swap import weights
 
 aten = torch.ops.aten
 _READING = {aten._local_scalar_dense.default, aten.equal.default}
@@ -348,6 +349,7 @@ class Device(FakeCuda):
             patch.setattr(torch.cuda, "_lazy_init", lambda: None)  # called where an operation is given the device
             patch.setattr(torch.autograd, "_engine_run_backward", functools.partial(self._run_backward, real))
             patch.setattr(check, "undisturbed", self._only_kernels)
+            patch.setattr(weights, "undisturbed", self._only_kernels)
             with _Kernels(self):
                 yield self
                 self.synchronize()

@@ -25,7 +25,7 @@ def plan_of(measured: Profile, actions: Sequence[Action]) -> Plan:
     """
     able = [stage.find(a) or stage.keep for a, stage in zip(actions, measured.stages, strict=True)]
     choices = tuple(
-        Decision.moving(o.action, m, i, i, o.name, ops=o.ops) if m else Decision(o.action)
+        Decision.moving(o.action, m, i, i, o.name, ops=o.ops) if m else Decision(o.action, option=o.name)
         for i, (o, m) in enumerate(zip(able, residency(measured, able).moves, strict=True))
     )
     return plan_with(measured, choices)
@@ -78,6 +78,8 @@ def plan_with(
         inputs=tuple(stage.inputs for stage in measured.stages),
         segments=segments,
         saved_bytes=saved_bytes(measured, choices),
+        offload=measured.offload,
+        residents=measured.moving,
         kept_bytes=kept_bytes(measured),
     )
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from ckptplan.core.link import Link
 from ckptplan.core.option import Option
 from ckptplan.core.profile import Profile
+from ckptplan.core.resident import Resident
 from ckptplan.core.segment import Segment
 from ckptplan.core.stage import Stage
 from ckptplan.core.storage import Storage
@@ -324,6 +325,26 @@ def random_chain(seed: int, n: int, *, most_options: int = 7) -> Profile:
     chain = textbook_chain(rng, n) if seed % 3 == 0 else rich_chain(rng, n, most_options=most_options)
     chain = launched(rng, chain) if seed % 7 < 2 else chain
     return dropped(rng, chain) if seed % 3 and seed % 5 == 2 else chain
+
+
+def with_weights(rng: random.Random, chain: Profile) -> Profile:
+    """A chain whose options move weights as well, or these alone: frozen and trained, some with two users."""
+    able = [i for i, stage in enumerate(chain.stages) if not stage.is_glue and stage.has_backward]
+    if not able:
+        return chain
+    residents = []
+    for k in range(rng.randint(1, 3)):
+        users = sorted({*rng.choices(able, k=rng.randint(1, 2))})
+        residents.append(Resident((f"w{k}",), rng.randint(1, 12), tuple(users), rng.random() < 0.5))
+    held = sum(resident.nbytes for resident in residents)
+    return replace(
+        chain,
+        base_forward_bytes=tuple(nbytes + held for nbytes in chain.base_forward_bytes),
+        base_backward_bytes=tuple(nbytes + held for nbytes in chain.base_backward_bytes),
+        update_peak_bytes=chain.update_peak_bytes + held,
+        resident_bytes=chain.resident_bytes + held,
+        residents=tuple(residents),
+    ).offloading(rng.choice((("activations", "weights"), ("weights",))))
 
 
 def on_the_host(rng: random.Random, profile: Profile) -> Profile:

@@ -10,9 +10,11 @@ import typer
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.fsdp import FSDP
 from ckptplan.core.option import ACTIONS, Action
+from ckptplan.core.resident import ACTIVATIONS
 from ckptplan.core.units import budget_to_bytes
 
 EVERY_ACTION = ",".join(ACTIONS)
+WHAT_STAGES_SAVE = ",".join(ACTIVATIONS)
 
 
 Source = Annotated[
@@ -113,6 +115,15 @@ DiskLimit = Annotated[
 
 
 Actions = Annotated[str, typer.Option(help="Actions that stages may use, separated by commas.")]
+
+
+Offload = Annotated[
+    str,
+    typer.Option(
+        metavar="KINDS",
+        help="What may be swapped, separated by commas: activations, weights (parameters and buffers), or all.",
+    ),
+]
 
 
 Together = Annotated[bool, typer.Option("--segments/--no-segments", help="Whether stages may be recomputed together.")]

@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ckptplan.cli.arguments import (
+    WHAT_STAGES_SAVE,
     Accumulate,
     AllocatorConf,
     AppliedPlan,
@@ -27,6 +28,7 @@ from ckptplan.cli.arguments import (
     Keeps,
     Lora,
     MicroBatches,
+    Offload,
     OptimizerName,
     OptionalModel,
     SequenceLength,
@@ -45,6 +47,7 @@ from ckptplan.cli.tables import fit_table
 from ckptplan.core.display import progress
 from ckptplan.core.plan import Plan
 from ckptplan.core.request import Training
+from ckptplan.core.resident import checked_offload
 
 
 def calibrate(
@@ -171,6 +174,7 @@ def fit(
     accumulate: Accumulate = None,
     fsdp: Sharded = None,
     batch: BatchSize = None,
+    offload: Offload = WHAT_STAGES_SAVE,
     time_limit: Annotated[float, typer.Option(min=0.1, help="Seconds for each plan.")] = 0.5,
 ) -> None:
     """Show for each known device whether a batch fits, the largest batch, and the plan and slowdown for it.
@@ -202,6 +206,7 @@ def fit(
             batch or given,
             training,
             budget_bytes=budget,
+            offload=checked_offload(parts_of(offload)),
             time_limit_s=time_limit,
             on_progress=shown,
         )

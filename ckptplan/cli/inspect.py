@@ -74,7 +74,7 @@ def simulate_command(
     Example: [bold]ckptplan simulate profile.json plan.json[/bold]
     """
     profile, plan = Profile.load(profile_file), Plan.load(plan_file)
-    plan.require_profile(profile)
+    profile = plan.require_profile(profile)
     budget_bytes = plan.budget_bytes if budget_gb is None else to_bytes(budget_gb, "--budget-gb")
     violations = validate(profile, plan, budget_bytes, disk_bytes=plan.disk_bytes)
     if not broken_rules(profile, plan.choices, plan.segments):  # otherwise it can't be replayed

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from ckptplan.cli.arguments import (
     EVERY_ACTION,
+    WHAT_STAGES_SAVE,
     Accumulate,
     Actions,
     Autocast,
@@ -27,6 +28,7 @@ from ckptplan.cli.arguments import (
     InDdp,
     JsonOutput,
     ModelSource,
+    Offload,
     OptimizerName,
     Output,
     PlanFile,
@@ -118,6 +120,7 @@ def solve(
     host_gb: HostLimit = None,
     disk_gb: DiskLimit = None,
     actions: Actions = EVERY_ACTION,
+    offload: Offload = WHAT_STAGES_SAVE,
     segments: Together = True,
     accumulate: Accumulate = None,
     time_limit: TimeLimit = 10.0,
@@ -138,7 +141,7 @@ def solve(
             "--max-overhead, 0.1 for 10 %"
         )
     check_writable(output, "the plan")
-    options = _options(host_gb, disk_gb, actions, segments, accumulate, time_limit, gap)
+    options = _options(host_gb, disk_gb, actions, offload, segments, accumulate, time_limit, gap)
     budget_in_gb = number(budget_gb, "--budget-gb")
     subject, inputs = subject_of(source)
     from ckptplan.api import solve as solve_subject
@@ -191,12 +194,13 @@ def _options(
     host_gb: str | None,
     disk_gb: str | None,
     actions: str,
+    offload: str,
     segments: bool,
     accumulate: bool | None,
     time_limit: float,
     gap: float,
 ) -> SolveKeywords:
-    return SolveKeywords(
+    options = SolveKeywords(
         host_gb=number(host_gb, "--host-gb", least=0),
         disk_gb=number(disk_gb, "--disk-gb", least=0),
         actions=to_actions(actions),
@@ -205,6 +209,9 @@ def _options(
         time_limit_s=time_limit,
         gap=gap,
     )
+    if offload != WHAT_STAGES_SAVE:
+        options["offload"] = parts_of(offload)
+    return options
 
 
 def frontier(
@@ -213,6 +220,7 @@ def frontier(
     host_gb: HostLimit = None,
     disk_gb: DiskLimit = None,
     actions: Actions = EVERY_ACTION,
+    offload: Offload = WHAT_STAGES_SAVE,
     segments: Together = True,
     accumulate: Accumulate = None,
     time_limit: Annotated[float, typer.Option(min=0.1, help="Seconds for all plans together.")] = 60.0,
@@ -233,7 +241,7 @@ def frontier(
 
     Example: [bold]ckptplan frontier profile.json --points 8 -o plans[/bold]
     """
-    options = _options(host_gb, disk_gb, actions, segments, accumulate, time_limit, gap)
+    options = _options(host_gb, disk_gb, actions, offload, segments, accumulate, time_limit, gap)
     for place in () if output is None else (output, *output.parents):
         if place.exists() and not place.is_dir():
             raise InvalidInputError(f"the plans can't be written to {output}: {place} is a file; give a folder's name")

@@ -110,7 +110,7 @@ def check_fields(owner: str, record: DataclassInstance) -> None:
         _check_value(owner, name, kind, getattr(record, name))
 
 
-_INDICES = ("saved", "pinned", "moves", "ops", "linked")
+_INDICES = ("saved", "pinned", "moves", "ops", "linked", "users")
 
 
 @functools.cache

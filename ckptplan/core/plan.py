@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ from ckptplan.core.link import Tier
 from ckptplan.core.option import ACTIONS, Action
 from ckptplan.core.page import Page
 from ckptplan.core.profile import Fingerprint, Profile
+from ckptplan.core.resident import ACTIVATIONS, Kind, Resident
 from ckptplan.core.segment import Segment
 from ckptplan.core.stage import Differentiated, InputTensor
 from ckptplan.core.trace import Trace
@@ -116,6 +117,27 @@ KEEP = Decision("keep")
 
 
 @dataclass(frozen=True, slots=True)
+class WeightMove:
+    """A weight that leaves the device in forward and returns in backward (NOTE [Offloaded weights] in resident.py).
+
+    Parameters
+    ----------
+    resident : Resident
+    stage : int
+        The stage that moves it.
+    release, prefetch : int
+        As of a `Transfer`.
+    tier : "host" or "disk"
+    """
+
+    resident: Resident
+    stage: int
+    release: int
+    prefetch: int
+    tier: Tier
+
+
+@dataclass(frozen=True, slots=True)
 class Decisions:
     """The decisions of a step, without budget or predictions, which a controller carries out.
 
@@ -135,6 +157,8 @@ class Decisions:
         Per stage, the bytes that it saves if it is kept; empty: not known.
     differentiated : tuple of Differentiated
         Stages through which forward itself runs a backward.
+    weights : tuple of WeightMove
+        What leaves besides what the stages save.
     """
 
     stages: tuple[str, ...]
@@ -144,6 +168,7 @@ class Decisions:
     saved_bytes: tuple[tuple[int, ...], ...] = ()
     kept_bytes: tuple[int, ...] = ()
     differentiated: tuple[Differentiated, ...] = ()
+    weights: tuple[WeightMove, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, repr=False, weakref_slot=True)
@@ -209,6 +234,11 @@ class Plan(Saved):
         a faster plan that wasn't taken, copies to the disk that the bound counts as faster than they are.
     asked : str
         What was asked of a plan that is kept in a file for later runs (`plan_file=`); empty for others.
+    offload : tuple of str
+        The kinds of storages that its options move.
+    residents : tuple of Resident
+        What it may move besides what stages save. In a stage that uses some, their positions are those behind all of
+        `saved_bytes`.
     """
 
     SCHEMA = "ckptplan.plan/4"
@@ -247,6 +277,8 @@ class Plan(Saved):
     budget_share: float | None = None
     notes: tuple[str, ...] = ()
     asked: str = ""
+    offload: tuple[Kind, ...] = ACTIVATIONS
+    residents: tuple[Resident, ...] = ()
 
     @staticmethod
     def upgraded(data: dict[str, Any]) -> dict[str, Any]:
@@ -276,13 +308,41 @@ class Plan(Saved):
         """The decisions, without predictions."""
         return Decisions(
             self.stages,
-            self.choices,
+            tuple(map(self._of_activations, range(len(self.choices)))),
             self.segments,
             self.inputs,
             self.saved_bytes,
             self.kept_bytes,
             self.differentiated,
+            tuple(self._weight_moves()),
         )
+
+    @property
+    def replayed(self) -> Decisions:
+        """The decisions alone, for a replay of the step that was profiled."""
+        return replace(self.decided, inputs=None, saved_bytes=(), kept_bytes=(), differentiated=())
+
+    def _of_activations(self, i: int) -> Decision:
+        """The decision on stage `i` without the weights that it moves."""
+        choice = self.choices[i]
+        if not self.residents or not choice.transfers:
+            return choice
+        own = len(self.saved_bytes[i])
+        moves = ((tuple(p for p in t.moves if p < own), t) for t in choice.transfers)
+        transfers = tuple(replace(t, moves=left) for left, t in moves if left)
+        if transfers:
+            return replace(choice, transfers=transfers)
+        action: Action = "keep" if choice.action == "swap" else choice.action
+        return Decision(action, (), choice.option, choice.ops)
+
+    def _weight_moves(self) -> Iterator[WeightMove]:
+        for i, choice in enumerate(self.choices if self.residents else ()):
+            own = [r for r in self.residents if i in r.users]
+            begin = len(self.saved_bytes[i])
+            for t in choice.transfers:
+                for p in t.moves:
+                    if p >= begin:
+                        yield WeightMove(own[p - begin], i, t.release, t.prefetch, choice.tier)
 
     @property
     def counted_bytes(self) -> int:
@@ -377,8 +437,8 @@ class Plan(Saved):
         status = status_of(self.step_s, bound_s)
         return replace(self, budget_bytes=budget_bytes, lower_bound_s=bound_s, status=status, space=space or self.space)
 
-    def require_profile(self, profile: Profile) -> None:
-        """Raise unless the plan was made for the profile.
+    def require_profile(self, profile: Profile) -> Profile:
+        """Return the profile, with the options that the plan has; raise unless it was made for the profile.
 
         Raises
         ------
@@ -389,6 +449,7 @@ class Plan(Saved):
         check_kind(Profile, profile=profile)
         self.fingerprint.require(profile.fingerprint)
         check_stages(self.stages, tuple(stage.name for stage in profile.stages))
+        return profile.offloading(self.offload)
 
     def __post_init__(self) -> None:
         check_fields("plan", self)
@@ -505,20 +566,23 @@ def plan_of(
         differentiated=profile.differentiated,
         foreign=profile.foreign,
         notes=profile.notes,
+        offload=profile.offload,
+        residents=profile.moving,
         **fields,
     )
 
 
 def kept_bytes(profile: Profile) -> tuple[int, ...]:
     """Return `Plan.kept_bytes` for any decisions."""
-    return tuple(sum(profile.storages[s].nbytes for s in stage.keep.saved) for stage in profile.stages)
+    end = len(profile.storages) - len(profile.moving)
+    return tuple(sum(profile.storages[s].nbytes for s in stage.keep.saved if s < end) for stage in profile.stages)
 
 
 def saved_bytes(profile: Profile, choices: Sequence[Decision]) -> tuple[tuple[int, ...], ...]:
     """Return `Plan.saved_bytes` for these decisions."""
     options = (stage.find(choice.option) for stage, choice in zip(profile.stages, choices, strict=True))
-    storages = profile.storages
-    return tuple(() if o is None else tuple(storages[s].nbytes for s in o.saved) for o in options)
+    storages, end = profile.storages, len(profile.storages) - len(profile.moving)
+    return tuple(() if o is None else tuple(storages[s].nbytes for s in o.saved if s < end) for o in options)
 
 
 def launch_s(profile: Profile, choices: Sequence[Decision], segments: Sequence[Segment] = ()) -> float:

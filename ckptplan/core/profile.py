@@ -12,6 +12,7 @@ from ckptplan.core.errors import InvalidInputError, PlanMismatchError
 from ckptplan.core.files import Saved
 from ckptplan.core.link import Link
 from ckptplan.core.option import Option
+from ckptplan.core.resident import ACTIVATIONS, Kind, Resident, offloading
 from ckptplan.core.stage import Differentiated, Stage
 from ckptplan.core.storage import Storage
 from ckptplan.core.units import format_bytes, format_seconds
@@ -174,6 +175,10 @@ class Profile(Saved):
         Classes of the modules with parameters that aren't the model's and that the step calls; None: not known.
     step_error : float
         Standard error of `baseline_step_s`, as a share of it; 0 if the times are given, not measured.
+    residents : tuple of Resident
+        What is on the device before the step and may be away within, if `offloading` allows it.
+    offload : tuple of str
+        The kinds of storages that its options move.
     """
 
     SCHEMA = "ckptplan.profile/3"
@@ -193,6 +198,8 @@ class Profile(Saved):
     differentiated: tuple[Differentiated, ...] = ()
     foreign: tuple[str, ...] | None = None
     step_error: float = 0.0
+    residents: tuple[Resident, ...] = ()
+    offload: tuple[Kind, ...] = ACTIVATIONS
 
     @staticmethod
     def upgraded(data: dict[str, Any]) -> dict[str, Any]:
@@ -227,6 +234,9 @@ class Profile(Saved):
         most = max(*self.base_forward_bytes, *self.base_backward_bytes) + sum(s.nbytes for s in self.storages)
         if most >= MOST_BYTES:
             raise InvalidInputError(f"the step's base and storages make {most} bytes; want less than 2**60 in all")
+        for resident in self.residents:
+            if resident.users[-1] >= n or any(self.stages[i].is_glue for i in resident.users):
+                raise InvalidInputError(f"resident {resident.names[0]!r}: users={resident.users} aren't module stages")
         saving: dict[int, int] = {}
         for i, stage in enumerate(self.stages):
             for option in stage.options:
@@ -257,6 +267,15 @@ class Profile(Saved):
                 )
             if option.name == "recompute" and storage.born == i and s in self.stages[i].keep.saved:
                 raise InvalidInputError(f"{owner} has the stage's own product {storage.name!r} as an input")
+
+    def offloading(self, offload: Sequence[Kind]) -> Profile:
+        """Return the profile whose options move these kinds of storages (`resident.KINDS`)."""
+        return offloading(self, offload)
+
+    @property
+    def moving(self) -> tuple[Resident, ...]:
+        """The residents that are storages, the last ones, and that options move."""
+        return self.residents if "weights" in self.offload else ()
 
     @property
     def baseline_step_s(self) -> float:

@@ -23,6 +23,7 @@ from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.fsdp import FSDP
 from ckptplan.core.option import ACTIONS, Action, checked_actions
 from ckptplan.core.progress import in_notebook
+from ckptplan.core.resident import ACTIVATIONS, Kind, checked_offload
 from ckptplan.core.units import budget_to_bytes
 
 if TYPE_CHECKING:  # these import torch
@@ -85,6 +86,7 @@ class SearchKeywords(TypedDict, total=False):
     """Fields of `Limits`, with the host's limit in units of 2**30 bytes."""
 
     actions: Iterable[Action]
+    offload: str | Iterable[str]
     segments: bool
     host_gb: float | None
     time_limit_s: float
@@ -247,6 +249,9 @@ class Limits:
     ----------
     actions : tuple of str
         "keep" and any of "swap" and "recompute".
+    offload : tuple of str
+        What may be swapped: "activations", and "weights", which are on the device before the step. As a keyword also
+        one of them, or "all".
     segments : bool
         Whether consecutive stages may be recomputed together, also nested; needs "recompute".
     menus : bool
@@ -288,6 +293,7 @@ class Limits:
     """
 
     actions: tuple[Action, ...] = ACTIONS
+    offload: tuple[Kind, ...] = ACTIVATIONS
     segments: bool = True
     menus: bool = True
     host_bytes: int | None = None
@@ -301,6 +307,7 @@ class Limits:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "actions", checked_actions(self.actions))
+        object.__setattr__(self, "offload", checked_offload(self.offload))
         for name in ("segments", "menus"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidInputError(f"{name}={getattr(self, name)!r}; it is True or False")
@@ -338,6 +345,11 @@ class Limits:
             )
         named = {field.name: options[field.name] for field in fields(cls) if field.name in options}
         named["on_progress"] = reporting(named.get("on_progress"))
+        if "offload" in named and "swap" not in checked_actions(named.get("actions", ACTIONS)):
+            raise InvalidInputError(
+                f"offload={named['offload']!r} with actions={named['actions']!r}: nothing may be moved without 'swap'; "
+                "add it, or leave offload= out"
+            )
         return cls(host_bytes=tier_bytes("host_gb", host_gb), disk_bytes=tier_bytes("disk_gb", disk_gb), **named)
 
 

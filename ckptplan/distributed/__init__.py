@@ -14,9 +14,24 @@ from torch import nn
 from ckptplan.core.ddp import DDP
 from ckptplan.core.plan import Plan
 from ckptplan.distributed.parallel import Parallel
-from ckptplan.distributed.replicated import Replicated, apart, is_distributed, unwrapped, without_reduction
+from ckptplan.distributed.replicated import (
+    Replicated,
+    apart,
+    is_distributed,
+    runs_replicated,
+    unwrapped,
+    without_reduction,
+)
 
-__all__ = ["apart", "ddp_under", "is_distributed", "parallel_of", "unwrapped", "without_communication"]
+__all__ = [
+    "apart",
+    "ddp_under",
+    "is_distributed",
+    "parallel_of",
+    "runs_replicated",
+    "unwrapped",
+    "without_communication",
+]
 
 
 def parallel_of(model: nn.Module, ddp: DDP | bool | None = None) -> Parallel:

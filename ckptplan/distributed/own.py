@@ -18,6 +18,7 @@ from torch import nn
 
 from ckptplan.distributed.parallel import gathering, sharded_units
 from ckptplan.tensors.modules import below
+from ckptplan.tensors.private import DisableTorchFunctionSubclass
 from ckptplan.tensors.storages import storages_of
 
 
@@ -98,7 +99,8 @@ class OwnStorages:
         return functools.partial(gathering, self._units, stage) if self._units else None
 
     def _add(self, tensors: Iterable[torch.Tensor]) -> None:
-        for tensor in tensors:
-            for storage in (tensor.untyped_storage(),) if type(tensor) is nn.Parameter else storages_of(tensor):
-                if not self._knows(storage):
-                    self._known[storage._cdata] = weakref.ref(storage)
+        with DisableTorchFunctionSubclass():  # a weight that is away stays away
+            for tensor in tensors:
+                for storage in (tensor.untyped_storage(),) if type(tensor) is nn.Parameter else storages_of(tensor):
+                    if not self._knows(storage):
+                        self._known[storage._cdata] = weakref.ref(storage)

@@ -46,6 +46,11 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
+def runs_replicated() -> bool:
+    """Whether a forward of `DistributedDataParallel` runs now."""
+    return DistributedDataParallel._active_ddp_module is not None
+
+
 def _settings(wrapper: DistributedDataParallel) -> DDP:
     """Return the settings of a wrapper.
 

@@ -21,6 +21,7 @@ from ckptplan.core.errors import InfeasibleBudgetError
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.request import UNSAID, Limits, Report, Training, ignore_progress
+from ckptplan.core.resident import ACTIVATIONS, Kind
 from ckptplan.core.segment import Segment
 from ckptplan.distributed import parallel_of
 from ckptplan.distributed.absent import sharded
@@ -86,6 +87,7 @@ def survey(
     training: Training = UNSAID,
     *,
     budget_bytes: int | None = None,
+    offload: Sequence[Kind] = ACTIVATIONS,
     time_limit_s: float = 1.0,
     on_progress: Report = ignore_progress,
 ) -> list[DeviceFit]:
@@ -101,6 +103,8 @@ def survey(
         The batch for which plans are made.
     budget_bytes : int, optional
         Budget in place of each device's memory.
+    offload : sequence of str
+        The kinds of storages that plans may move.
     time_limit_s : float
         Time limit of each plan.
 
@@ -120,7 +124,7 @@ def survey(
             target = find_target(model, same[0])
             batches = Batches(make_inputs, TrainingBytes(model, target, training))
             batches.check()
-            group = _AlikeDevices(batches, same, batch, time_limit_s, on_progress)
+            group = _AlikeDevices(batches, same, batch, time_limit_s, on_progress, tuple(offload))
             for device in same:
                 found[device.name] = group.fit(device, budget_bytes or device.usable_bytes)
     return [found[device.name] for device in devices]
@@ -140,6 +144,7 @@ class _AlikeDevices:
     batch: int
     time_limit_s: float
     tell: Report
+    offload: tuple[Kind, ...] = ACTIVATIONS
     chains: dict[int, dict[str, Profile]] = field(default_factory=dict)
     kept: dict[int, float] = field(default_factory=dict)
     _reference: tuple[tuple[int, ...], tuple[Segment, ...]] | None = None
@@ -179,7 +184,8 @@ class _AlikeDevices:
                 self.devices,
                 report=lambda text: self.tell(f"{tracing}: {text}"),
             )
-            self.chains[n] = {device.name: p for device, p in zip(self.devices, profiles, strict=True)}
+            moving = (p.offloading(self.offload) for p in profiles)
+            self.chains[n] = {device.name: p for device, p in zip(self.devices, moving, strict=True)}
         return self.chains[n]
 
     def least_bytes(self, n: int) -> int:

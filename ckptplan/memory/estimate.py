@@ -18,7 +18,7 @@ from ckptplan.core.device import library_workspaces
 from ckptplan.core.errors import InvalidInputError, UnsupportedModelError
 from ckptplan.core.estimate import CATEGORIES, KEPT, Estimate, Phase
 from ckptplan.core.measured import DeviceBytes
-from ckptplan.core.plan import Decisions, Plan
+from ckptplan.core.plan import Plan
 from ckptplan.core.progress import counted
 from ckptplan.core.request import (
     UNSAID,
@@ -449,8 +449,7 @@ class _Run:
         folding = Folding(step, None, target)
 
         def planned(plan: Plan, **options: bool) -> tuple[Replay, tuple[str, ...]]:
-            decisions = Decisions(plan.stages, plan.choices, plan.segments)
-            return replay(step, decisions, target, logs=True, **options), plan.stages
+            return replay(step, plan.replayed, target, logs=True, **options), plan.stages
 
         def record(*, accumulating: bool = False, inference: bool = False) -> Recording:
             plan = None if inference else self.plan
@@ -595,7 +594,9 @@ class _Run:
             storage = local_part(tensor).untyped_storage()
             if storage._cdata not in seen and not (category != "weights" and self._on_host(tensor)):
                 seen.add(storage._cdata)
-                ledger.allocate(_block(storage.nbytes(), category, name, tensor))
+                index = ledger.allocate(_block(storage.nbytes(), category, name, tensor))
+                if category != "inputs":
+                    ledger.weights[name] = index
         if self.checkpoint_on_device:
             for _, name, tensor in named:
                 nbytes = tensor.numel() * tensor.element_size()

@@ -36,12 +36,15 @@ class Ledger:
         Name, index of the first event, and number of the batch that runs.
     stages : list of (int, str)
         Index of the first event, and the name of the stage that runs from there on.
+    weights : dict of str to int
+        The blocks of parameters and buffers, by name.
     """
 
     blocks: list[Block] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     phases: list[tuple[str, int, int | None]] = field(default_factory=list)
     stages: list[tuple[int, str]] = field(default_factory=list)
+    weights: dict[str, int] = field(default_factory=dict)
 
     def phase(self, name: str, batch: int | None = None) -> None:
         """Begin a phase."""
@@ -98,8 +101,13 @@ class Player:
                 name = stages[section.segment // 2] if section.segment % 2 else ""
                 self._ledger.stages.append((len(self._ledger.events), name))
                 for code, block in section.events:
-                    if code == ALLOCATE:
-                        made = self.recording.blocks[block]
+                    made = self.recording.blocks[block]
+                    if made.category == "weights":  # which is there before the step, and leaves
+                        if code == FREE:
+                            self._ledger.free(self._ledger.weights.pop(made.name))
+                        else:
+                            self._ledger.weights[made.name] = self._ledger.allocate(made)
+                    elif code == ALLOCATE:
                         for name in made.parameters if self._unreduced else ():
                             if name in self._unreduced:
                                 self._ledger.free(self._unreduced.pop(name))

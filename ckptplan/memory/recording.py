@@ -16,7 +16,16 @@ from torch import nn
 from ckptplan.core.plan import Decision
 from ckptplan.profiling.bytes.origins import Origin
 from ckptplan.profiling.bytes.replays import UNLISTED, Replay, segment_name
-from ckptplan.profiling.bytes.tracker import SAVED, Change, OpTrace, SegmentTrace, Sid, Tracker, workspaces_of
+from ckptplan.profiling.bytes.tracker import (
+    OFFLOADED,
+    SAVED,
+    Change,
+    OpTrace,
+    SegmentTrace,
+    Sid,
+    Tracker,
+    workspaces_of,
+)
 from ckptplan.profiling.target import Target
 from ckptplan.profiling.workload.optimizers import traced_updates
 from ckptplan.profiling.workload.stand_ins import StandIns
@@ -135,6 +144,7 @@ class _Writer:
         self.made: dict[Sid, int] = {}
         self.alive: dict[Sid, int] = {}
         self._sums: dict[Sid, Sid] = {}
+        self._weights: dict[Sid, int] = {}  # that leave and return
 
     def sections(
         self, direction: Direction, segment: int, trace: SegmentTrace, returns: Iterable[tuple[int, int]] = ()
@@ -155,8 +165,13 @@ class _Writer:
 
     def events(self, changes: Iterable[Change]) -> Iterator[Event]:
         """Yield the events of changes."""
-        for sid, _, exists in changes:
-            if not exists and sid in self.alive:
+        for sid, nbytes, exists in changes:
+            if sid[0].startswith(OFFLOADED):
+                if sid not in self._weights:
+                    self._weights[sid] = len(self.blocks)
+                    self.blocks.append(Block(nbytes, "weights", sid[0].removeprefix(OFFLOADED)))
+                yield ALLOCATE if exists else FREE, self._weights[sid]
+            elif not exists and sid in self.alive:
                 yield FREE, self.alive.pop(sid)
             elif exists and self._sums.get(sid) in self.alive:
                 self.alive[sid] = self.alive.pop(self._sums.pop(sid))

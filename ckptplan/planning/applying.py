@@ -243,8 +243,7 @@ def _applied(
         on_larger = "replan" if one else "follow"
     adviser = None
     if profile is not None:
-        plan.require_profile(profile)
-        adviser = SolverAdviser(Job(profile, limits))
+        adviser = SolverAdviser(Job(plan.require_profile(profile), limits))
     enlarger = None
     if on_larger == "replan":
         training = replace(training, ddp=ddp_under(model, plan))

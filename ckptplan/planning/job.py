@@ -25,6 +25,7 @@ from ckptplan.core.plan import Plan, saved_bytes
 from ckptplan.core.profile import Profile
 from ckptplan.core.progress import Message, limited, search_state
 from ckptplan.core.request import Limits
+from ckptplan.core.resident import ACTIVATIONS, KINDS
 from ckptplan.core.schedule import EQUAL_S
 from ckptplan.core.units import GIB, format_bytes
 from ckptplan.planning.by_rules import SHARE, examined, plans_by_rules
@@ -37,8 +38,9 @@ _REORDERED_EXCESS = 0.05  # share of the budget above which another order of dec
 _REST = 0.01  # share of the budget that may stay unused before another limit is tried
 _TIGHTENINGS = 6  # attempts with a smaller limit before the plan with the smallest peak is tried
 _CLOSE = 0.01  # relative difference to a plan's step up to which a rule is asked for a plan within that plan's peak
+_HINT_S = 2.0  # of a search for what an error says beside
 _RAISES = 3  # times that a budget of the smallest peak is raised to one that another search has found
-PLAIN = ("keep", "swap", "recompute", "recompute+swap", DISCARD)
+PLAIN = ("keep", "swap", "weights", "recompute", "recompute+swap", DISCARD)
 """Options on whole stages; the others of a menu choose among the stage's operations."""
 
 
@@ -113,6 +115,15 @@ class Job:
             self.limits.on_plan(plan)
         return plan
 
+    def _with_weights(self, least_bytes: int) -> str:
+        """Return what the smallest peak would be if weights might move as well, for an error; empty if no less."""
+        profile = self.profile
+        if profile.offload != ACTIVATIONS or not profile.residents or "swap" not in self.limits.actions:
+            return ""
+        limits = replace(self.limits, time_limit_s=min(self.limits.time_limit_s, _HINT_S), on_plan=None)
+        found = smallest_peak(profile.offloading(KINDS), limits).peak_bytes
+        return f"; with offload='all' it is {format_bytes(found)} in tensors" if found < least_bytes else ""
+
     def solved_share(self, share: float, most_bytes: int | None = None) -> Plan:
         """Return the plan for a share of the way from the smallest peak to everything kept, and at most `most_bytes`.
 
@@ -138,9 +149,10 @@ class Job:
         # The others' bounds hold for the plans that were left to them.
         error.min_peak_bound_bytes = failures[0].min_peak_bound_bytes
         least = min(attempts, key=self.needs, default=None)
-        if least is None or not self.on_cuda or (needs := self.needs(least)) >= error.min_peak_bytes:
-            return error
-        return self._too_small(budget_bytes, needs, least.peak_bytes, error)
+        if least is not None and self.on_cuda and (needs := self.needs(least)) < error.min_peak_bytes:
+            error = self._too_small(budget_bytes, needs, least.peak_bytes, error)
+        error.args = (f"{error}{self._with_weights(error.min_peak_bytes)}",)
+        return error
 
     def _leaving_fewer_fragments(self) -> Iterator[Job]:
         """Yield, on CUDA, the job without swaps and segments, and that of whole stages (see NOTE [Fragments])."""
@@ -414,6 +426,7 @@ def job_of_profile(profile: Profile, limits: Limits) -> Job:
         If `limits` has a disk and the profile doesn't, or the host's limit is below the disk's staging buffers.
     """
     Room.of(profile, limits)  # raises without a disk to use
+    profile = profile.offloading(limits.offload)
     # A hand-written profile has no device, and on the CPU the host tier is a disk without staging buffers.
     if profile.fingerprint.device not in ("", "cpu"):
         limits = staged(limits)

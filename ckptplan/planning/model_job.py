@@ -85,7 +85,9 @@ def job_of_step(
     for other in padded(training):
         measured = holding_for(measured, stage_inputs(other, measured, target))
     return replaying(
-        Job(measured, limits), training, TrainingBytes(training.model, target, Training(optimizer=optimizer))
+        Job(measured.offloading(limits.offload), limits),
+        training,
+        TrainingBytes(training.model, target, Training(optimizer=optimizer)),
     )
 
 

@@ -24,6 +24,7 @@ from ckptplan.core.overheads import NO_OVERHEADS, Overheads
 from ckptplan.core.plan import KEEP, Decisions, Plan
 from ckptplan.core.profile import MOST_ERROR, Fingerprint, Profile
 from ckptplan.core.request import Report, StepKeywords, Training, ignore_progress, reporting, require_known
+from ckptplan.core.resident import Resident
 from ckptplan.core.stage import InputTensor, Stage
 from ckptplan.core.storage import Storage
 from ckptplan.distributed import parallel_of
@@ -209,8 +210,7 @@ def replayed_bytes(step: TrainingStep, plan: Plan, target: Target) -> int:
     with _untouched(step) as rewind:
 
         def peak_bytes() -> int:
-            decisions = Decisions(plan.stages, plan.choices, plan.segments)
-            return replay(step, decisions, target, accumulating=plan.fingerprint.accumulates).peak_bytes
+            return replay(step, plan.replayed, target, accumulating=plan.fingerprint.accumulates).peak_bytes
 
         return answered(peak_bytes, step, target, rewind)
 
@@ -479,6 +479,13 @@ class _Lanes:
             rerun_launch_s if reruns else 0.0,
         )
 
+    def moving(self, resident: Resident) -> Resident:
+        """Return a resident with the times that moving it takes."""
+        code_s, copies_s = self.overheads.storage_s, resident.nbytes * self.overheads.byte_s
+        if self.has_launches:
+            return dataclasses.replace(resident, overhead_s=copies_s, launch_s=code_s)
+        return dataclasses.replace(resident, overhead_s=code_s + copies_s)
+
 
 def _own_s(stage: TracedStage, lane: Times, following: int, code: Overheads) -> tuple[float, float]:
     """Seconds of a stage's forward, with the runtime's code around it, and of its backward."""
@@ -524,6 +531,7 @@ def _with_times(
         differentiated=traced.differentiated,
         foreign=traced.foreign,
         step_error=_step_error(stages, lanes.times),
+        residents=tuple(map(lanes.moving, traced.residents)),
     )
 
 

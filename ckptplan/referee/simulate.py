@@ -142,7 +142,7 @@ def simulate(profile: Profile, plan: Plan | Sequence[Decision], segments: Sequen
     check_kind(Profile, profile=profile)
     choices: Sequence[Decision]
     if isinstance(plan, Plan):
-        plan.require_profile(profile)
+        profile = plan.require_profile(profile)
         choices, segments = plan.choices, plan.segments
     else:
         check_kind(Sequence, plan=plan)

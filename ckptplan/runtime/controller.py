@@ -56,7 +56,8 @@ from ckptplan.runtime.recompute.frames import run_recomputed
 from ckptplan.runtime.recompute.segments import OpenSegment
 from ckptplan.runtime.swap.session import SwapSession
 from ckptplan.runtime.swap.stores import Store
-from ckptplan.tensors.private import current_graph_task
+from ckptplan.runtime.swap.weights import Group, OnMove, Weights
+from ckptplan.tensors.private import current_graph_task, transform
 from ckptplan.tensors.storages import tensors_in
 
 
@@ -144,6 +145,8 @@ class Controller:
         Counters to go on with; by default new ones.
     checks : Checks, optional
         Compares the tensors of backward with those of forward.
+    on_move : callable, optional
+        As of `Weights`.
 
     Raises
     ------
@@ -164,18 +167,21 @@ class Controller:
         one_forward: bool = True,
         counters: Counters | None = None,
         checks: Checks | None = None,
+        on_move: OnMove | None = None,
     ) -> None:
         self._model = model
         self._stages, self._choices, segments = decisions.stages, decisions.choices, decisions.segments
         # Earlier stages may hold the storages that a stage moves; all must hold them through the same record.
         self._moves = any(choice.transfers for choice in self._choices)
         asks_what_is_own = self._moves or bool(segments) or any(c.action == "swap" for c in self._choices)
+        asks_what_is_own |= bool(decisions.weights)
         self._own_names = OwnNames(model) if asks_what_is_own else None
         self._stores = stores
         self._device = device
         self._limits = [InputLimits(planned) for planned in decisions.inputs or [None] * len(self._stages)]
         self._saved = decisions.saved_bytes
         self.counters = counters or Counters()
+        self.weights = Weights(model, decisions.weights, stores, device, self.counters, on_move)
         kept_bytes = decisions.kept_bytes
         self._paths = Paths(model, kept_bytes, self.counters.differences) if kept_bytes else None
         self._training = model.training
@@ -207,7 +213,7 @@ class Controller:
         self._listen(observers)
         self._find_patches(observers, one_forward=one_forward)
         discarded = (i for i, choice in enumerate(self._choices) if choice.option == DISCARD)
-        self._always_watched = frozenset((*self._prefetch_at, self._last, *discarded))
+        self._always_watched = frozenset((*self._prefetch_at, *self._weights_at, self._last, *discarded))
         self._watches = bool(self._segments) or bool(self._enter or self._exit or self._backward)
 
     def _find_stages(self) -> None:
@@ -256,15 +262,26 @@ class Controller:
         self._prefetch_at: dict[int, list[tuple[int, int]]] = {}
         for index, choice in enumerate(self._choices):
             for number, transfer in enumerate(choice.transfers):
-                release, place = transfer.release, (index, number)
-                later = [i for i in self._planned if i > release]
-                if release in self._planned or not later:
-                    at = max(i for i in self._planned if i <= release)
-                    self._release_after.setdefault(at, []).append(place)
-                else:
-                    self._release_before.setdefault(later[0], []).append(place)
-                at = max(i for i in self._planned if i <= transfer.prefetch)
-                self._prefetch_at.setdefault(at, []).insert(0, place)
+                at, after = self._release_point(transfer.release)
+                (self._release_after if after else self._release_before).setdefault(at, []).append((index, number))
+                self._prefetch_at.setdefault(self._prefetch_point(transfer.prefetch), []).insert(0, (index, number))
+        self._weights_before: dict[int, list[Group]] = {}
+        self._weights_after: dict[int, list[Group]] = {}
+        self._weights_at: dict[int, list[Group]] = {}
+        for group in self.weights.groups:
+            at, after = self._release_point(group.release)
+            (self._weights_after if after else self._weights_before).setdefault(at, []).append(group)
+            self._weights_at.setdefault(self._prefetch_point(group.prefetch), []).insert(0, group)
+
+    def _release_point(self, release: int) -> tuple[int, bool]:
+        """Return the stage before or after which a transfer is released, and whether it is after."""
+        later = [i for i in self._planned if i > release]
+        if release in self._planned or not later:
+            return max(i for i in self._planned if i <= release), True
+        return later[0], False
+
+    def _prefetch_point(self, prefetch: int) -> int:
+        return max(i for i in self._planned if i <= prefetch)
 
     def _listen(self, observers: Sequence[Observer]) -> None:
         self._pass_begins = listeners(observers, "pass_begins")
@@ -311,6 +328,7 @@ class Controller:
             patch.remove()
         for removed in self._removed:
             removed()
+        self.weights.close()
         self._pass = None
         self._drop_leftovers()
 
@@ -326,7 +344,7 @@ class Controller:
         """
         if not torch.is_grad_enabled():
             return False
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        if transform() is not None:
             self.counters.differences.note(
                 "transform",
                 "the model runs inside a transform of torch.func, which has no saved tensors that a plan could move or "
@@ -377,18 +395,20 @@ class Controller:
         for pass_begins in self._pass_begins:
             pass_begins(waiting)
         checks = None if self.checks is None else self.checks.begin(self._stages)
+        self.weights.begin(checks)
         own = OwnStorages(self._own_names)
         self.counters.forwards += 1
         tell = self.counters.meter.begin()
         for tier, store in self._stores.items():
             store.on_copy = None if tell is None else functools.partial(tell, tier)
-        session = SwapSession(self._stores, self._device, own, self.counters, self._saved, checks)
+        session = SwapSession(self._stores, self._device, own, self.counters, self._saved, checks, self.weights)
         watched = self._watches or by_call or tell is not None
         self._session, self._pass = session, _Pass(session, own, checks, watched=watched)
         return self._pass
 
     def _run_model(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._active():
+            self.weights.bring_back()
             self.note_beside("a forward without gradients runs")
             return original(*args, **kwargs)
         self._mark_mode()
@@ -405,6 +425,7 @@ class Controller:
             output = original(*args, **kwargs)
         except BaseException as error:  # also between stages: what an open segment holds goes with the error
             current.open = self._pass = None
+            self.weights.bring_back()
             if self.on_error is not None:
                 self.on_error(error)
             raise
@@ -421,6 +442,7 @@ class Controller:
         self, module: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         if not self._active():
+            self.weights.ensure_all(self._indices[module])
             return original(*args, **kwargs)
         current = self._pass
         index = None if current is None else self._next_call(current, module)
@@ -447,14 +469,20 @@ class Controller:
             self._release_until(current, index)
             for place in self._release_before.get(index, ()):
                 current.session.release(*place)
+            for group in self._weights_before.get(index, ()):
+                group.leave()
+            self.weights.ensure(index)
             if current.checks is not None:
                 current.checks.stage_ended()
             for enter in self._enter:
                 enter(index, args, kwargs)
             output = self._run_choice(current, self._planned[index], original, args, kwargs, again=again)
             del args, kwargs
+            self.weights.stage_ends(index)
             for place in self._release_after.get(index, ()):
                 current.session.release(*place)
+            for group in self._weights_after.get(index, ()):
+                group.leave()
             if again:  # the release points may have passed
                 for number in range(len(self._choices[index].transfers)):
                     current.session.release(index, number)
@@ -462,6 +490,7 @@ class Controller:
                 leave(index, output)
         except BaseException as error:
             current.open = self._pass = None
+            self.weights.bring_back()
             if self.on_error is not None:
                 self.on_error(error)
             raise
@@ -508,7 +537,7 @@ class Controller:
             except NotRepeatableError as error:  # before the stage has run
                 self.counters.differences.note("repeat", f"stage {stage.name!r} is kept: {error}", error)
         self.counters.runs[index] += 1
-        if choice.action == "swap":
+        if choice.action == "swap" or self.weights.uses(index):
             with current.session.stage(index, choice.transfers, choice.tier):
                 return original(*args, **kwargs)
         if self._paths is None:
@@ -551,6 +580,8 @@ class Controller:
         for skipped in range(current.last + 1, index):
             for place in (*self._release_before.get(skipped, ()), *self._release_after.get(skipped, ())):
                 current.session.release(*place)
+            for group in (*self._weights_before.get(skipped, ()), *self._weights_after.get(skipped, ())):
+                group.leave()
         current.last = max(current.last, index)
 
     def _begins_a_pass(self, current: _Pass, module: nn.Module, *, again: bool) -> bool:
@@ -607,8 +638,11 @@ class Controller:
             self._enter_backward(index)
             for backward in self._backward:
                 backward(index)
+            for group in self._weights_at.get(index, ()):
+                group.start_returning()
             for place in self._prefetch_at.get(index, ()):
                 current.session.prefetch(*place)
+            self.weights.ensure(index)
 
         # Most outputs are one tensor, and searching a tree for tensors costs as much as all the rest here.
         leaves = [output] if isinstance(output, torch.Tensor) else pytree.tree_leaves(output)
@@ -666,5 +700,6 @@ class Controller:
                 self._note_created()
 
     def _leave_backward(self) -> None:
+        self.weights.backward_ended(self._stages)
         self.place = Place("update", self.place.stage)
         self.counters.meter.backward_ended()

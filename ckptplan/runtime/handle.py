@@ -149,6 +149,10 @@ class Handle:
         """Return a context in which the model runs without the plan; afterwards the plan is applied again."""
         return self._applied.paused()
 
+    def resident(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which all weights that the plan moves are on the device, and stay there."""
+        return self._applied.controller.weights.resident()
+
     def unmetered(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which no step is measured for `stats`, so that each runs at its usual speed.
 

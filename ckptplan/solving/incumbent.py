@@ -11,6 +11,7 @@ from ckptplan.core.option import ACTIONS, Action
 from ckptplan.core.plan import OPTIMAL_GAP, Plan, plan_of
 from ckptplan.core.profile import Profile
 from ckptplan.core.request import Limits
+from ckptplan.core.resident import ACTIVATIONS, Kind
 from ckptplan.solving.cost import KEEP, Evaluator, Schedule, Segments
 from ckptplan.solving.parameters import DEFAULT, ROUNDING, Parameters
 from ckptplan.solving.peak import MinPeak
@@ -28,11 +29,18 @@ AT_THE_HOSTS_RATE = (
 """Note of plans that use the disk."""
 
 
-def plan_space(actions: Sequence[Action], *, segments: bool = True, disk: bool = False) -> str:
+def plan_space(
+    actions: Sequence[Action],
+    *,
+    segments: bool = True,
+    disk: bool = False,
+    offload: Sequence[Kind] = ACTIVATIONS,
+) -> str:
     """The sentence every certificate refers to."""
     menu = "/".join(a for a in ACTIONS if a in actions)
     together = "nested segments" if segments and "recompute" in actions else "no segments"
-    moves = ", any parts of what may move in any transfers" if "swap" in actions else ""
+    what = "what may move" if tuple(offload) == ACTIVATIONS else " and ".join(offload)
+    moves = f", any parts of {what} in any transfers" if "swap" in actions else ""
     tiers = ", each stage's to host or disk as a whole" if disk and moves else ""
     return f"per-stage menus of {menu}, {together}{moves}{tiers}, first-in-first-out links, compute in program order"
 
@@ -170,7 +178,12 @@ class Incumbent:
             disk_bytes=best.disk_bytes,
             step_s=best.step_s,
             lower_bound_s=self.rounded(bound_s, best),
-            space=plan_space(limits.actions, segments=limits.segments, disk=self.evaluator.room.disk_bytes > 0),
+            space=plan_space(
+                limits.actions,
+                segments=limits.segments,
+                disk=self.evaluator.room.disk_bytes > 0,
+                offload=self.evaluator.profile.offload,
+            ),
             planner="ckptplan",
         )
         return replace(plan, notes=(*plan.notes, AT_THE_HOSTS_RATE)) if plan.disk_bytes else plan

@@ -8,14 +8,15 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from ckptplan.tensors.storages import local_part
+from ckptplan.tensors.views import Memory
 
 
 class ParameterState:
-    """The data tensors of parameters, and copies of their values on the host, as they are at construction."""
+    """The memory of parameters, and copies of their values on the host, as they are at construction."""
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         own = [local_part(p) for p in parameters]
-        self._found = [(p, p.data, p.detach().to("cpu", copy=True)) for p in own if not p.is_meta]
+        self._found = [(p, Memory.of(p), p.detach().to("cpu", copy=True)) for p in own if not p.is_meta]
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[ParameterState]:
@@ -28,13 +29,14 @@ class ParameterState:
     def settle(self) -> None:
         """Drop the parameters that the forward, which has just run, didn't write to."""
         self._found = [
-            (p, data, values)
-            for p, data, values in self._found
-            if p.data_ptr() != data.data_ptr() or not torch.equal(p.detach().cpu(), values)
+            (p, memory, values)
+            for p, memory, values in self._found
+            if not memory.is_of(p) or not torch.equal(p.detach().cpu(), values)
         ]
 
     def put(self) -> None:
         """Write the stored values into the parameters' former data tensors, and give the parameters these tensors."""
-        for p, data, values in self._found:
+        for p, memory, values in self._found:
+            data = memory.tensor()
             data.copy_(values)
             p.data = data

@@ -22,6 +22,7 @@ from ckptplan.tensors.accelerator import keep_generators
 from ckptplan.tensors.modules import below
 from ckptplan.tensors.private import disable_current_modes, is_fake, is_traceable_wrapper_subclass
 from ckptplan.tensors.storages import local_part
+from ckptplan.tensors.views import Memory
 
 
 def random_state(generators: Collection[Any] = ()) -> Callable[[], None]:
@@ -47,21 +48,15 @@ def data_state(tensors: Iterable[torch.Tensor]) -> Callable[[], None]:
     A momentum encoder as published gives its parameters other memory in forward (`p.data = 0.9 * p.data + ...`).
     """
     own = {id(t): t for t in map(local_part, tensors) if not is_traceable_wrapper_subclass(t)}
-    saved = [(tensor, tensor.data) for tensor in own.values() if not is_fake(tensor)]
+    strided = [t for t in own.values() if not is_fake(t) and t.layout is torch.strided]  # others have no storage
+    saved = [(tensor, Memory.of(tensor)) for tensor in strided]
 
     def restore() -> None:
-        for tensor, data in saved:
-            if not _same_memory(tensor, data):
-                tensor.data = data
+        for tensor, memory in saved:
+            if not memory.is_of(tensor):
+                tensor.data = memory.tensor()
 
     return restore
-
-
-def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.layout is not torch.strided or b.layout is not torch.strided:
-        return a.layout is b.layout  # sparse tensors have no storage of their own
-    same_view = (a.shape, a.stride(), a.storage_offset(), a.dtype) == (b.shape, b.stride(), b.storage_offset(), b.dtype)
-    return same_view and a.untyped_storage()._cdata == b.untyped_storage()._cdata
 
 
 def tensor_state(tensors: Iterable[torch.Tensor]) -> Callable[[], None]:

@@ -38,7 +38,6 @@ OF_ONE_FILE = (
     "_C._dispatch_has_kernel_for_dispatch_key",
     "_C._dynamo.eval_frame.get_eval_frame_callback",
     "_C._dynamo.eval_frame.set_eval_frame",
-    "_C._functorch.peek_interpreter_stack",
     "_C._get_deterministic_algorithms",
     "_C._get_deterministic_algorithms_warn_only",
     "_C._get_float32_matmul_precision",
@@ -63,13 +62,13 @@ OF_ONE_FILE = (
     "_C._set_view_replay_enabled",
     "_C._set_warnAlways",
     "_C._set_warn_deprecated_on_mutable_data_ptr",
-    "_C._storage_Use_Count",
     "_C.is_anomaly_check_nan_enabled",
     "_C.is_anomaly_enabled",
     "_C.set_anomaly_enabled",
     "_GLOBAL_DEVICE_CONTEXT",
     "_conj",
     "_debug_has_internal_overlap",
+    "_functorch.pyfunctorch.temporarily_clear_interpreter_stack",
     "_fused_sdp_choice",
     "_subclasses.fake_tensor.DataDependentOutputException",
     "_subclasses.fake_tensor.DynamicOutputShapeException",
@@ -87,13 +86,15 @@ OF_ONE_FILE = (
 
 try:
     from torch import _neg_view as neg_view
-    from torch._C import DisableTorchFunction
+    from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass
     from torch._C import _current_autograd_node as current_node
     from torch._C import _current_graph_task_id as current_graph_task
     from torch._C import _len_torch_dispatch_stack as dispatch_modes
     from torch._C import _len_torch_function_stack as function_modes
+    from torch._C import _storage_Use_Count as storage_use_count
     from torch._C._autograd import _get_sequence_nr as next_sequence_number  # type: ignore[attr-defined]
     from torch._C._autograd import _top_saved_tensors_default_hooks as saved_tensors_hooks  # type: ignore[attr-defined]
+    from torch._C._functorch import peek_interpreter_stack as transform
     from torch._ops import OpOverload, OpOverloadPacket
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.nn.modules.batchnorm import _NormBase as NormBase
@@ -110,6 +111,7 @@ except (ImportError, AttributeError) as error:
 
 __all__ = [
     "DisableTorchFunction",
+    "DisableTorchFunctionSubclass",
     "FakeTensor",
     "FakeTensorMode",
     "NormBase",
@@ -126,6 +128,8 @@ __all__ = [
     "neg_view",
     "next_sequence_number",
     "saved_tensors_hooks",
+    "storage_use_count",
+    "transform",
 ]
 
 

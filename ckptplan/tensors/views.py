@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -80,6 +81,32 @@ class Geometry(NamedTuple):
         typed = whole if whole.dtype == self.dtype else whole.view(self.dtype)
         plain = typed.as_strided(self.size, self.stride, self.offset)
         return _lazy(plain, conj=self.conj, neg=self.neg) if self.conj or self.neg else plain
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Where a strided tensor lies. Unlike a view, it is no owner of the storage besides the tensors on it."""
+
+    storage: torch.UntypedStorage
+    lies: Geometry
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Memory:
+        """Return the memory of `tensor`."""
+        return cls(tensor.untyped_storage(), Geometry.of(tensor))
+
+    def is_of(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` lies there."""
+        if tensor.layout is not torch.strided or Geometry.of(tensor) != self.lies:
+            return False
+        return tensor.untyped_storage()._cdata == self.storage._cdata
+
+    def tensor(self) -> torch.Tensor:
+        """Return a tensor that lies there, without autograd."""
+        with torch.no_grad():
+            whole = torch.empty(0, dtype=self.lies.dtype, device=self.storage.device)
+            count = self.storage.nbytes() // whole.itemsize
+            return self.lies.on(whole.set_(self.storage, 0, (count,), (1,)))  # type: ignore[call-overload]
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -11,14 +11,15 @@ import sys
 import tempfile
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
 from torch._C._profiler import RecordScope, _EventType
-from torch.autograd.profiler import profile
+from torch.autograd.profiler import profile, record_function
 
 from ckptplan.distributed import parallel_of
 from ckptplan.tensors import accelerator
@@ -106,6 +107,18 @@ def recorded_blocks(run: Callable[[], Any]) -> tuple[list[tuple[int, int, int]],
     return blocks_of(recorded)
 
 
+class Renewed(Protocol):
+    """What has memory that is released and taken again while steps run."""
+
+    def renew(self) -> None:
+        """Take other memory for the same values."""
+
+
+RENEWED: weakref.WeakSet[Renewed] = weakref.WeakSet()
+"""Those alive. Where a recording begins they take new memory, since releases of what was there before aren't seen."""
+_RENEWING = "ckptplan.renewing"
+
+
 @contextlib.contextmanager
 def recording() -> Iterator[Any]:
     """Record the CPU allocations of the calling thread inside, for `blocks_of`. Recordings don't nest."""
@@ -117,6 +130,10 @@ def recording() -> Iterator[Any]:
         with _without_kineto_lines():
             recorded.__enter__()
         try:
+            if renewed := list(RENEWED):
+                with record_function(_RENEWING):
+                    for each in renewed:
+                        each.renew()
             yield recorded
         finally:
             with _without_kineto_lines():
@@ -128,6 +145,7 @@ def blocks_of(*recordings: Any) -> tuple[list[tuple[int, int, int]], dict[str, t
     found: list[tuple[int, int, int]] = []
     spans: dict[str, tuple[int, int]] = {}
     later: list[Any] = []
+    renewing: list[tuple[int, int]] = []
     for recorded in recordings:
         assert recorded.kineto_results is not None
         later += reversed(recorded.kineto_results.experimental_event_tree())
@@ -137,7 +155,10 @@ def blocks_of(*recordings: Any) -> tuple[list[tuple[int, int, int]], dict[str, t
             if e.extra_fields.device.type == "cpu":
                 found.append((e.start_time_ns, e.extra_fields.alloc_size, e.extra_fields.ptr))
         elif e.tag == _EventType.TorchOp and e.extra_fields.scope == RecordScope.USER_SCOPE:
-            spans[e.name] = (e.start_time_ns, e.end_time_ns)
+            if e.name == _RENEWING:
+                renewing.append((e.start_time_ns, e.end_time_ns))
+            else:
+                spans[e.name] = (e.start_time_ns, e.end_time_ns)
         later += reversed(e.children)
     found.sort(key=lambda event: event[0])  # stable: simultaneous events stay in order of occurrence
     events: list[tuple[int, int, int]] = []
@@ -151,7 +172,8 @@ def blocks_of(*recordings: Any) -> tuple[list[tuple[int, int, int]], dict[str, t
             alive[address] = nbytes
         elif alive.pop(address, None) is None:
             continue
-        events.append((at, nbytes, address))
+        if not any(begin <= at <= end for begin, end in renewing):
+            events.append((at, nbytes, address))
     return events, spans
 
 

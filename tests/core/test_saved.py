@@ -21,7 +21,15 @@ SAVED = Path(__file__).parents[1] / "saved"
 NAMES = ("conv", "transformer", "chain")
 LOAD: dict[str, Any] = {"profile": Profile.load, "plan": Plan.load}
 ADDED = {
-    "profile": {"outside": None, "uncalled": [], "differentiated": [], "foreign": None, "step_error": 0.0},
+    "profile": {
+        "outside": None,
+        "uncalled": [],
+        "differentiated": [],
+        "foreign": None,
+        "step_error": 0.0,
+        "offload": ["activations"],
+        "residents": [],
+    },
     "storage": {"graph_until": None, "on_host": False, "origin": ""},
     "stage": {
         "forward_launch_s": 0.0,
@@ -49,6 +57,8 @@ ADDED = {
         "budget_share": None,
         "notes": [],
         "asked": "",
+        "offload": ["activations"],
+        "residents": [],
     },
 }
 """Fields that a file may lack since they were added later, and what their absence means."""

@@ -311,7 +311,7 @@ SAFEGUARDS = (
               timing, "same_bits", lambda *args: True, hidden_counter, profiles=True),
     # Parameters
     Safeguard("a stage whose parameters the step writes to isn't recomputed",
-              watched.WatchedParameters, "changed", lambda *args: [], "weights_written_behind_each_layer",
+              watched.WatchedTensors, "changed", lambda *args: [], "weights_written_behind_each_layer",
               profiles=True),
     Safeguard("a parameter that was written to is an error",
               call, "_mark", lambda parameter: (0, None), parameter_written),

@@ -34,7 +34,7 @@ from ckptplan.profiling.bytes.tracker import (
     stage_segment,
 )
 from ckptplan.profiling.target import Target
-from ckptplan.profiling.values.watched import WatchedParameters, WatchedState
+from ckptplan.profiling.values.watched import WatchedState, WatchedTensors
 from ckptplan.profiling.workload.discover import FoundStages, discover_stages
 from ckptplan.runtime.controller import Controller, is_glue
 from ckptplan.runtime.observer import Observer
@@ -81,8 +81,8 @@ class Replay:
     differentiated : dict
         Segments through which forward runs a backward after it has left them -> the graph tasks that begin in it, each
         with whether it makes a graph.
-    written : list of str
-        Qualified names of the parameters that forward writes to.
+    written, written_buffers : list of str
+        Qualified names of the parameters, and of the buffers, that forward writes to.
     sizes : dict
         Storage -> bytes.
     ends : dict
@@ -141,6 +141,7 @@ class Replay:
     modifies: dict[int, str] = field(default_factory=dict)
     differentiated: dict[int, set[tuple[int, bool]]] = field(default_factory=dict, compare=False)
     written: list[str] = field(default_factory=list)
+    written_buffers: list[str] = field(default_factory=list, compare=False)
     sizes: dict[Sid, int] = field(default_factory=dict)
     ends: dict[int, dict[Sid, Sid]] = field(default_factory=dict)
     unread: dict[int, bool] = field(default_factory=dict)
@@ -284,10 +285,11 @@ class _Watcher(Observer):
         self._replay = replay
         self._saves = saves
         self._forward = True
-        self._whole = WatchedParameters(model)
+        self._whole = WatchedTensors(model.named_parameters())
+        self._buffers = WatchedTensors(model.named_buffers())
         self._model = model
         self._starts_with = self._gradients()
-        self._read: dict[int, tuple[WatchedParameters, WatchedState]] = {}
+        self._read: dict[int, tuple[WatchedTensors, WatchedState]] = {}
         self.draws = SystemDraws()
         self.graphs = _Graphs(lambda: self._position)
         self._position = 0
@@ -310,7 +312,7 @@ class _Watcher(Observer):
         if module is not None and any(isinstance(m, torch.jit.ScriptModule) for m in module.modules()):
             self._once("has a scripted module (torch.jit), whose state can't be put back for another run")
         if module is not None:
-            self._read[self._position] = WatchedParameters(module), WatchedState(module, leaves)
+            self._read[self._position] = WatchedTensors(module.named_parameters()), WatchedState(module, leaves)
         held = Snapshot([] if module is None else below(module), leaves).generators
         self._replay.generator_bytes[self._position] = sum(
             map(_state_bytes, {id(each): each for each in held}.values())
@@ -435,6 +437,7 @@ class _Watcher(Observer):
                 if changed:
                     self._once(f"forward changes {', '.join(changed)}, which isn't put back for another run", g)
         self._replay.written = self._whole.changed(written)
+        self._replay.written_buffers = self._buffers.changed(written)
         self._read.clear()
 
     def _once(self, why: str, segment: int | None = None) -> None:
@@ -532,7 +535,13 @@ def replay(
         watcher = _Watcher(tracker, names, out, step.model, stages, saves=saves)
         one_forward = step.fn is None
         controller = Controller(
-            step.model, decisions, NULL_STORES, target.device, observers=(watcher,), one_forward=one_forward
+            step.model,
+            decisions,
+            NULL_STORES,
+            target.device,
+            observers=(watcher,),
+            one_forward=one_forward,
+            on_move=tracker.moved,
         )
         controller.counters.runs = _Runs(tracker.stage_next)
         controller.is_inner = watcher.is_inner

@@ -18,6 +18,7 @@ import bisect
 import dataclasses
 import hashlib
 import itertools
+import re
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ from ckptplan.core.option import DISCARD, Action, Option
 from ckptplan.core.plan import KEEP, Decision, Decisions
 from ckptplan.core.progress import counted
 from ckptplan.core.request import Report, ignore_progress
+from ckptplan.core.resident import Resident
 from ckptplan.core.rules import moved_by, there_until
 from ckptplan.core.schedule import resident_changes
 from ckptplan.core.stage import Differentiated
@@ -52,6 +54,7 @@ from ckptplan.profiling.bytes.unfolding import Folding
 from ckptplan.profiling.target import Target
 from ckptplan.profiling.times.timing import Times
 from ckptplan.profiling.workload.discover import FoundStages
+from ckptplan.tensors.private import is_traceable_wrapper_subclass
 from ckptplan.training.step import TrainingStep, default_loss
 
 DRAWS = "forward draws random numbers from Python's or numpy's generators"
@@ -158,6 +161,8 @@ class _Held:
         return bool(self.moves) and len(self.moves) == len(self.saved)
 
 
+_NUMBERS_OF = re.compile(r"\b\d+\b")
+"""Numbers of layers in the names of parameters: a trace of some of equal layers stands for all."""
 _ALWAYS, _MOVING = 3, 2
 """Replays before the menus are known, and those in which most is moved."""
 _UNSEEN = "unseen under"
@@ -587,8 +592,46 @@ class _Tracing:
             written=tuple(self.kept.written),
             places=self._places(),
             rerun_shares=self.rerun_shares,
+            residents=self._residents(),
         )
         return traced, times
+
+    def _residents(self) -> tuple[Resident, ...]:
+        """The parameters and buffers that may be away within the step (NOTE [Offloaded weights])."""
+        users = self._readers()
+        fixed = {
+            k for k, g in enumerate(self.segments) if g % 2 == 0 or g in self.ended or g in self.kept.differentiated
+        }
+        written = {_NUMBERS_OF.sub("#", name) for name in (*self.kept.written, *self.kept.written_buffers)}
+        parts: dict[int, list[tuple[str, torch.Tensor]]] = {}
+        model = self.step.model
+        named: list[tuple[str, torch.Tensor]] = [*model.named_parameters(remove_duplicate=False)]
+        if not self.step.parallel.kind:  # DistributedDataParallel sends buffers where each forward begins
+            named += model.named_buffers(remove_duplicate=False)
+        for name, t in named:
+            if not is_traceable_wrapper_subclass(t) and t.layout is torch.strided:
+                parts.setdefault(t.untyped_storage()._cdata, []).append((name, t))
+        found = []
+        for part in parts.values():
+            names, nbytes = tuple(name for name, _ in part), part[0][1].untyped_storage().nbytes()
+            used = sorted(set().union(*(users.get(name, ()) for name in names)))
+            is_written = not written.isdisjoint(_NUMBERS_OF.sub("#", name) for name in names)
+            if used and fixed.isdisjoint(used) and nbytes >= max(self.target.least_moved_bytes, 1) and not is_written:
+                found.append(Resident(names, nbytes, tuple(used), any(t.requires_grad for _, t in part)))
+        return tuple(found)
+
+    def _readers(self) -> dict[str, set[int]]:
+        """Parameter or buffer -> the stages whose forward reads it; a compiled one is taken to read all its own."""
+        users: dict[str, set[int]] = {}
+        for k, g in enumerate(self.segments):
+            names = {name for op in self.program.forward[g].ops for name, *_ in op.reads if isinstance(name, str)}
+            if g % 2 and self.program.forward[g].is_compiled:
+                stage = segment_name(self.names, g).partition("#")[0]
+                module = self.step.model.get_submodule(stage)
+                names.update(f"{stage}.{name}" for name, _ in (*module.named_parameters(), *module.named_buffers()))
+            for name in names:
+                users.setdefault(name, set()).add(k)
+        return users
 
     def _of_all(
         self, targets: Sequence[Target], bases: _StartBytes, alike: Sequence[Sequence[int]]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptplan.core.option import Option
+from ckptplan.core.resident import Resident
 from ckptplan.core.stage import Differentiated, InputTensor
 from ckptplan.core.storage import Storage
 
@@ -75,3 +76,4 @@ class Traced:
     written: tuple[str, ...]
     places: dict[int, Places]
     rerun_shares: dict[tuple[str, tuple[int, ...]], float]
+    residents: tuple[Resident, ...]

@@ -34,7 +34,13 @@ from ckptplan.profiling.values.repeatable import is_repeatable
 from ckptplan.runtime.recompute.selective import is_mark, is_numbered
 from ckptplan.tensors.accelerator import own_module
 from ckptplan.tensors.positions import has_position
-from ckptplan.tensors.private import current_node, disable_current_modes, is_fake, next_sequence_number
+from ckptplan.tensors.private import (
+    current_node,
+    disable_current_modes,
+    is_fake,
+    next_sequence_number,
+    storage_use_count,
+)
 from ckptplan.tensors.storages import local_part, tensors_in
 
 Sid = tuple[str, int, int]
@@ -55,6 +61,8 @@ _COMPILED = "compiled"
 _GATHERED, _NUMBERS = 1 << 20, 1 << 21
 """Added to the numbers of gathers and of saved numbers in names, which no operation's storages have."""
 
+OFFLOADED = "offloaded "
+"""In the place of a phase, in front of the name of a weight that was there before the step and leaves within."""
 SAVED = "saved activations"
 """Category of the numbers that autograd saves."""
 
@@ -148,6 +156,11 @@ class SegmentTrace:
     written_outside: set[int] = field(default_factory=set, compare=False)
     changes: list[Change] = field(default_factory=list, compare=False)
     wrapped_bytes: int = 0
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether it ran compiled code, whose operands aren't known."""
+        return any(isinstance(op.key, tuple) and op.key[0] == _COMPILED for op in self.ops)
 
 
 class Tracker(FakeWorld):
@@ -268,6 +281,12 @@ class Tracker(FakeWorld):
             self._segment -= 1
             self._made = self._gathers = self._numbers_made = 0
             self._begin(self._segment)
+
+    def moved(self, name: str, nbytes: int, back: bool) -> None:
+        """A weight leaves, or comes `back`."""
+        self.live_bytes += nbytes if back else -nbytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        self.changes.append(((OFFLOADED + name, 0, 0), nbytes, back))
 
     def finish(self) -> None:
         """The step has ended: enter the backward segments that ran nothing."""
@@ -691,7 +710,7 @@ _BETWEEN = (__file__, "torch/_compile.py", "torch/_dynamo/eval_frame.py", "torch
 
 def _owners(tensor: torch.Tensor) -> tuple[int, int]:
     """Numbers of references to a tensor and to its storage, this call's own included."""
-    return tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]
+    return tensor._use_count(), storage_use_count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]
 
 
 @functools.cache

@@ -303,6 +303,7 @@ class _Unfolded:
             arguments=self._as_is(seen.arguments),
             modifies=self._as_is(seen.modifies),
             written=seen.written,
+            written_buffers=seen.written_buffers,
             sizes=self._table(seen.sizes),
             ends={g: self._ends(sids, q) for g, q, sids in self._by_segment(seen.ends)},
             unread=self._as_is(seen.unread),

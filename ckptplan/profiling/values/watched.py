@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable
 from typing import Any
 
+import torch
 from torch import nn
 
 from ckptplan.state.cells import Contents, Snapshot
@@ -13,15 +14,15 @@ from ckptplan.tensors.modules import below
 from ckptplan.tensors.objects import attributes_of
 
 
-class WatchedParameters:
-    """The storages of a module's parameters, as at construction."""
+class WatchedTensors:
+    """The storages of a module's parameters or buffers, as at construction."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._found = [(name, p, p.untyped_storage()._cdata) for name, p in module.named_parameters()]
+    def __init__(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._found = [(name, t, t.untyped_storage()._cdata) for name, t in named]
 
     def changed(self, written: Container[int]) -> list[str]:
-        """Return the names of the parameters whose storage is in `written` (by address), or has been replaced."""
-        return [name for name, p, key in self._found if key in written or p.untyped_storage()._cdata != key]
+        """Return the names of the tensors whose storage is in `written` (by address), or has been replaced."""
+        return [name for name, t, key in self._found if key in written or t.untyped_storage()._cdata != key]
 
 
 class WatchedState:

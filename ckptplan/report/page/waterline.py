@@ -16,6 +16,7 @@ Ints = NDArray[np.int64]
 
 MEANINGS = {
     "weights, state, inputs": "the model, the optimizer's state and the batch: there in every step",
+    "weights that may leave": "weights that the plan may have away between forward and backward, while they are there",
     "gradients, gathered weights": "gradients so far, and of a sharded model the weights that are gathered",
     "kept for backward": "what stages' backwards need, and that stays on the device",
     "being swapped out": "what is on its way to the host or the disk, until the plan counts on its memory",
@@ -26,9 +27,9 @@ MEANINGS = {
 }
 """Categories of bytes, from below to above, with what they are."""
 CATEGORIES = tuple(MEANINGS)
-COLOURS = ("#9aa5b1", "#5d6975", "#0072b2", "#009e73", "#7fd1ae", "#e69f00", "#cc79a7", "#f0e442")
+COLOURS = ("#9aa5b1", "#56b4e9", "#5d6975", "#0072b2", "#009e73", "#7fd1ae", "#e69f00", "#cc79a7", "#f0e442")
 """Of the categories, which readers who see few colours can tell apart (Okabe and Ito, 2008)."""
-_FIXED, _BASE, _KEPT, _LEAVING, _BACK, _AGAIN, _PROGRAM, _TEMPORARY = range(len(CATEGORIES))
+_FIXED, _WEIGHTS, _BASE, _KEPT, _LEAVING, _BACK, _AGAIN, _PROGRAM, _TEMPORARY = range(len(CATEGORIES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,11 @@ def waterline(profile: Profile, plan: Plan, timeline: Timeline) -> Waterline:
     stacked = np.cumsum(changes, axis=1)[:, :-1]
     start, peak = (np.array([getattr(step, name) for step in steps]) for name in ("start_bytes", "peak_bytes"))
     base = start - stacked.sum(axis=0)
-    stacked[_FIXED] = np.minimum(base, profile.resident_bytes or base.min())
+    fixed = np.full(len(steps), profile.resident_bytes or base.min())
+    begins = {step.stage: k for k, step in enumerate(steps) if step.phase == "backward" and not step.sweep}
+    for resident in profile.moving:  # behind its first user's backward it is part of the base
+        fixed[: begins[profile.stages[resident.users[0]].name] + 1] -= resident.nbytes
+    stacked[_FIXED] = np.clip(fixed, 0, base)
     stacked[_BASE] = base - stacked[_FIXED]
     stacked[_TEMPORARY] = peak - start
     return Waterline(stacked, timeline.stays, kinds)
@@ -85,11 +90,14 @@ def _kinds(profile: Profile, plan: Plan, timeline: Timeline) -> list[int]:
         kept.update(holds(profile, i, choice, around.get(i)))
         saved = stage.option(choice.option).saved
         moved.update(saved[p] for p in choice.moves)
+    weights = len(profile.storages) - len(profile.moving)
     turn = next(k for k, step in enumerate(timeline.steps) if step.phase == "backward")
     out = []
     for stay in timeline.stays:
         if stay.again:
             out.append(_AGAIN)
+        elif stay.storage >= weights:
+            out.append(_WEIGHTS)
         elif stay.storage in moved:
             out.append(_LEAVING if stay.first < turn else _BACK)
         else:

@@ -10,6 +10,7 @@ import torch
 
 from ckptplan.runtime.swap.record import Record, home_of
 from ckptplan.runtime.swap.users_hooks import Compare, Kept, OwnHooks, UsersHooks
+from ckptplan.runtime.swap.weights import SavedPart
 from ckptplan.tensors.accelerator import is_accelerator
 from ckptplan.tensors.private import next_sequence_number
 from ckptplan.tensors.views import Geometry, modified_error
@@ -44,9 +45,9 @@ class Held:
         except RuntimeError:
             self.version = None
         self.stream = stream
-        self.record: Record | None = None
+        self.record: Record | SavedPart | None = None
 
-    def give(self, record: Record) -> None:
+    def give(self, record: Record | SavedPart) -> None:
         """Hand the bytes over to `record`, which holds them from now on."""
         assert self.value is not None
         self._geometry = None if record.is_made_from(self.value) else Geometry.of(self.value)

@@ -20,6 +20,7 @@ from ckptplan.runtime.observe.counters import Counters
 from ckptplan.runtime.swap.packing import Held, Packing
 from ckptplan.runtime.swap.record import Record, finish_leaving, start_leaving, start_returning
 from ckptplan.runtime.swap.stores import Store
+from ckptplan.runtime.swap.weights import Weights
 from ckptplan.tensors.accelerator import current_stream
 from ckptplan.tensors.positions import positioned
 from ckptplan.tensors.storages import tensors_in
@@ -51,6 +52,8 @@ class SwapSession:
         Per stage, the bytes of each storage in the order of saving; empty if not known.
     checks : Checks or Spots, optional
         Compares the returned bytes with those that left.
+    weights : Weights, optional
+        Of the model's own storages, those that move.
     """
 
     def __init__(
@@ -61,7 +64,9 @@ class SwapSession:
         counters: Counters,
         planned: Sequence[Sequence[int]] = (),
         checks: Checks | Spots | None = None,
+        weights: Weights | None = None,
     ) -> None:
+        self._weights = weights
         self._planned = planned
         self._checks = checks
         self._given: dict[int, tuple[int, int]] = {}
@@ -181,7 +186,12 @@ class SwapSession:
         for each in saved:
             value = each.value
             found = None if value is None else positioned(value)
-            if value is None or found is None or never(found[0]):
+            if value is None or found is None:
+                continue
+            if never(found[0]):
+                part = None if self._weights is None else self._weights.part(value, found[0])
+                if part is not None and type(each) is Held:
+                    each.give(part)
                 continue
             key = found[0]._cdata, each.version
             if type(each) is Held and each.version is not None and value.device == device:

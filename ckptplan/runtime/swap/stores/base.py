@@ -7,6 +7,7 @@ left out, and `start_in` and `finish_in` may be repeated. Only the calling threa
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
 from collections.abc import Mapping, Sequence
@@ -113,6 +114,14 @@ class Store:
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the memory of a contiguous tensor as one dimension of bytes."""
     return (tensor if tensor.dim() == 1 else tensor.view(-1)).view(torch.uint8)
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor on the host, which the caller holds, as bytes.
+
+    `numpy()` would do, but its storage couldn't be resized any more.
+    """
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 NULL_STORES: Mapping[Tier, Store] = {"host": Store(), "disk": Store()}

@@ -22,7 +22,7 @@ from ckptplan.core.link import STAGING_BYTES
 from ckptplan.core.units import format_bytes
 from ckptplan.runtime.observe.meter import Way
 from ckptplan.runtime.swap.stores.arena import Arena, Extent
-from ckptplan.runtime.swap.stores.base import ArenaStore, Ticket, bytes_of
+from ckptplan.runtime.swap.stores.base import ArenaStore, Ticket, bytes_of, memory_of
 from ckptplan.runtime.swap.stores.pinned import CUDA_ALIGN, host_memory
 from ckptplan.runtime.swap.stores.workers import CopyJob, Worker
 from ckptplan.tensors.accelerator import is_accelerator, own_module, recorded_event
@@ -66,7 +66,7 @@ class Staging:
         for data, offset in blocks:
             for piece in data.split(self._chunks[0].numel()):
                 chunk = next(chunks)[: piece.numel()]
-                yield piece, offset, chunk, _view(chunk)
+                yield piece, offset, chunk, memory_of(chunk)
                 offset += piece.numel()
 
     def out(self, ready: Any, blocks: Iterable[Block], write: Transfer) -> None:
@@ -204,10 +204,6 @@ class DiskStore(ArenaStore):
         super().free(ticket)
 
 
-def _view(data: torch.Tensor) -> memoryview:
-    return memoryview(data.numpy())  # type: ignore[arg-type]
-
-
 def _close_disk(pid: int, out: Worker, back: Worker, file: Any) -> None:
     if os.getpid() != pid:
         return  # in a forked process: threads and file belong to the parent
@@ -233,7 +229,7 @@ def _timed(tell: Callable[..., None] | None, extent: Extent, work: Callable[[], 
 
 def _in_place(ready: Any, blocks: Iterable[Block], transfer: Transfer) -> None:
     for data, at in blocks:
-        transfer(_view(data), at)
+        transfer(memory_of(data), at)
 
 
 def _write(fd: int, view: memoryview, offset: int) -> None:

@@ -1,0 +1,588 @@
+"""Weights: parameters and buffers that leave the device in forward and return in backward.
+
+NOTE [Weights that are away]
+A weight is away between its release point in forward and its prefetch point in backward (NOTE [Offloaded weights] in
+core/resident.py). Its storage is empty then, and its tensors lie on a placeholder, one element that is repeated, a NaN
+where the type has one; their versions don't move. A `_Stay` has the storage, and lets them lie on it again.
+
+1. What autograd saves of a weight is held as a part of its stay (`SavedPart`), which brings it back when backward reads
+   it: the stages that use a weight run with saved-tensor hooks. A parameter that is saved itself is given back itself,
+   so that backward sees what it is then, as without a plan.
+2. Whatever else reads it finds it: while it is away its tensors have a class of their own (`_away_class`), by which
+   PyTorch's functions and methods turn to it first (`__torch_function__`) and bring it back, in any thread. It stays
+   until the next forward, which is a difference. What reads no values (shapes, gradients, hooks) doesn't count. Code
+   below these functions (transforms of torch.func, scripted functions, DLPack) reads the placeholder.
+3. A tensor on the same memory that isn't known here (a view that the program keeps, an array of numpy) keeps the
+   memory, and a graph that saved the parameter elsewhere would read the placeholder. So the owners of both are counted
+   before it leaves, and where there are others it stays, which is a difference.
+4. The copy on the host of a frozen weight is made once. It holds as long as a digest of the weight, which is taken
+   where each forward begins, is that of the copied values: a moving average writes through `.data`, which no version
+   shows. A trained weight is copied in each forward.
+5. At the end of a backward, and where the next forward begins, all are back. Behind an error in backward, whoever
+   reads one brings it back.
+
+Example: layer 0 of a chain has a frozen weight of 8 MiB. At the end of its first forward the weight is copied out;
+before layer 1 its memory is freed. The loss is computed, and a logger reads `layer.weight.norm()`: the weight comes
+back, and stays for this step. In the next step nobody reads it: it leaves with no copy, and returns when layer 1's
+backward begins, while that runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckptplan.core.errors import CkptPlanError, SwapFullError
+from ckptplan.core.link import Tier
+from ckptplan.core.plan import WeightMove
+from ckptplan.core.resident import Resident
+from ckptplan.distributed import runs_replicated
+from ckptplan.runtime.guard.check import Checks, Spots
+from ckptplan.runtime.guard.digests import Bench, undisturbed
+from ckptplan.runtime.observe.counters import Counters
+from ckptplan.runtime.swap.stores import Store, Ticket
+from ckptplan.runtime.swap.stores.base import memory_of
+from ckptplan.tensors.accelerator import current_stream, is_accelerator
+from ckptplan.tensors.private import DisableTorchFunctionSubclass, storage_use_count, transform
+from ckptplan.tensors.views import Geometry, modified_error, version_of
+from ckptplan.training.measure import RENEWED
+
+OnMove = Callable[[str, int, bool], None]
+
+_COPY = (
+    "a copy was overtaken by a later write, or memory or the disk is damaged; a training that goes well with "
+    "offload='activations' tells that it is the weights' copies"
+)
+
+
+class Weights:
+    """The weights that a plan moves.
+
+    Parameters
+    ----------
+    model : nn.Module
+    moves : sequence of WeightMove
+    stores : mapping of tier to Store
+    device : torch.device
+    counters : Counters
+    on_move : callable, optional
+        Called with a weight's name, its bytes, and whether it comes back, in place of moving anything: for replays on
+        fake tensors.
+
+    Attributes
+    ----------
+    groups : list of Group
+        What has the same points, and moves together.
+    in_ddp : bool
+        Whether the model is in `DistributedDataParallel`, whose reducer owns parameters, and which sends buffers where
+        each of its forwards begins.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        moves: Sequence[WeightMove],
+        stores: Mapping[Tier, Store],
+        device: torch.device,
+        counters: Counters,
+        on_move: OnMove | None = None,
+    ) -> None:
+        self.device, self.counters, self.on_move = device, counters, on_move
+        self.lock = threading.RLock()
+        self.checks: Checks | Spots | None = None
+        self.stays = False  # inside `Handle.resident`
+        self._bench: Bench | None = None
+        self.in_ddp = False
+        alike: dict[tuple[Any, ...], list[_Weight]] = {}
+        used: dict[int, list[tuple[Any, ...]]] = {}
+        for move in moves:
+            resident = move.resident
+            key = move.stage, move.release, move.prefetch, move.tier, resident.trained
+            alike.setdefault(key, []).append(_Weight(model, resident))
+            for i in resident.users:
+                used.setdefault(i, []).append(key)
+        made = {key: Group(self, weights, stores[key[3]], *key[:3]) for key, weights in alike.items()}
+        self.groups = list(made.values())
+        self._used = {i: [made[key] for key in dict.fromkeys(keys)] for i, keys in used.items()}
+        self._by_storage: dict[int, _Stay] = {}
+        if self.groups and on_move is None:
+            RENEWED.add(self)
+
+    def uses(self, index: int) -> bool:
+        """Whether a stage saves a weight that moves."""
+        return index in self._used
+
+    def begin(self, checks: Checks | Spots | None) -> None:
+        """A forward begins: all weights are there, and the copies on the host are those of their present values."""
+        if not self.groups or self.on_move is not None:
+            return
+        self.bring_back()
+        self.checks = checks
+        self.in_ddp = self.in_ddp or runs_replicated()
+        with self.lock, self.plainly():
+            for group in self.groups:
+                group.begin()
+            stays = [stay for group in self.groups for stay in group.stays]
+            self._by_storage = {stay.storage._cdata: stay for stay in stays}
+            frozen = [stay for stay in stays if not stay.weight.trained]
+            for stay, digest in zip(frozen, self._digests(frozen), strict=True):
+                stay.digest = digest
+            for group in self.groups:
+                group.forget_old()
+
+    def _digests(self, stays: Sequence[_Stay]) -> list[Any]:
+        """Return digests of weights that are there."""
+        wholes = [stay.whole for stay in stays]
+        if not is_accelerator(self.device):
+            return [zlib.crc32(memory_of(whole)) for whole in wholes]
+        if self._bench is None:
+            self._bench = Bench(self.device)
+        found = [self._bench.take(whole) for whole in wholes]
+        self._bench.read()
+        return [digest.values for digest in found]
+
+    @contextlib.contextmanager
+    def plainly(self) -> Iterator[None]:
+        """Inside, no mode, transform or subclass sees what is done."""
+        transforms: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if transform() is not None:
+            transforms = torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack()
+        inference = torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()
+        with transforms, undisturbed(), DisableTorchFunctionSubclass(), inference, torch.no_grad():
+            yield
+
+    def part(self, saved: torch.Tensor, storage: torch.UntypedStorage) -> SavedPart | None:
+        """Return what holds a saved tensor on `storage`; None if that doesn't move."""
+        stay = self._by_storage.get(storage._cdata)
+        return None if stay is None else SavedPart(stay, saved)
+
+    def stage_ends(self, index: int) -> None:
+        """Start the copies out of what leaves after a stage."""
+        for group in self.groups:
+            if group.stage == index:
+                group.start_leaving()
+
+    def ensure(self, index: int) -> None:
+        """Bring back what a stage uses, which runs now."""
+        for group in self._used.get(index, ()):
+            group.need()
+
+    def ensure_all(self, indices: Sequence[int]) -> None:
+        """Bring back what any of these stages uses."""
+        for index in indices:
+            self.ensure(index)
+
+    def bring_back(self) -> None:
+        """Bring all weights back."""
+        for group in self.groups:
+            group.need()
+
+    def backward_ended(self, stages: Sequence[str]) -> None:
+        """Bring all weights back; what is still away is that of stages that this backward didn't come to."""
+        left = [group for group in self.groups if group.is_away]
+        self.bring_back()
+        if left and self.on_move is None:
+            self.counters.differences.note(
+                "weights unused",
+                f"a backward ended that didn't come to stage {stages[left[0].stage]!r}, whose weights are back now "
+                "beside what its graph holds: another backward follows, or its output enters no loss; solve with step= "
+                "for a step that does so",
+            )
+
+    @contextlib.contextmanager
+    def resident(self) -> Iterator[None]:
+        """Inside, all weights are on the device."""
+        before, self.stays = self.stays, True
+        self.bring_back()
+        try:
+            yield
+        finally:
+            self.stays = before
+
+    def renew(self) -> None:
+        """Take other memory for all weights (`training.measure.RENEWED`)."""
+        self.bring_back()
+        with self.lock, self.plainly():
+            for group in self.groups:
+                group.begin()
+                for stay in group.stays:
+                    values = stay.whole.clone()
+                    stay.storage.resize_(0)
+                    stay.storage.resize_(stay.weight.nbytes)
+                    stay.whole.copy_(values)
+
+    def close(self) -> None:
+        """Bring all weights back, and free their copies."""
+        self.bring_back()
+        self._by_storage = {}
+        for group in self.groups:
+            group.close()
+
+
+class _Weight:
+    """The places of the parameters and buffers that share a storage."""
+
+    def __init__(self, model: nn.Module, resident: Resident) -> None:
+        self.name, self.nbytes, self.trained = resident.names[0], resident.nbytes, resident.trained
+        places = (name.rpartition(".") for name in resident.names)
+        self._places = [(model.get_submodule(owner), attribute) for owner, _, attribute in places]
+
+    def tensors(self) -> list[torch.Tensor] | None:
+        """Return the tensors that are there now, if all lie on one storage as large as planned; otherwise None."""
+        found = {id(t): t for m, name in self._places if isinstance(t := getattr(m, name, None), torch.Tensor)}
+        storages = {t.untyped_storage()._cdata for t in found.values()}
+        tensors = list(found.values())
+        if len(storages) != 1 or self.nbytes % tensors[0].itemsize:
+            return None
+        storage = tensors[0].untyped_storage()
+        able = storage.resizable() and not any(t.is_inference() for t in tensors)
+        return tensors if able and storage.nbytes() == self.nbytes else None
+
+
+class _Stay:
+    """A weight in one forward and the backward that follows.
+
+    Attributes
+    ----------
+    whole : torch.Tensor
+        Its storage as one dimension, with a version counter of its own; empty while it is away.
+    digest
+        Of a frozen weight, where the forward began.
+    fixed : bool
+        It doesn't leave any more in this forward.
+    """
+
+    def __init__(self, group: Group, weight: _Weight, tensors: list[torch.Tensor]) -> None:
+        self.group, self.weight, self.tensors = group, weight, tensors
+        self.kinds = [type(t) for t in tensors]
+        self.lies = [Geometry.of(t) for t in tensors]
+        self.versions: list[int] = []
+        self.digest: Any = None
+        self.fixed = False
+        first = tensors[0]
+        count = weight.nbytes // first.itemsize
+        whole = torch.empty(0, dtype=first.dtype, device=first.device)
+        self.whole: torch.Tensor = whole.set_(first.untyped_storage(), 0, (count,), (1,))  # type: ignore[call-overload]
+
+    @property
+    def storage(self) -> torch.UntypedStorage:
+        """Its storage, which is emptied and filled in place: others compare whether a parameter has the same one."""
+        return self.whole.untyped_storage()
+
+    def is_of(self, tensors: list[torch.Tensor]) -> bool:
+        """Whether it is there, and of these tensors as they lie now."""
+        if list(map(id, tensors)) != list(map(id, self.tensors)):
+            return False
+        same = tensors[0].untyped_storage()._cdata == self.storage._cdata
+        return same and [Geometry.of(t) for t in tensors] == self.lies
+
+    @property
+    def has_others(self) -> bool:
+        """Whether others own its storage or its tensors.
+
+        Owners of the storage are its tensors, `whole` and the storage's object in Python. Those of a tensor are its
+        object and, if it is trained, the node that takes its gradient and, twice, `DistributedDataParallel`'s reducer.
+        """
+        if storage_use_count(self.storage._cdata) > len(self.tensors) + 2:
+            return True
+        trained = 3 if self.group.owner.in_ddp else 1
+        return any(t._use_count() > 1 + trained * t.requires_grad for t in self.tensors)  # type: ignore[attr-defined]
+
+    def leave(self, classes: Sequence[type]) -> None:
+        """Give its tensors the placeholder and these classes, and free the memory."""
+        for tensor, away in zip(self.tensors, classes, strict=True):
+            tensor.__class__ = away
+            tensor.data = placeholder(tensor.dtype, tensor.device).expand(tensor.shape)
+        self.storage.resize_(0)
+
+    def come_back(self) -> None:
+        """Let its tensors lie on its storage, which is filled, with their own classes."""
+        for tensor, lies, kind in zip(self.tensors, self.lies, self.kinds, strict=True):
+            tensor.data = lies.on(self.whole)
+            tensor.__class__ = kind
+
+
+@functools.cache
+def placeholder(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return the one element that stands for all of a weight that is away."""
+    kind = dtype.is_floating_point or dtype.is_complex
+    with torch.inference_mode(False):
+        return torch.full((), float("nan") if kind else 1, device=device).to(dtype)
+
+
+class SavedPart:
+    """Stands for the record of a saved tensor that is a part of a weight (`Held.give`)."""
+
+    def __init__(self, stay: _Stay, saved: torch.Tensor) -> None:
+        self._stay = stay
+        owner = saved if any(saved is t for t in stay.tensors) else saved._base
+        self._tensor = next((t for t in stay.tensors if t is owner), None)
+        self._version = version_of(saved)
+
+    def is_made_from(self, tensor: torch.Tensor) -> bool:
+        """Whether the saved tensor is the parameter itself."""
+        return tensor is self._tensor
+
+    def tensor(self) -> torch.Tensor:
+        """Return the parameter, with its values; raises what `whole` does."""
+        self.whole()
+        assert self._tensor is not None
+        return self._tensor
+
+    def whole(self) -> torch.Tensor:
+        """Return the whole storage, with its values.
+
+        Raises
+        ------
+        RuntimeError
+            If it was written to since it was saved.
+        """
+        self._stay.group.need()
+        tensor = self._tensor  # whose versions it shares
+        if tensor is not None and (now := version_of(tensor)) != self._version:
+            raise modified_error(tensor.shape, self._version, now)
+        return self._stay.whole
+
+
+class Group:
+    """Weights with the same points, which leave and return together.
+
+    Parameters
+    ----------
+    stage, release, prefetch : int
+        As of a `WeightMove`.
+
+    Attributes
+    ----------
+    stays : list of _Stay
+        Those of the present forward.
+    """
+
+    def __init__(
+        self, owner: Weights, weights: list[_Weight], store: Store, stage: int, release: int, prefetch: int
+    ) -> None:
+        self.owner, self._weights, self._store = owner, weights, store
+        self.stage, self.release, self.prefetch = stage, release, prefetch
+        self.stays: list[_Stay] = []
+        self._replayed_away = False
+        self._ticket: Ticket | None = None
+        self._copied: list[tuple[_Weight, Any]] = []  # what the ticket has, in its order, with its digest
+        self._away: list[_Stay] = []
+        self._targets: list[torch.Tensor] = []  # of the copy in that was issued last, until the next forward
+        self._done: Any = None
+        self._waited: list[Any] = []  # streams that have waited for it
+        self._first: dict[_Weight, Any] = {}
+
+    @property
+    def is_away(self) -> bool:
+        """Whether any of it is away, and not on its way back."""
+        return bool(self._away) and not self._targets
+
+    def begin(self) -> None:
+        """A forward begins."""
+        self._targets = []
+        former = {stay.weight: stay for stay in self.stays}
+        self.stays = []
+        for weight in self._weights:
+            tensors, stay = weight.tensors(), former.get(weight)
+            sent = self.owner.in_ddp and not any(isinstance(t, nn.Parameter) for t in tensors or ())
+            if (
+                tensors is not None and not sent
+            ):  # what an earlier graph holds is the same stay, as long as the weight is the same
+                self.stays.append(stay if stay is not None and stay.is_of(tensors) else _Stay(self, weight, tensors))
+                self.stays[-1].fixed = False
+
+    def forget_old(self) -> None:
+        """Free the copy on the host, unless it is that of frozen weights as they are now."""
+        now = [(stay.weight, stay.digest) for stay in self.stays]
+        if self._ticket is not None and (now != self._copied or any(w.trained for w in self._weights)):
+            self._forget()
+
+    def _forget(self) -> None:
+        ticket, self._ticket = self._ticket, None
+        if ticket is not None:
+            self._store.free(ticket)
+
+    def close(self) -> None:
+        """Free the copy on the host; what graphs still hold of the weights is theirs."""
+        self._forget()
+        self.stays, self._targets = [], []
+
+    def start_leaving(self) -> None:
+        """Start the copy out, if there is none."""
+        owner = self.owner
+        if owner.stays or owner.on_move is not None:
+            return
+        with owner.lock, owner.plainly():
+            if self._away or not self.stays:
+                return
+            for stay in self.stays:
+                stay.versions = list(map(version_of, stay.tensors))
+                stream = current_stream(owner.device)
+                if stream is not None:
+                    stay.whole.record_stream(stream)
+            if self._ticket is not None:
+                return
+            self._copied = [(stay.weight, stay.digest) for stay in self.stays]
+            try:
+                self._ticket = self._store.start_out(*(stay.whole for stay in self.stays))
+            except SwapFullError as error:
+                self._note("full", f"stay on the device, since the swap space is full: {error}", error)
+                return
+            owner.counters.swapped_out_bytes += self._ticket.nbytes
+
+    def leave(self) -> None:
+        """Free the memory: the release point."""
+        owner = self.owner
+        if owner.on_move is not None:
+            for weight in self._weights:
+                owner.on_move(weight.name, weight.nbytes, False)
+            self._replayed_away = True
+            return
+        if owner.stays:
+            return
+        with owner.lock, owner.plainly():
+            if self._ticket is None or self._away or not self.stays:
+                return
+            with owner.counters.waiting():
+                self._store.finish_out(self._ticket)
+            self._targets = []
+            for stay in self.stays:
+                self._leave(stay)
+
+    def _leave(self, stay: _Stay) -> None:
+        name, owner = stay.weight.name, self.owner
+        if stay.fixed:
+            return
+        if stay.has_others:
+            return self._note("alias", f"{name} stays: another tensor, an array or a graph shares its memory")
+        if stay.versions != list(map(version_of, stay.tensors)):
+            return self._note("written", f"{name} stays: it was written to between its stage and its release")
+        try:
+            classes = [_away_class(type(tensor), self) for tensor in stay.tensors]
+        except TypeError:
+            return self._note("class", f"{name} stays: its class {type(stay.tensors[0]).__name__} can't have another")
+        if owner.checks is not None:
+            self._first[stay.weight] = owner.checks.take(stay.whole)
+        stream = current_stream(owner.device)
+        if stream is not None:
+            stay.whole.record_stream(stream)
+        self._away.append(stay)  # first: an interrupt behind it leaves what `need` puts right
+        stay.leave(classes)
+
+    def start_returning(self) -> None:
+        """Allocate the memory and start the copies in: the prefetch point."""
+        owner = self.owner
+        if self._replayed_away and owner.on_move is not None:
+            self._replayed_away = False
+            for weight in self._weights:
+                owner.on_move(weight.name, weight.nbytes, True)
+        if not self._away:
+            return
+        with owner.lock, owner.plainly():
+            if not self._away or self._targets:
+                return
+            assert self._ticket is not None
+            places = {weight: part for part, (weight, _) in enumerate(self._copied)}
+            for stay in self._away:
+                stay.storage.resize_(stay.weight.nbytes)
+            targets = [stay.whole for stay in self._away]
+            parts = [places[stay.weight] for stay in self._away]
+            self._waited = []
+            self._done = self._store.start_in(self._ticket, *targets, parts=parts)
+            self._targets = targets
+            owner.counters.swapped_in_bytes += sum(stay.weight.nbytes for stay in self._away)
+
+    def need(self) -> None:
+        """Have the values there for what the current stream does next."""
+        self.start_returning()
+        if not self._targets:
+            return
+        owner = self.owner
+        with owner.lock, owner.plainly():
+            stream = current_stream(owner.device)
+            if not self._targets or stream in self._waited:
+                return
+            with owner.counters.waiting():
+                assert self._ticket is not None
+                self._store.finish_in(self._ticket, self._done)
+            if stream is not None:
+                for target in self._targets:
+                    target.record_stream(stream)
+            for stay in self._away:
+                stay.come_back()
+                first = self._first.pop(stay.weight, None)
+                if first is not None and owner.checks is not None:
+                    owner.checks.compare(first, stay.whole, stay.weight.name, "the weight that was away", _COPY)
+            self._away = []
+            self._waited.append(stream)
+
+    def read(self, what: str) -> None:
+        """Bring it back for code that reads it, and leave it there for the rest of the step."""
+        with self.owner.lock:
+            for stay in self._away:
+                stay.fixed = True
+            name = self._weights[0].name
+            self.need()
+            self._note("read", f"{name} is read by {what} between its forward and its backward")
+
+    def _note(self, kind: str, text: str, error: CkptPlanError | None = None) -> None:
+        self.owner.counters.differences.note(f"weights {kind}", text, error)
+
+
+def _away_class(kind: type, group: Group) -> type:
+    """Return a class for tensors of `kind` while the weights of `group` are away (rule 2)."""
+
+    def __torch_function__(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _without_values():
+            with DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        group.read(getattr(func, "__name__", str(func)))
+        return func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self: torch.Tensor, memo: Any) -> Any:
+        group.read("copy.deepcopy")
+        return copy.deepcopy(self, memo)
+
+    def __reduce_ex__(self: torch.Tensor, protocol: Any) -> Any:
+        group.read("pickle")
+        return self.__reduce_ex__(protocol)
+
+    names = {
+        "__torch_function__": classmethod(__torch_function__),
+        "__deepcopy__": __deepcopy__,
+        "__reduce_ex__": __reduce_ex__,
+        "__module__": kind.__module__,
+    }
+    return type(kind)(kind.__name__, (kind,), names)
+
+
+@functools.cache
+def _without_values() -> frozenset[Any]:
+    """The attributes and methods of a tensor that don't read its values."""
+    tensor = torch.Tensor
+    attributes = (
+        "shape", "dtype", "device", "ndim", "layout", "itemsize", "nbytes", "_version", "is_leaf", "grad_fn",
+        "requires_grad", "retains_grad", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested",
+        "is_mkldnn", "is_mps", "is_xpu", "is_sparse_csr", "_backward_hooks", "_post_accumulate_grad_hooks", "_base",
+        "output_nr", "grad", "_grad",
+    )  # fmt: skip
+    methods = (
+        "size", "dim", "ndimension", "numel", "nelement", "element_size", "get_device", "is_floating_point",
+        "is_complex", "is_signed", "is_conj", "is_neg", "is_inference", "requires_grad_", "register_hook",
+        "register_post_accumulate_grad_hook", "retain_grad", "_is_view", "__len__", "__hash__",
+    )  # fmt: skip
+    found: list[Any] = [getattr(tensor, name) for name in methods]
+    for name in attributes:
+        found.append(getattr(tensor, name).__get__)
+        if name in ("grad", "_grad", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks"):
+            found.append(getattr(tensor, name).__set__)
+    return frozenset([*found, torch.is_floating_point, torch.is_complex, torch.numel])

@@ -1,0 +1,436 @@
+"""Weights that are away between their forward and their backward: bits, bytes, and whoever reads them meanwhile."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from made_plans import plan_of
+from small_models import assert_kept
+from torch import nn
+
+import ckptplan
+from ckptplan.core.plan import Plan
+from ckptplan.core.profile import Profile
+
+WIDTH = 96
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer with a trained adapter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.down, self.up = nn.Linear(WIDTH, 4, bias=False), nn.Linear(4, WIDTH, bias=False)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.own(x) + self.up(self.dropout(self.down(x))))
+
+
+def adapted() -> nn.Module:
+    """Frozen weights and a turn at which activations are as large."""
+    return nn.Sequential(*(Adapted() for _ in range(4)))
+
+
+def trained() -> nn.Module:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(4)))
+
+
+def tied() -> nn.Module:
+    """The first and the third layer share a weight; the fourth computes with a view of it."""
+    model = trained()
+    model[2][0].weight = model[0][0].weight
+    return model
+
+
+def flat() -> nn.Module:
+    """All weights of a layer lie in one storage, with versions of their own."""
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)) for _ in range(3)]
+    for layer in layers:
+        whole = torch.cat([layer[0].weight.detach().flatten(), layer[2].weight.detach().flatten()])
+        for part, linear in zip(whole.chunk(2), (layer[0], layer[2]), strict=True):
+            linear.weight.data = part.view(WIDTH, WIDTH)  # type: ignore[union-attr]
+    return nn.Sequential(*layers)
+
+
+class Frozen(nn.Module):
+    """Frozen layers without a graph in front of trained ones, and a large buffer that forward reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(2)).requires_grad_(
+            False
+        )
+        self.head = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+        self.mix = Mixing()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.frozen:
+            x = layer(x)
+        return self.mix(self.head(x))
+
+
+class Mixing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.table
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "adapted": adapted,
+    "trained": trained,
+    "tied": tied,
+    "flat": flat,
+    "frozen": Frozen,
+}
+
+
+def built(name: str) -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    return MODELS[name](), torch.randn(24, WIDTH)
+
+
+def profiled(name: str) -> Profile:
+    if name not in _PROFILES:
+        _PROFILES[name] = ckptplan.profile(*built(name), menus=False)
+    return _PROFILES[name].offloading(("activations", "weights"))
+
+
+_PROFILES: dict[str, Profile] = {}
+
+
+def moved(name: str, option: str = "weights") -> Plan:
+    """A plan that moves the weights of every stage."""
+    measured = profiled(name)
+    names = [next(n for n in (option, "weights", "keep") if stage.find(n)) for stage in measured.stages]
+    return plan_of(measured, names)  # type: ignore[arg-type]
+
+
+def steps(model: nn.Module, x: torch.Tensor, count: int = 3, **kwargs: Any) -> list[torch.Tensor]:
+    """Losses, gradients and parameters of some steps with AdamW."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
+    torch.manual_seed(1)
+    found = []
+    for _ in range(count):
+        loss = step(model, x, **kwargs)
+        found += [loss, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+        optimizer.step()
+        optimizer.zero_grad()
+        found += [p.detach().clone() for p in model.parameters()]
+    return found
+
+
+def step(
+    model: nn.Module, x: torch.Tensor, between: Callable[[nn.Module], object] = lambda model: None
+) -> torch.Tensor:
+    loss = model(x).square().mean()
+    between(model)
+    loss.backward()
+    return loss.detach()
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return len(a) == len(b) and all(map(torch.equal, a, b))
+
+
+@pytest.fixture
+def loud() -> Iterator[None]:
+    """Any difference from the planned step is an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+@pytest.mark.parametrize("option", ["weights", "swap", "recompute+swap"])
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.usefixtures("loud")
+def test_steps_are_as_without_a_plan(name: str, option: str) -> None:
+    wanted = steps(*built(name))
+    model, x = built(name)
+    plan = moved(name, option)
+    assert plan.decided.weights
+    with ckptplan.apply(model, plan, check="always") as handle:
+        assert same(steps(model, x), wanted)
+        assert handle.stats().swapped_in_bytes >= 3 * sum(m.resident.nbytes for m in plan.decided.weights)
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+
+
+def away(model: nn.Module) -> list[str]:
+    """Names of the parameters that are away."""
+    return [name for name, p in model.named_parameters() if type(p) is not nn.Parameter]
+
+
+@pytest.mark.parametrize("option", ["weights", "recompute+swap"])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_peak_is_that_of_the_plan(name: str, option: str) -> None:
+    plan = moved(name, option)
+    found = assert_kept(built(name)[0], plan, built(name)[1])
+    assert found.measured_peak_bytes > 0.95 * plan.peak_bytes
+
+
+READS: dict[str, Callable[[nn.Module], Any]] = {
+    "state_dict": lambda m: {k: v.clone() for k, v in m.state_dict().items()},
+    "save": lambda m: torch.save(m.state_dict(), io.BytesIO()),
+    "pickle": lambda m: pickle.loads(pickle.dumps(list(m.parameters()))),
+    "deepcopy": lambda m: [p.sum() for p in copy.deepcopy(list(m.parameters()))],
+    "norms": lambda m: [p.norm() for p in m.parameters()],
+    "foreach": lambda m: torch._foreach_norm(list(m.parameters())),
+    "vector": lambda m: nn.utils.parameters_to_vector(m.parameters()),
+    "array": lambda m: [np.asarray(p.detach()).sum() for p in m.parameters()],
+    "numbers": lambda m: [p.flatten()[0].item() for p in m.parameters()],
+    "text": lambda m: repr(list(m.parameters())),
+    "data": lambda m: [p.data.clone() for p in m.parameters()],
+    "storage": lambda m: [p.untyped_storage().nbytes() for p in m.parameters()],
+    "averaged": lambda m: [torch.zeros_like(p).lerp_(p, 0.5) for p in m.parameters()],
+    "evaluation": lambda m: _evaluated(m),
+    "functional_call": lambda m: torch.func.functional_call(m, dict(m.named_parameters()), (torch.ones(2, WIDTH),)),
+    "thread": lambda m: _in_a_thread(lambda: [p.sum() for p in m.parameters()]),
+}
+
+
+def _evaluated(model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(torch.ones(2, WIDTH)), model.train()
+
+
+def _in_a_thread(run: Callable[[], Any]) -> Any:
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(run()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def plain(found: Any) -> Any:
+    """Values that `==` compares."""
+    if isinstance(found, torch.Tensor):
+        return found.tolist()
+    if isinstance(found, (list, tuple)):
+        return [plain(each) for each in found]
+    if isinstance(found, dict):
+        return {key: plain(value) for key, value in found.items()}
+    return found if isinstance(found, (str, float, int, np.floating)) else None
+
+
+@pytest.mark.filterwarnings("ignore:the peak may exceed")
+@pytest.mark.parametrize("read", READS)
+def test_who_reads_a_weight_that_is_away_finds_it(read: str) -> None:
+    found: list[Any] = []
+
+    def between(model: nn.Module) -> None:
+        state = torch.get_rng_state()
+        found.append(plain(READS[read](model)))
+        torch.set_rng_state(state)
+
+    wanted = steps(*built("adapted"), between=between)
+    count = len(found)
+    model, x = built("adapted")
+    with ckptplan.apply(model, moved("adapted"), check="always"):
+        assert same(steps(model, x, between=between), wanted)
+    assert found[:count] == found[count:]
+
+
+@pytest.mark.usefixtures("loud")
+def test_what_reads_no_values_leaves_them_away() -> None:
+    model, x = built("adapted")
+
+    def between(model: nn.Module) -> None:
+        before = away(model)
+        assert len(before) == 4
+        model.zero_grad()
+        for p in model.parameters():
+            assert p.grad is None
+            assert p.dtype is torch.float32
+            assert p.device.type == "cpu"
+            assert p.is_leaf
+            assert p.is_floating_point()
+            assert p.numel() == p.shape.numel()
+            if p.requires_grad:
+                p.register_hook(lambda g: g).remove()
+        torch.optim.SGD(model.parameters(), 0.1).zero_grad()
+        assert away(model) == before
+
+    with ckptplan.apply(model, moved("adapted"), check="off"):
+        steps(model, x, between=between)
+
+
+def test_frozen_weights_that_are_written_to_between_steps() -> None:
+    """A moving average, through .data, which no version shows."""
+
+    def run(planned: bool) -> list[torch.Tensor]:
+        model, x = built("adapted")
+        handle = ckptplan.apply(model, moved("adapted"), check="always") if planned else None
+        found = []
+        for _ in range(4):
+            torch.manual_seed(2)
+            found += [step(model, x), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+            for layer in model:
+                layer.own.weight.data.lerp_(layer.down.weight.T @ layer.up.weight.T, 0.1)
+        if handle is not None:
+            handle.remove()
+        return [*found, *(p.detach() for p in model.parameters())]
+
+    assert same(run(planned=True), run(planned=False))
+
+
+@pytest.mark.filterwarnings("ignore:the peak may exceed")
+def test_a_view_that_the_program_keeps_keeps_its_weight() -> None:
+    wanted = steps(*built("adapted"))
+    model, x = built("adapted")
+    views = [p.detach() for p in model.parameters()]
+    with ckptplan.apply(model, moved("adapted"), check="always") as handle:
+        assert same(steps(model, x, between=lambda m: [v.sum() for v in views]), wanted)
+        assert "weights alias" in handle.stats().differences
+
+
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_after_an_error_all_are_there(when: str) -> None:
+    model, x = built("adapted")
+    before = [p.detach().clone() for p in model.parameters()]
+    with ckptplan.apply(model, moved("adapted")) as handle:
+        if when == "forward":
+            hook = model[3].register_forward_pre_hook(lambda *_: 1 / 0)
+        else:
+            hook = model[0].down.weight.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            step(model, x)
+        hook.remove()
+        assert same([p.detach() for p in model.parameters()], before)
+        with handle.resident():
+            model.zero_grad()
+            loss = model(x).square().mean()
+            assert not away(model)
+            loss.backward()
+        assert same([p.detach() for p in model.parameters()], before)
+
+
+def test_removed_between_forward_and_backward() -> None:
+    model, x = built("adapted")
+    torch.manual_seed(3)
+    step(model, x)
+    wanted = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    handle = ckptplan.apply(model, moved("adapted"))
+    torch.manual_seed(3)
+    loss = model(x).square().mean()
+    assert away(model)
+    handle.remove()
+    assert not away(model)
+    loss.backward()
+    assert same([p.grad for p in model.parameters() if p.grad is not None], wanted)
+
+
+def _replaced(model: nn.Module, x: torch.Tensor) -> None:
+    """Parameters get other memory between two forwards, and both losses run backward."""
+    first = model(x).square().mean()
+    for p in model.parameters():
+        p.data = p.data * 0.5
+    (first + model(x).square().mean()).backward()
+
+
+def _called(model: nn.Module, x: torch.Tensor) -> None:
+    """The model is called with other parameters beside its own."""
+    others = {name: (p.detach() * 1.1).requires_grad_() for name, p in model.named_parameters()}
+    loss = model(x).square().mean() + torch.func.functional_call(model, others, (x,)).square().mean()
+    loss.backward()
+    for p, other in zip(model.parameters(), others.values(), strict=True):
+        if p.grad is not None and other.grad is not None:
+            p.grad += other.grad
+
+
+def _regularised(model: nn.Module, x: torch.Tensor) -> None:
+    """A graph that has saved the parameters waits while forward runs."""
+    penalty = sum(p.square().sum() for p in model.parameters())
+    loss = model(x).square().mean()
+    penalty.backward()  # type: ignore[union-attr]
+    loss.backward()
+
+
+def _written(model: nn.Module, x: torch.Tensor) -> None:
+    """One row is written to between steps, which no version shows."""
+    step(model, x)
+    next(model.parameters()).data[3] = 0.25
+    step(model, x)
+
+
+def _in_halves(model: nn.Module, x: torch.Tensor) -> None:
+    """Two backwards through one forward."""
+    y = model(x)
+    y[:8].sum().backward(retain_graph=True)
+    y[8:].square().sum().backward()
+
+
+def _together(model: nn.Module, x: torch.Tensor) -> None:
+    losses = [model(x * k).square().mean() for k in (1, 2)]
+    for loss in losses:
+        loss.backward()
+
+
+@pytest.mark.filterwarnings("ignore:the peak may exceed")
+@pytest.mark.parametrize("name", ["adapted", "trained", "tied", "flat"])
+@pytest.mark.parametrize("train", [_replaced, _called, _regularised, _written, _in_halves, _together])
+def test_odd_steps(train: Callable[[nn.Module, torch.Tensor], None], name: str) -> None:
+    def run(plan: Plan | None) -> list[torch.Tensor]:
+        model, x = built(name)
+        handle = None if plan is None else ckptplan.apply(model, plan, check="always")
+        for _ in range(2):
+            torch.manual_seed(2)
+            train(model, x)
+        if handle is not None:
+            handle.remove()
+        return [*(p.grad for p in model.parameters() if p.grad is not None), *(p.detach() for p in model.parameters())]
+
+    assert same(run(moved(name)), run(None))
+
+
+def _interrupted_at(count: int, run: Callable[[], Any]) -> bool:
+    """Raise a KeyboardInterrupt at a line of weights.py; return whether there was such a line."""
+    left = count
+
+    def trace(frame: Any, event: str, arg: Any) -> Any:
+        nonlocal left
+        if not frame.f_code.co_filename.endswith("swap/weights.py"):
+            return None
+        if event == "line":
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        run()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(None)
+    return left <= 0
+
+
+def test_interrupts_at_any_line_leave_all_weights_right() -> None:
+    wanted = [p.detach().clone() for p in built("adapted")[0].parameters()]
+    plan = moved("adapted")
+    at, more = 1, True
+    while more:
+        model, x = built("adapted")
+        handle = ckptplan.apply(model, plan, check="off")
+        more = _interrupted_at(at, lambda model=model, x=x: step(model, x))  # type: ignore[misc]
+        handle.remove()
+        assert not away(model)
+        assert same([p.detach() for p in model.parameters()], wanted)
+        at += 23
+    assert at > 200
