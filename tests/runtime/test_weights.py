@@ -21,6 +21,7 @@ from torch import nn
 import ckptplan
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
+from ckptplan.runtime.swap.stores.base import ArenaStore
 
 WIDTH = 96
 
@@ -434,3 +435,37 @@ def test_interrupts_at_any_line_leave_all_weights_right() -> None:
         assert same([p.detach() for p in model.parameters()], wanted)
         at += 23
     assert at > 200
+
+
+@pytest.mark.parametrize("way", ["start_out", "finish_out", "start_in", "finish_in"])
+def test_a_copy_that_fails_once_loses_nothing(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = steps(*built("adapted"))
+    model, x = built("adapted")
+    plan = moved("adapted")
+    with ckptplan.apply(model, plan, check="off"):
+        with monkeypatch.context() as patch:
+            real, failed = getattr(ArenaStore, way), []
+
+            def fails_once(*args: Any, **kwargs: Any) -> Any:
+                if not failed:
+                    failed.append(way)
+                    raise ckptplan.SwapError("the disk")
+                return real(*args, **kwargs)
+
+            patch.setattr(ArenaStore, way, fails_once)
+            with pytest.raises(ckptplan.SwapError):
+                step(model, x)
+        model.zero_grad()
+        assert same(steps(model, x), wanted)
+    assert not away(model)
+
+
+def test_a_kept_stage_that_saves_more_than_planned_is_warned_of() -> None:
+    model, x = built("adapted")
+    plan = moved("adapted")
+    for layer in model:  # type: ignore[attr-defined]
+        layer.dropout.forward = lambda y: y.exp().sin() * y.cos()
+    with ckptplan.apply(model, plan, check="off") as handle:
+        with pytest.warns(RuntimeWarning, match="saved"):
+            step(model, x)
+        assert "saved" in handle.stats().differences

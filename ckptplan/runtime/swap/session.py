@@ -135,6 +135,14 @@ class SwapSession:
         moves = planned = tuple(p for group in groups.values() for p in group)
         if moves and self._planned:
             moves = self._as_planned(sizes, moves, self._planned[index])
+        elif (
+            self._planned
+            and not transfers  # kept, but for its weights
+            and self._weights is not None
+            and self._weights.uses(index)
+            and sum(sizes.values()) > sum(self._planned[index])
+        ):
+            self._note_more(sizes, self._planned[index])
         if moves and max(moves) >= len(sizes):
             self._counters.differences.note(
                 "saved",
@@ -249,17 +257,20 @@ class SwapSession:
         room = sum(planned) - sum(planned[i] for i in moves)
         if sum(sizes) > sum(planned):
             room = 0
-            self._counters.differences.note(
-                "saved",
-                f"a stage saved {len(sizes)} storages of {sum(sizes)} bytes, the plan expects {len(planned)} of "
-                f"{sum(planned)}: its forward took another path than the one profiled; solve again with such inputs",
-            )
+            self._note_more(dict(enumerate(sizes)), planned)
         leaving = []
         for i in sorted(range(len(sizes)), key=sizes.__getitem__):
             room -= sizes[i]
             if room < 0 and sizes[i] > 0:
                 leaving.append(i)
         return tuple(sorted(leaving))
+
+    def _note_more(self, sizes: Mapping[Any, int], planned: Sequence[int]) -> None:
+        self._counters.differences.note(
+            "saved",
+            f"a stage saved {len(sizes)} storages of {sum(sizes.values())} bytes, the plan expects {len(planned)} of "
+            f"{sum(planned)}: its forward took another path than the one profiled; solve again with such inputs",
+        )
 
     def release(self, index: int, transfer: int = 0) -> None:
         """Wait for the copies out of a transfer of stage `index` and free its device bytes: its release point."""

@@ -50,7 +50,7 @@ from ckptplan.runtime.guard.digests import Bench, undisturbed
 from ckptplan.runtime.observe.counters import Counters
 from ckptplan.runtime.swap.stores import Store, Ticket
 from ckptplan.runtime.swap.stores.base import memory_of
-from ckptplan.tensors.accelerator import current_stream, is_accelerator
+from ckptplan.tensors.accelerator import current_stream, is_accelerator, is_capturing
 from ckptplan.tensors.private import DisableTorchFunctionSubclass, storage_use_count, transform
 from ckptplan.tensors.views import Geometry, modified_error, version_of
 from ckptplan.training.measure import RENEWED
@@ -127,6 +127,11 @@ class Weights:
         self.bring_back()
         self.checks = checks
         self.in_ddp = self.in_ddp or runs_replicated()
+        if is_capturing(self.device):  # a graph would go on reading the memory of this forward
+            for group in self.groups:
+                group.stays = []
+            self._by_storage = {}
+            return
         with self.lock, self.plainly():
             for group in self.groups:
                 group.begin()
@@ -394,9 +399,7 @@ class Group:
         for weight in self._weights:
             tensors, stay = weight.tensors(), former.get(weight)
             sent = self.owner.in_ddp and not any(isinstance(t, nn.Parameter) for t in tensors or ())
-            if (
-                tensors is not None and not sent
-            ):  # what an earlier graph holds is the same stay, as long as the weight is the same
+            if tensors is not None and not sent:  # an earlier graph and this one share the stay of an unchanged weight
                 self.stays.append(stay if stay is not None and stay.is_of(tensors) else _Stay(self, weight, tensors))
                 self.stays[-1].fixed = False
 
@@ -452,8 +455,12 @@ class Group:
         with owner.lock, owner.plainly():
             if self._ticket is None or self._away or not self.stays:
                 return
-            with owner.counters.waiting():
-                self._store.finish_out(self._ticket)
+            try:
+                with owner.counters.waiting():
+                    self._store.finish_out(self._ticket)
+            except BaseException:
+                self._forget()  # the next forward copies anew
+                raise
             self._targets = []
             for stay in self.stays:
                 self._leave(stay)
@@ -511,9 +518,14 @@ class Group:
             stream = current_stream(owner.device)
             if not self._targets or stream in self._waited:
                 return
-            with owner.counters.waiting():
-                assert self._ticket is not None
-                self._store.finish_in(self._ticket, self._done)
+            try:
+                with owner.counters.waiting():
+                    assert self._ticket is not None
+                    self._store.finish_in(self._ticket, self._done)
+            except BaseException:
+                if self._away:
+                    self._targets = []  # whoever needs it next copies it once more
+                raise
             if stream is not None:
                 for target in self._targets:
                     target.record_stream(stream)
