@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 
 Kind = Literal["activations", "weights"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+_NONE = (
+    "offload= has no weights to move: none that only stages with a backward read is large enough, plain (no shard or "
+    "quantised subclass), and in memory that can be resized"
+)
 ACTIVATIONS: tuple[Kind, ...] = ("activations",)
 """What moves if nothing else is said."""
 
@@ -127,6 +131,7 @@ def offloading(profile: Profile, offload: Sequence[Kind]) -> Profile:
         storages=tuple(storages),
         base_forward_bytes=tuple(forward),
         base_backward_bytes=tuple(backward),
+        notes=profile.notes if residents or "weights" not in kinds else (*profile.notes, _NONE),
     )
 
 

@@ -77,6 +77,12 @@ def test_only_what_is_asked_for_moves(measured: Profile) -> None:
         measured.offloading(("weights",)).offloading(("activations", "weights"))
 
 
+def test_a_profile_without_any_says_so() -> None:
+    chain = Profile.from_chain([1, 1], [1, 1], [1, 1], [2, 2], input_bytes=1)
+    assert "no weights to move" in chain.offloading(("weights",)).notes[0]
+    assert not chain.offloading(("activations",)).notes
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
