@@ -321,6 +321,7 @@ class Controller:
                 )
         for patch in self._patches:
             patch.install()
+        self.weights.open()
 
     def remove(self) -> None:
         """Restore every forward; graphs that are alive can still run backward."""

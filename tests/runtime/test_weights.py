@@ -22,6 +22,7 @@ import ckptplan
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.runtime.swap.stores.base import ArenaStore
+from ckptplan.training.measure import recorded_allocations
 
 WIDTH = 96
 
@@ -469,3 +470,20 @@ def test_a_kept_stage_that_saves_more_than_planned_is_warned_of() -> None:
         with pytest.warns(RuntimeWarning, match="saved"):
             step(model, x)
         assert "saved" in handle.stats().differences
+
+
+@pytest.mark.usefixtures("loud")
+def test_weights_move_under_a_second_plan_too() -> None:
+    """A plan that was removed owns no weight, though its handle is alive and allocations are recorded."""
+    model, x = built("adapted")
+    former = ckptplan.apply(model, moved("adapted"), check="off")
+    step(model, x)
+    former.remove()
+    model.zero_grad()
+    recorded_allocations(lambda: None)
+    with ckptplan.apply(model, moved("adapted"), check="off") as handle:
+        step(model, x)
+        recorded_allocations(lambda: None)
+        model.zero_grad()
+        step(model, x)
+        assert handle.stats().swapped_in_bytes > 0

@@ -113,7 +113,10 @@ class Weights:
         self.groups = list(made.values())
         self._used = {i: [made[key] for key in dict.fromkeys(keys)] for i, keys in used.items()}
         self._by_storage: dict[int, _Stay] = {}
-        if self.groups and on_move is None:
+
+    def open(self) -> None:
+        """The model follows the plan from now on, or again."""
+        if self.groups and self.on_move is None:
             RENEWED.add(self)
 
     def uses(self, index: int) -> bool:
@@ -226,6 +229,7 @@ class Weights:
 
     def close(self) -> None:
         """Bring all weights back, and free their copies."""
+        RENEWED.discard(self)
         self.bring_back()
         self._by_storage = {}
         for group in self.groups:
