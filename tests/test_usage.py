@@ -31,6 +31,7 @@ from ckptplan.profiling.bytes import trace
 from ckptplan.profiling.profiler import profile
 from ckptplan.profiling.values.repeatable import is_repeatable
 from ckptplan.runtime.handle import Handle, apply
+from ckptplan.state.parameters import ParameterState
 from ckptplan.training.step import default_loss
 
 MIXTURE = ("swap", "recompute", "recompute+swap", "selective")
@@ -501,6 +502,15 @@ def by_a_wrapper(model: nn.Module, x: torch.Tensor) -> Any:
     assert all(type(g) is two for g in grads)
     assert not torch.equal(grads[0].a, grads[0].b)  # type: ignore[union-attr]
     return [[g.a.clone(), g.b.clone()] for g in grads]  # type: ignore[union-attr]
+
+
+def test_parameters_that_wrap_tensors_are_put_back() -> None:
+    two = pytest.importorskip("torch.testing._internal.two_tensor").TwoTensor
+    p = nn.Parameter(two(torch.ones(3), torch.zeros(3)))
+    with ParameterState([p]).restored(), torch.no_grad():
+        p.add_(2)
+    assert type(p) is two
+    assert (p.a.tolist(), p.b.tolist()) == ([1.0] * 3, [0.0] * 3)
 
 
 def nested(model: nn.Module, x: torch.Tensor) -> Any:

@@ -48,8 +48,7 @@ def data_state(tensors: Iterable[torch.Tensor]) -> Callable[[], None]:
     A momentum encoder as published gives its parameters other memory in forward (`p.data = 0.9 * p.data + ...`).
     """
     own = {id(t): t for t in map(local_part, tensors) if not is_traceable_wrapper_subclass(t)}
-    strided = [t for t in own.values() if not is_fake(t) and t.layout is torch.strided]  # others have no storage
-    saved = [(tensor, Memory.of(tensor)) for tensor in strided]
+    saved = [(tensor, Memory.of(tensor)) for tensor in own.values() if not is_fake(tensor)]
 
     def restore() -> None:
         for tensor, memory in saved:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from ckptplan.tensors.private import FakeTensor, neg_view
+from ckptplan.tensors.private import FakeTensor, is_traceable_wrapper_subclass, neg_view
 
 _PLAIN: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 _STRIDED = torch.strided
@@ -83,30 +83,43 @@ class Geometry(NamedTuple):
         return _lazy(plain, conj=self.conj, neg=self.neg) if self.conj or self.neg else plain
 
 
+def on_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.Tensor:
+    """Return a whole storage as one dimension, with a version counter of its own."""
+    with torch.no_grad():
+        whole = torch.empty(0, dtype=dtype, device=storage.device)
+        return whole.set_(storage, 0, (storage.nbytes() // whole.itemsize,), (1,))  # type: ignore[call-overload, no-any-return]
+
+
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Where a strided tensor lies. Unlike a view, it is no owner of the storage besides the tensors on it."""
+    """Where a tensor lies. Of a strided one it is, unlike a view, no owner of the storage besides the tensors on it.
 
-    storage: torch.UntypedStorage
-    lies: Geometry
+    `data` is what subclasses that wrap tensors, and sparse tensors, lie on, which have no storage of their own.
+    """
+
+    storage: torch.UntypedStorage | None
+    lies: Geometry | None
+    data: torch.Tensor | None = None
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Memory:
         """Return the memory of `tensor`."""
+        if tensor.layout is not _STRIDED or is_traceable_wrapper_subclass(tensor):
+            return cls(None, None, tensor.data)
         return cls(tensor.untyped_storage(), Geometry.of(tensor))
 
     def is_of(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` lies there."""
-        if tensor.layout is not torch.strided or Geometry.of(tensor) != self.lies:
-            return False
-        return tensor.untyped_storage()._cdata == self.storage._cdata
+        """Whether `tensor` lies there; of one without a storage, whether it has the same layout."""
+        if self.storage is None or tensor.layout is not _STRIDED:
+            return self.data is not None and tensor.layout is self.data.layout
+        return Geometry.of(tensor) == self.lies and tensor.untyped_storage()._cdata == self.storage._cdata
 
     def tensor(self) -> torch.Tensor:
         """Return a tensor that lies there, without autograd."""
-        with torch.no_grad():
-            whole = torch.empty(0, dtype=self.lies.dtype, device=self.storage.device)
-            count = self.storage.nbytes() // whole.itemsize
-            return self.lies.on(whole.set_(self.storage, 0, (count,), (1,)))  # type: ignore[call-overload]
+        if self.storage is None or self.lies is None:
+            assert self.data is not None
+            return self.data
+        return self.lies.on(on_storage(self.storage, self.lies.dtype))
 
 
 def version_of(tensor: torch.Tensor) -> int:
