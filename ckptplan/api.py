@@ -187,7 +187,12 @@ def _solved(job: Job, budget_bytes: int | None, share: float | None, max_overhea
     if share is not None:
         return job.solved_share(share)
     if budget_bytes is not None:
-        return _with_range(job, job.solved(budget_bytes))
+        try:
+            plan = job.solved(budget_bytes)
+        except InfeasibleBudgetError as error:
+            error.args = (f"{error}{job.with_weights(error.min_peak_bytes)}",)
+            raise
+        return _with_range(job, plan)
     assert max_overhead is not None
     plan = job.sound(smallest_within(job.profile, max_overhead, job.handing_out))
     # No budget was named that a replay could exceed, so the plan names the one it keeps.

@@ -115,7 +115,7 @@ class Job:
             self.limits.on_plan(plan)
         return plan
 
-    def _with_weights(self, least_bytes: int) -> str:
+    def with_weights(self, least_bytes: int) -> str:
         """Return what the smallest peak would be if weights might move as well, for an error; empty if no less."""
         profile = self.profile
         if profile.offload != ACTIVATIONS or not profile.residents or "swap" not in self.limits.actions:
@@ -149,10 +149,9 @@ class Job:
         # The others' bounds hold for the plans that were left to them.
         error.min_peak_bound_bytes = failures[0].min_peak_bound_bytes
         least = min(attempts, key=self.needs, default=None)
-        if least is not None and self.on_cuda and (needs := self.needs(least)) < error.min_peak_bytes:
-            error = self._too_small(budget_bytes, needs, least.peak_bytes, error)
-        error.args = (f"{error}{self._with_weights(error.min_peak_bytes)}",)
-        return error
+        if least is None or not self.on_cuda or (needs := self.needs(least)) >= error.min_peak_bytes:
+            return error
+        return self._too_small(budget_bytes, needs, least.peak_bytes, error)
 
     def _leaving_fewer_fragments(self) -> Iterator[Job]:
         """Yield, on CUDA, the job without swaps and segments, and that of whole stages (see NOTE [Fragments])."""
