@@ -574,14 +574,14 @@ def plan_of(
 
 def kept_bytes(profile: Profile) -> tuple[int, ...]:
     """Return `Plan.kept_bytes` for any decisions."""
-    end = len(profile.storages) - len(profile.moving)
-    return tuple(sum(profile.storages[s].nbytes for s in stage.keep.saved if s < end) for stage in profile.stages)
+    storages, end = profile.storages, profile.first_moving
+    return tuple(sum(storages[s].nbytes for s in stage.keep.saved if s < end) for stage in profile.stages)
 
 
 def saved_bytes(profile: Profile, choices: Sequence[Decision]) -> tuple[tuple[int, ...], ...]:
     """Return `Plan.saved_bytes` for these decisions."""
     options = (stage.find(choice.option) for stage, choice in zip(profile.stages, choices, strict=True))
-    storages, end = profile.storages, len(profile.storages) - len(profile.moving)
+    storages, end = profile.storages, profile.first_moving
     return tuple(() if o is None else tuple(storages[s].nbytes for s in o.saved if s < end) for o in options)
 
 

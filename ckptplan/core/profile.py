@@ -278,6 +278,11 @@ class Profile(Saved):
         return self.residents if "weights" in self.offload else ()
 
     @property
+    def first_moving(self) -> int:
+        """The index of the first storage of `moving`; those before are what stages make or save."""
+        return len(self.storages) - len(self.moving)
+
+    @property
     def baseline_step_s(self) -> float:
         """Time of the step with everything kept: the longer of compute and launching."""
         return max(self.baseline_compute_s, self.baseline_launch_s)

@@ -69,7 +69,7 @@ def test_bytes_with_everything_kept_are_the_same(measured: Profile) -> None:
 def test_only_what_is_asked_for_moves(measured: Profile) -> None:
     for offload, moves in ((("activations",), "a"), (("weights",), "w"), (("activations", "weights"), "aw")):
         profile = measured.offloading(offload)  # type: ignore[arg-type]
-        end = len(profile.storages) - len(profile.moving)
+        end = profile.first_moving
         kinds = {"a" if s < end else "w" for stage in profile.stages for o in stage.options for s in o.moved}
         assert kinds == set(moves)
         assert Profile.from_json(profile.to_json()) == profile

@@ -90,13 +90,12 @@ def _kinds(profile: Profile, plan: Plan, timeline: Timeline) -> list[int]:
         kept.update(holds(profile, i, choice, around.get(i)))
         saved = stage.option(choice.option).saved
         moved.update(saved[p] for p in choice.moves)
-    weights = len(profile.storages) - len(profile.moving)
     turn = next(k for k, step in enumerate(timeline.steps) if step.phase == "backward")
     out = []
     for stay in timeline.stays:
         if stay.again:
             out.append(_AGAIN)
-        elif stay.storage >= weights:
+        elif stay.storage >= profile.first_moving:
             out.append(_WEIGHTS)
         elif stay.storage in moved:
             out.append(_LEAVING if stay.first < turn else _BACK)

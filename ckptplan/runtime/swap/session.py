@@ -142,7 +142,7 @@ class SwapSession:
             and self._weights.uses(index)
             and sum(sizes.values()) > sum(self._planned[index])
         ):
-            self._note_more(sizes, self._planned[index])
+            self._note_more(list(sizes.values()), self._planned[index])
         if moves and max(moves) >= len(sizes):
             self._counters.differences.note(
                 "saved",
@@ -257,7 +257,7 @@ class SwapSession:
         room = sum(planned) - sum(planned[i] for i in moves)
         if sum(sizes) > sum(planned):
             room = 0
-            self._note_more(dict(enumerate(sizes)), planned)
+            self._note_more(sizes, planned)
         leaving = []
         for i in sorted(range(len(sizes)), key=sizes.__getitem__):
             room -= sizes[i]
@@ -265,10 +265,10 @@ class SwapSession:
                 leaving.append(i)
         return tuple(sorted(leaving))
 
-    def _note_more(self, sizes: Mapping[Any, int], planned: Sequence[int]) -> None:
+    def _note_more(self, sizes: Sequence[int], planned: Sequence[int]) -> None:
         self._counters.differences.note(
             "saved",
-            f"a stage saved {len(sizes)} storages of {sum(sizes.values())} bytes, the plan expects {len(planned)} of "
+            f"a stage saved {len(sizes)} storages of {sum(sizes)} bytes, the plan expects {len(planned)} of "
             f"{sum(planned)}: its forward took another path than the one profiled; solve again with such inputs",
         )
 

@@ -52,7 +52,7 @@ from ckptplan.runtime.swap.stores import Store, Ticket
 from ckptplan.runtime.swap.stores.base import memory_of
 from ckptplan.tensors.accelerator import current_stream, is_accelerator, is_capturing
 from ckptplan.tensors.private import DisableTorchFunctionSubclass, storage_use_count, transform
-from ckptplan.tensors.views import Geometry, modified_error, version_of
+from ckptplan.tensors.views import Memory, modified_error, on_storage, version_of
 from ckptplan.training.measure import RENEWED
 
 OnMove = Callable[[str, int, bool], None]
@@ -111,6 +111,9 @@ class Weights:
                 used.setdefault(i, []).append(key)
         made = {key: Group(self, weights, stores[key[3]], *key[:3]) for key, weights in alike.items()}
         self.groups = list(made.values())
+        self._of_stage: dict[int, list[Group]] = {}
+        for group in self.groups:
+            self._of_stage.setdefault(group.stage, []).append(group)
         self._used = {i: [made[key] for key in dict.fromkeys(keys)] for i, keys in used.items()}
         self._by_storage: dict[int, _Stay] = {}
 
@@ -174,9 +177,8 @@ class Weights:
 
     def stage_ends(self, index: int) -> None:
         """Start the copies out of what leaves after a stage."""
-        for group in self.groups:
-            if group.stage == index:
-                group.start_leaving()
+        for group in self._of_stage.get(index, ()):
+            group.start_leaving()
 
     def ensure(self, index: int) -> None:
         """Bring back what a stage uses, which runs now."""
@@ -272,14 +274,11 @@ class _Stay:
     def __init__(self, group: Group, weight: _Weight, tensors: list[torch.Tensor]) -> None:
         self.group, self.weight, self.tensors = group, weight, tensors
         self.kinds = [type(t) for t in tensors]
-        self.lies = [Geometry.of(t) for t in tensors]
+        self.memory = [Memory.of(t) for t in tensors]
         self.versions: list[int] = []
         self.digest: Any = None
         self.fixed = False
-        first = tensors[0]
-        count = weight.nbytes // first.itemsize
-        whole = torch.empty(0, dtype=first.dtype, device=first.device)
-        self.whole: torch.Tensor = whole.set_(first.untyped_storage(), 0, (count,), (1,))  # type: ignore[call-overload]
+        self.whole = on_storage(tensors[0].untyped_storage(), tensors[0].dtype)
 
     @property
     def storage(self) -> torch.UntypedStorage:
@@ -287,11 +286,9 @@ class _Stay:
         return self.whole.untyped_storage()
 
     def is_of(self, tensors: list[torch.Tensor]) -> bool:
-        """Whether it is there, and of these tensors as they lie now."""
-        if list(map(id, tensors)) != list(map(id, self.tensors)):
-            return False
-        same = tensors[0].untyped_storage()._cdata == self.storage._cdata
-        return same and [Geometry.of(t) for t in tensors] == self.lies
+        """Whether it is of these tensors as they lie now."""
+        same = list(map(id, tensors)) == list(map(id, self.tensors))
+        return same and all(memory.is_of(t) for memory, t in zip(self.memory, tensors, strict=True))
 
     @property
     def has_others(self) -> bool:
@@ -314,8 +311,8 @@ class _Stay:
 
     def come_back(self) -> None:
         """Let its tensors lie on its storage, which is filled, with their own classes."""
-        for tensor, lies, kind in zip(self.tensors, self.lies, self.kinds, strict=True):
-            tensor.data = lies.on(self.whole)
+        for tensor, memory, kind in zip(self.tensors, self.memory, self.kinds, strict=True):
+            tensor.data = memory.tensor()
             tensor.__class__ = kind
 
 
@@ -389,6 +386,7 @@ class Group:
         self._done: Any = None
         self._waited: list[Any] = []  # streams that have waited for it
         self._first: dict[_Weight, Any] = {}
+        self._away_class = functools.cache(functools.partial(_away_class, self))
 
     @property
     def is_away(self) -> bool:
@@ -478,7 +476,7 @@ class Group:
         if stay.versions != list(map(version_of, stay.tensors)):
             return self._note("written", f"{name} stays: it was written to between its stage and its release")
         try:
-            classes = [_away_class(type(tensor), self) for tensor in stay.tensors]
+            classes = [self._away_class(kind) for kind in stay.kinds]
         except TypeError:
             return self._note("class", f"{name} stays: its class {type(stay.tensors[0]).__name__} can't have another")
         if owner.checks is not None:
@@ -554,7 +552,7 @@ class Group:
         self.owner.counters.differences.note(f"weights {kind}", text, error)
 
 
-def _away_class(kind: type, group: Group) -> type:
+def _away_class(group: Group, kind: type) -> type:
     """Return a class for tensors of `kind` while the weights of `group` are away (rule 2)."""
 
     def __torch_function__(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
