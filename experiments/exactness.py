@@ -27,7 +27,7 @@ from typing import Any
 import documents  # isort: split
 
 import brute_force
-from random_chains import launched, odd_chain, random_chain, textbook_chain, with_weights
+from random_chains import launched, odd_chain, random_chain, textbook_chain, with_residents
 
 from ckptplan.baselines import BASELINES
 from ckptplan.core.errors import InfeasibleBudgetError
@@ -73,10 +73,10 @@ def odd(seed: int) -> tuple[Profile, int | None]:
     return profile, None if rng.random() < 0.5 else int(rng.random() ** 2 * most_moved)
 
 
-def moving_weights(seed: int) -> tuple[Profile, int | None]:
-    """An odd chain, every third with weights that move."""
+def moving_residents(seed: int) -> tuple[Profile, int | None]:
+    """An odd chain, every third with weights, gradients or optimizer state that move."""
     profile, host_bytes = odd(seed)
-    return with_weights(random.Random(seed), profile) if seed % 3 == 0 else profile, host_bytes
+    return with_residents(random.Random(seed), profile) if seed % 3 == 0 else profile, host_bytes
 
 
 def textbook(seed: int) -> Profile:
@@ -108,7 +108,7 @@ def against_brute_force(seed: int, percents: tuple[int, ...]) -> list[dict[str, 
 
 def without_false_proofs(seed: int, percents: tuple[int, ...]) -> list[dict[str, Any]]:
     """One odd chain, with or without a limit on the host, at a few budgets."""
-    profile, host = moving_weights(seed)
+    profile, host = moving_residents(seed)
     limits = Limits(gap=0.0, host_bytes=host)
     combinations = brute_force.combinations(profile)
     found, most = smallest_peak(profile, limits), everything_kept_bytes(profile)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from ckptplan.core.link import Link
 from ckptplan.core.option import Option
 from ckptplan.core.profile import Profile
-from ckptplan.core.resident import Resident
+from ckptplan.core.resident import KINDS, Resident
 from ckptplan.core.segment import Segment
 from ckptplan.core.stage import Stage
 from ckptplan.core.storage import Storage
@@ -327,8 +327,8 @@ def random_chain(seed: int, n: int, *, most_options: int = 7) -> Profile:
     return dropped(rng, chain) if seed % 3 and seed % 5 == 2 else chain
 
 
-def with_weights(rng: random.Random, chain: Profile) -> Profile:
-    """A chain whose options move weights as well, or these alone: frozen and trained, some with two users."""
+def with_residents(rng: random.Random, chain: Profile) -> Profile:
+    """A chain whose options also move, or move alone: weights, frozen and trained, gradients, optimizer state."""
     able = [i for i, stage in enumerate(chain.stages) if not stage.is_glue and stage.has_backward]
     if not able:
         return chain
@@ -336,6 +336,11 @@ def with_weights(rng: random.Random, chain: Profile) -> Profile:
     for k in range(rng.randint(1, 3)):
         users = sorted({*rng.choices(able, k=rng.randint(1, 2))})
         residents.append(Resident((f"w{k}",), rng.randint(1, 12), tuple(users), rng.random() < 0.5))
+    kinds = rng.choice((("weights",), ("optimizer",), ("gradients",), KINDS[1:]))
+    for k in range(rng.randint(1, 2)) if "gradients" in kinds else ():
+        residents.append(Resident((f"g{k}",), rng.randint(1, 12), (rng.choice(able),), True, kind="gradients"))
+    for k in range(rng.randint(1, 2)) if "optimizer" in kinds else ():
+        residents.append(Resident((f"s{k}",), rng.randint(1, 12), (), True, kind="optimizer"))
     held = sum(resident.nbytes for resident in residents)
     return replace(
         chain,
@@ -344,7 +349,7 @@ def with_weights(rng: random.Random, chain: Profile) -> Profile:
         update_peak_bytes=chain.update_peak_bytes + held,
         resident_bytes=chain.resident_bytes + held,
         residents=tuple(residents),
-    ).offloading(rng.choice((("activations", "weights"), ("weights",))))
+    ).offloading(rng.choice((("activations", *kinds), kinds)))
 
 
 def on_the_host(rng: random.Random, profile: Profile) -> Profile:

@@ -16,7 +16,7 @@ from ckptplan.core.link import Tier
 from ckptplan.core.option import ACTIONS, Action
 from ckptplan.core.page import Page
 from ckptplan.core.profile import Fingerprint, Profile
-from ckptplan.core.resident import ACTIVATIONS, Kind, Resident
+from ckptplan.core.resident import ACTIVATIONS, UPDATE, Kind, Resident
 from ckptplan.core.segment import Segment
 from ckptplan.core.stage import Differentiated, InputTensor
 from ckptplan.core.trace import Trace
@@ -118,15 +118,15 @@ KEEP = Decision("keep")
 
 @dataclass(frozen=True, slots=True)
 class WeightMove:
-    """A weight that leaves the device in forward and returns in backward (NOTE [Offloaded weights] in resident.py).
+    """What leaves the device in forward and returns in backward besides activations (NOTE [Offloaded weights]).
 
     Parameters
     ----------
     resident : Resident
     stage : int
-        The stage that moves it.
+        The stage that moves it; -1: the update.
     release, prefetch : int
-        As of a `Transfer`.
+        As of a `Transfer`; -1: where forward begins, and where backward has ended.
     tier : "host" or "disk"
     """
 
@@ -305,44 +305,52 @@ class Plan(Saved):
 
     @property
     def decided(self) -> Decisions:
-        """The decisions, without predictions."""
+        """The decisions, without predictions, and without the stage that stands for the update."""
+        first = self.first_stage
         return Decisions(
-            self.stages,
-            tuple(map(self._of_activations, range(len(self.choices)))),
-            self.segments,
-            self.inputs,
-            self.saved_bytes,
-            self.kept_bytes,
+            self.stages[first:],
+            tuple(self._of_activations(i, first) for i in range(first, len(self.choices))),
+            tuple(segment.shifted(-first) for segment in self.segments),
+            self.inputs[first:],
+            self.saved_bytes[first:],
+            self.kept_bytes[first:],
             self.differentiated,
-            tuple(self._weight_moves()),
+            tuple(self._weight_moves(first)),
         )
+
+    @property
+    def first_stage(self) -> int:
+        """The index of the model's first stage: 1 behind the one that stands for the update, else 0."""
+        return int(self.stages[:1] == (UPDATE,))
 
     @property
     def replayed(self) -> Decisions:
         """The decisions alone, for a replay of the step that was profiled."""
         return replace(self.decided, inputs=None, saved_bytes=(), kept_bytes=(), differentiated=())
 
-    def _of_activations(self, i: int) -> Decision:
-        """The decision on stage `i` without the weights that it moves."""
+    def _of_activations(self, i: int, first: int) -> Decision:
+        """The decision on stage `i` without the residents that it moves, its points counted from stage `first` on."""
         choice = self.choices[i]
         if not self.residents or not choice.transfers:
             return choice
         own = len(self.saved_bytes[i])
         moves = ((tuple(p for p in t.moves if p < own), t) for t in choice.transfers)
-        transfers = tuple(replace(t, moves=left) for left, t in moves if left)
+        transfers = tuple(Transfer(left, t.release - first, t.prefetch - first) for left, t in moves if left)
         if transfers:
             return replace(choice, transfers=transfers)
         action: Action = "keep" if choice.action == "swap" else choice.action
         return Decision(action, (), choice.option, choice.ops)
 
-    def _weight_moves(self) -> Iterator[WeightMove]:
+    def _weight_moves(self, first: int) -> Iterator[WeightMove]:
         for i, choice in enumerate(self.choices if self.residents else ()):
             own = [r for r in self.residents if i in r.users]
             begin = len(self.saved_bytes[i])
             for t in choice.transfers:
                 for p in t.moves:
                     if p >= begin:
-                        yield WeightMove(own[p - begin], i, t.release, t.prefetch, choice.tier)
+                        users = tuple(user - first for user in own[p - begin].users if user >= first)
+                        resident = replace(own[p - begin], users=users)
+                        yield WeightMove(resident, i - first, t.release - first, t.prefetch - first, choice.tier)
 
     @property
     def counted_bytes(self) -> int:
@@ -448,8 +456,9 @@ class Plan(Saved):
         """
         check_kind(Profile, profile=profile)
         self.fingerprint.require(profile.fingerprint)
+        profile = profile.offloading(self.offload)
         check_stages(self.stages, tuple(stage.name for stage in profile.stages))
-        return profile.offloading(self.offload)
+        return profile
 
     def __post_init__(self) -> None:
         check_fields("plan", self)

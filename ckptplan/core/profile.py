@@ -235,7 +235,7 @@ class Profile(Saved):
         if most >= MOST_BYTES:
             raise InvalidInputError(f"the step's base and storages make {most} bytes; want less than 2**60 in all")
         for resident in self.residents:
-            if resident.users[-1] >= n or any(self.stages[i].is_glue for i in resident.users):
+            if any(i >= n or self.stages[i].is_glue for i in resident.users):
                 raise InvalidInputError(f"resident {resident.names[0]!r}: users={resident.users} aren't module stages")
         saving: dict[int, int] = {}
         for i, stage in enumerate(self.stages):
@@ -275,7 +275,7 @@ class Profile(Saved):
     @property
     def moving(self) -> tuple[Resident, ...]:
         """The residents that are storages, the last ones, and that options move."""
-        return self.residents if "weights" in self.offload else ()
+        return tuple(resident for resident in self.residents if resident.kind in self.offload)
 
     @property
     def first_moving(self) -> int:

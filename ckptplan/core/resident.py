@@ -1,4 +1,4 @@
-"""What is on the device before the step and may leave it within: weights, as storages of the chain.
+"""What is on the device before the step and may leave it within: weights, gradients and optimizer state, as storages.
 
 NOTE [Offloaded weights]
 1. A weight is the storage of one or several parameters or buffers. Its *users* are the stages whose forward reads it.
@@ -9,8 +9,14 @@ NOTE [Offloaded weights]
    the update. So it is part of `base_backward_bytes` in front of that user, and of no other base.
 3. A frozen weight has a copy on the host that never changes (`Storage.on_host`), so it leaves without being copied out.
    A trained one is copied out in every step.
-4. In an option that moves, weights move with the rest; each option that moves nothing has another beside it that moves
-   the weights alone. "recompute+swap" moves the inputs that can move, and the weights.
+4. A gradient that exists when the step starts, as of an earlier micro-batch, is like a trained weight. Its user is the
+   first stage that uses the parameter, in whose backward autograd adds to it.
+5. The optimizer's state is needed by the update alone. So a stage is put in front of the others (`UPDATE`), whose
+   forward does nothing and whose backward is the update: it saves the state, in parts. The state leaves from the
+   beginning of forward on, is copied out in each step, and is back when the last backward has ended. In the first step
+   of a training there is none yet, and the plan counts it all the same.
+6. In an option that moves, these move with the rest; each option that moves nothing has another beside it that moves
+   them alone. "recompute+swap" moves the inputs that can move, and these.
 
 Example: a chain of 4 frozen layers of 100 MiB with adapters. Before, each of the bases has all 400 MiB. As storages of
 the chain, all leave behind their layer's forward but the last, which is needed at once: the turn has 100 MiB. In the
@@ -26,19 +32,34 @@ from typing import TYPE_CHECKING, Literal, get_args
 from ckptplan.core.checks import check_fields
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.option import DISCARD, Option
+from ckptplan.core.stage import Stage
 from ckptplan.core.storage import Storage
 
 if TYPE_CHECKING:
     from ckptplan.core.profile import Profile
 
-Kind = Literal["activations", "weights"]
+Kind = Literal["activations", "weights", "optimizer", "gradients"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-_NONE = (
-    "offload= has no weights to move: none that only stages with a backward read is large enough, plain (no shard or "
-    "quantised subclass), and in memory that can be resized"
-)
+_NONE: dict[Kind, str] = {
+    "weights": (
+        "offload= has no weights to move: none that only stages with a backward read is large enough, plain (no shard "
+        "or quantised subclass), and in memory that can be resized"
+    ),
+    "optimizer": (
+        "offload= has no optimizer state to move: pass optimizer= to profile and solve; of its state, what is large "
+        "enough and a plain tensor of a parameter moves"
+    ),
+    "gradients": (
+        "offload= has no gradients to move: none exist when a step starts (pass accumulate=True if they do), or they "
+        "are small or lie in buckets"
+    ),
+}
 ACTIVATIONS: tuple[Kind, ...] = ("activations",)
 """What moves if nothing else is said."""
+GRADIENT_OF = "gradient of "
+"""In front of a parameter's name: the name of its gradient."""
+UPDATE = "optimizer update"
+"""Name of the stage whose backward is the update (rule 5), which no module can have."""
 
 
 def checked_offload(offload: object) -> tuple[Kind, ...]:
@@ -63,19 +84,24 @@ def checked_offload(offload: object) -> tuple[Kind, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Resident:
-    """A storage that is on the device before the step and may be away within (NOTE [Offloaded weights]).
+    """What is on the device before the step and may be away within (NOTE [Offloaded weights]).
 
     Parameters
     ----------
     names : tuple of str
-        Qualified names of the parameters and buffers that lie in it.
+        Qualified names of the parameters and buffers that lie in it; "gradient of " and the parameter's; of state,
+        "parameter: key" of each tensor.
     nbytes : int
     users : tuple of int
-        Stages whose forward reads it, in order.
+        Stages whose forward reads it, in order. Of a gradient, the stage whose backward adds to it; of state, the
+        update's, or none in a profile that has no such stage.
     trained : bool
         Whether its values may change from step to step, so that it is copied out in each.
     overhead_s, launch_s : float
         Compute time and launching time that moving it takes, as of an option.
+    kind : "weights", "optimizer" or "gradients"
+    sizes : tuple of int
+        Of state, the bytes of each tensor; () for others, which are one storage.
     """
 
     names: tuple[str, ...]
@@ -84,12 +110,22 @@ class Resident:
     trained: bool
     overhead_s: float = 0.0
     launch_s: float = 0.0
+    kind: Kind = "weights"
+    sizes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         owner = f"resident {self.names[0]!r}" if self.names else "resident"
         check_fields(owner, self)
-        if not self.names or not self.users or list(self.users) != sorted(set(self.users)):
-            raise InvalidInputError(f"{owner}: names={self.names}, users={self.users}; want names, and stages in order")
+        in_order = list(self.users) == sorted(set(self.users)) and (self.users or self.kind == "optimizer")
+        if not self.names or not in_order or self.kind == "activations":
+            raise InvalidInputError(
+                f"{owner}: names={self.names}, users={self.users}, kind={self.kind!r}; want names, stages in order, "
+                f"and a kind of {', '.join(map(repr, KINDS[1:]))}"
+            )
+        if self.sizes and (len(self.sizes) != len(self.names) or sum(self.sizes) != self.nbytes):
+            raise InvalidInputError(
+                f"{owner}: sizes={self.sizes} aren't those of {len(self.names)} tensors of {self.nbytes} bytes in all"
+            )
 
 
 def offloading(profile: Profile, offload: Sequence[Kind]) -> Profile:
@@ -109,42 +145,75 @@ def offloading(profile: Profile, offload: Sequence[Kind]) -> Profile:
         raise InvalidInputError(
             f"the profile is one with offload={profile.offload}, not {kinds}; take the one that ckptplan.profile made"
         )
-    profile = replace(profile, offload=kinds)
-    residents = profile.moving
+    found = {resident.kind for resident in profile.residents}
+    missing = [why for kind, why in _NONE.items() if kind in kinds and kind not in found]
+    notes = (*profile.notes, *(missing if kinds != KINDS or not found else ()))
+    profile = replace(profile, offload=kinds, notes=notes)
+    if "optimizer" in kinds and "optimizer" in found:
+        profile = _with_update(profile)
     storages = list(profile.storages)
     forward, backward = list(profile.base_forward_bytes), list(profile.base_backward_bytes)
     used: dict[int, list[tuple[int, Resident]]] = {}
-    for resident in residents:
+    for resident in profile.moving:
         for i in resident.users:
             used.setdefault(i, []).append((len(storages), resident))
-        storages.append(Storage(resident.names[0], resident.nbytes, -1, -1, on_host=not resident.trained))
-        forward = [nbytes - resident.nbytes for nbytes in forward]
+        # What runs before the first module belongs to no stage that could wait for a copy.
+        until = 1 if resident.kind == "optimizer" and profile.stages[1].is_glue else -1
+        storages.append(Storage(resident.names[0], resident.nbytes, -1, until, on_host=not resident.trained))
         first = resident.users[0]
+        forward = [nbytes - resident.nbytes for nbytes in forward]
         backward = [nbytes - resident.nbytes * (k >= first) for k, nbytes in enumerate(backward)]
     stages = []
     for i, stage in enumerate(profile.stages):
         options = [o for o in stage.options if "activations" in kinds or not o.moves]
-        stages.append(replace(stage, options=tuple(_with_weights(options, used.get(i, [])))))
+        stages.append(replace(stage, options=tuple(_with_residents(options, used.get(i, [])))))
     return replace(
         profile,
         stages=tuple(stages),
         storages=tuple(storages),
         base_forward_bytes=tuple(forward),
         base_backward_bytes=tuple(backward),
-        notes=profile.notes if residents or "weights" not in kinds else (*profile.notes, _NONE),
     )
 
 
-def _with_weights(options: Sequence[Option], weights: Sequence[tuple[int, Resident]]) -> list[Option]:
-    """Return a stage's options with its weights, and beside those that move nothing others that move the weights."""
-    if not weights:
+def _with_update(profile: Profile) -> Profile:
+    """Return the profile with the stage whose backward is the update in front."""
+    storages = tuple(
+        replace(
+            s,
+            born=s.born + (s.born >= 0),
+            program_until=s.program_until + (s.program_until >= 0),
+            graph_until=None if s.graph_until is None else s.graph_until + (s.graph_until >= 0),
+        )
+        for s in profile.storages
+    )
+    held = sum(s.nbytes for s in profile.storages if s.to_end)
+    state = sum(r.nbytes for r in profile.residents if r.kind == "optimizer")
+    residents = tuple(
+        replace(r, users=(0,) if r.kind == "optimizer" else tuple(i + 1 for i in r.users)) for r in profile.residents
+    )
+    update = Stage(UPDATE, UPDATE, (Option("keep", (), (), 0, 0),), 0.0, 0.0)
+    return replace(
+        profile,
+        stages=(update, *profile.stages),
+        storages=storages,
+        base_forward_bytes=(profile.base_forward_bytes[0], *profile.base_forward_bytes),
+        base_backward_bytes=(max(profile.update_peak_bytes - held, state), *profile.base_backward_bytes),
+        residents=residents,
+    )
+
+
+def _with_residents(options: Sequence[Option], residents: Sequence[tuple[int, Resident]]) -> list[Option]:
+    """Return a stage's options with its residents, and beside those that move nothing others that move these."""
+    if not residents:
         return list(options)
-    overhead_s, launch_s = sum(w.overhead_s for _, w in weights), sum(w.launch_s for _, w in weights)
+    overhead_s, launch_s = sum(r.overhead_s for _, r in residents), sum(r.launch_s for _, r in residents)
     out: list[Option] = []
     moving: list[Option] = []
     named = {option.name for option in options}
+    kinds = "+".join(kind for kind in KINDS if kind in {r.kind for _, r in residents})
     for option in options:
-        whole = replace(option, saved=option.saved + tuple(s for s, _ in weights))
+        whole = replace(option, saved=option.saved + tuple(s for s, _ in residents))
         own = tuple(range(len(option.saved), len(whole.saved)))
         also = replace(
             whole,
@@ -156,7 +225,7 @@ def _with_weights(options: Sequence[Option], weights: Sequence[tuple[int, Reside
             out.append(also)
             continue
         out.append(whole)
-        name = {"keep": "weights", "recompute": "recompute+swap"}.get(option.name, f"{option.name}+weights")
+        name = {"keep": kinds, "recompute": "recompute+swap"}.get(option.name, f"{option.name}+{kinds}")
         if name not in named and option.name != DISCARD:
             moving.append(replace(also, name=name))
     return [*out, *moving]

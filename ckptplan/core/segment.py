@@ -39,6 +39,10 @@ class Segment:
                 )
             at = segment.last + 1
 
+    def shifted(self, by: int) -> Segment:
+        """Return the segment of a chain in which all stages' indices are larger by that."""
+        return Segment(self.first + by, self.last + by, tuple(segment.shifted(by) for segment in self.inner))
+
     def depth(self, stage: int) -> int:
         """Return how many segments, this one and inner ones, contain `stage`: how often it runs again."""
         if not self.first <= stage <= self.last:

@@ -29,6 +29,7 @@ from ckptplan.core.request import (
     reporting,
     require_known,
 )
+from ckptplan.core.resident import GRADIENT_OF
 from ckptplan.distributed.absent import as_asked
 from ckptplan.memory.allocator import SimulatedOutOfMemoryError
 from ckptplan.memory.batches import batch_steps, does_the_same, require_planned
@@ -449,7 +450,8 @@ class _Run:
         folding = Folding(step, None, target)
 
         def planned(plan: Plan, **options: bool) -> tuple[Replay, tuple[str, ...]]:
-            return replay(step, plan.replayed, target, logs=True, **options), plan.stages
+            followed = plan.replayed
+            return replay(step, followed, target, logs=True, **options), followed.stages
 
         def record(*, accumulating: bool = False, inference: bool = False) -> Recording:
             plan = None if inference else self.plan
@@ -459,7 +461,7 @@ class _Run:
                 else functools.partial(planned, plan)
             )
             logged = functools.partial(log, accumulating=accumulating, holds_output=self.holds_output)
-            choices = () if plan is None else plan.choices
+            choices = () if plan is None else plan.decided.choices
             recording, unknown = record_step(logged, target, choices, inference=inference)
             rewind()
             self.unknown.update(unknown)
@@ -596,7 +598,7 @@ class _Run:
                 seen.add(storage._cdata)
                 index = ledger.allocate(_block(storage.nbytes(), category, name, tensor))
                 if category != "inputs":
-                    ledger.weights[name] = index
+                    ledger.movable[name] = index
         if self.checkpoint_on_device:
             for _, name, tensor in named:
                 nbytes = tensor.numel() * tensor.element_size()
@@ -604,7 +606,7 @@ class _Run:
         parallel = self.steps[0].parallel
         if training and (self._accumulates or self.keeps_whole_gradients) and not parallel.gradients_in_buckets:
             for name, nbytes, parameter in self._gradients(whole=False):
-                ledger.allocate(_block(nbytes, "gradients", name, parameter))
+                ledger.movable[GRADIENT_OF + name] = ledger.allocate(_block(nbytes, "gradients", name, parameter))
         for block in parallel.blocks() if training else ():
             ledger.allocate(Block(*block))
         if training and self.scaler:

@@ -16,6 +16,7 @@ from ckptplan.core.estimate import CATEGORIES, Phase, Tensors
 from ckptplan.memory.allocator import EMPTY_CACHE, AllocatorSettings, replay
 from ckptplan.memory.allocator import FREE as FREED
 from ckptplan.memory.recording import ALLOCATE, FREE, Block, Event, Recording
+from ckptplan.profiling.bytes.tracker import OFFLOADED
 
 Sizes = npt.NDArray[np.int64]
 
@@ -36,15 +37,15 @@ class Ledger:
         Name, index of the first event, and number of the batch that runs.
     stages : list of (int, str)
         Index of the first event, and the name of the stage that runs from there on.
-    weights : dict of str to int
-        The blocks of parameters and buffers, by name.
+    movable : dict of str to int
+        The blocks that may leave the device within a step, by their names in NOTE [Offloaded weights].
     """
 
     blocks: list[Block] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     phases: list[tuple[str, int, int | None]] = field(default_factory=list)
     stages: list[tuple[int, str]] = field(default_factory=list)
-    weights: dict[str, int] = field(default_factory=dict)
+    movable: dict[str, int] = field(default_factory=dict)
 
     def phase(self, name: str, batch: int | None = None) -> None:
         """Begin a phase."""
@@ -102,16 +103,17 @@ class Player:
                 self._ledger.stages.append((len(self._ledger.events), name))
                 for code, block in section.events:
                     made = self.recording.blocks[block]
-                    if made.category == "weights":  # which is there before the step, and leaves
-                        if code == FREE:
-                            self._ledger.free(self._ledger.weights.pop(made.name))
-                        else:
-                            self._ledger.weights[made.name] = self._ledger.allocate(made)
+                    if made.category == OFFLOADED:
+                        index = self._ledger.movable.get(made.name)
+                        if index is not None:  # state of an optimizer is made by its first update
+                            self._ledger.events.append((code, index))
                     elif code == ALLOCATE:
                         for name in made.parameters if self._unreduced else ():
                             if name in self._unreduced:
                                 self._ledger.free(self._unreduced.pop(name))
                         index = self._ledger.allocate(made)
+                        if made.category in ("weights", "optimizer state") and made.name:
+                            self._ledger.movable[made.name] = index
                         if self._in_buckets and made.category == "gradients":
                             self._ledger.free(index)
                         else:

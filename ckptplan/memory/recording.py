@@ -169,7 +169,7 @@ class _Writer:
             if sid[0].startswith(OFFLOADED):
                 if sid not in self._weights:
                     self._weights[sid] = len(self.blocks)
-                    self.blocks.append(Block(nbytes, "weights", sid[0].removeprefix(OFFLOADED)))
+                    self.blocks.append(Block(nbytes, OFFLOADED, sid[0].removeprefix(OFFLOADED)))
                 yield ALLOCATE if exists else FREE, self._weights[sid]
             elif not exists and sid in self.alive:
                 yield FREE, self.alive.pop(sid)

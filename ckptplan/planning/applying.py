@@ -255,6 +255,7 @@ def _applied(
         swap_options=SwapOptions(host_bytes, disk_bytes, how.pop("synchronous")),
         adviser=adviser,
         on_larger=enlarger,
+        optimizer=training.optimizer if isinstance(training.optimizer, torch.optim.Optimizer) else None,
         **how,
     )
 

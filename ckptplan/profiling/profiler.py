@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Unpack
@@ -53,7 +53,7 @@ from ckptplan.state.parameters import ParameterState
 from ckptplan.state.process import in_own_context
 from ckptplan.state.restore import restored
 from ckptplan.tensors.accelerator import empty_cache, is_accelerator
-from ckptplan.tensors.private import is_fake
+from ckptplan.tensors.private import is_fake, is_traceable_wrapper_subclass
 from ckptplan.tensors.storages import storages_of, unique_bytes
 from ckptplan.training.gradients import accumulates, starting_gradient_bytes
 from ckptplan.training.inputs import input_tensors
@@ -350,7 +350,7 @@ def _traced(
         if step.accumulates:
             resident += starting_gradient_bytes(step.model, target.round_to)
         resident += step.parallel.added_bytes(target.round_to)
-        state_bytes, update_bytes = _update_bytes(optimizer, step.model, outside, target)
+        state_bytes, update_bytes, state = _update_bytes(optimizer, step.model, outside, target)
         chain = functools.partial(
             trace_chain,
             step,
@@ -369,7 +369,7 @@ def _traced(
             folding.give_up()
             traced, times = chain()
         rewind()
-        return traced, times, folding
+        return dataclasses.replace(traced, residents=(*traced.residents, *state)), times, folding
 
     return answered(trace, step, target, rewind, report)
 
@@ -481,7 +481,8 @@ class _Lanes:
 
     def moving(self, resident: Resident) -> Resident:
         """Return a resident with the times that moving it takes."""
-        code_s, copies_s = self.overheads.storage_s, resident.nbytes * self.overheads.byte_s
+        count = max(len(resident.sizes), 1)
+        code_s, copies_s = self.overheads.storage_s * count, resident.nbytes * self.overheads.byte_s
         if self.has_launches:
             return dataclasses.replace(resident, overhead_s=copies_s, launch_s=code_s)
         return dataclasses.replace(resident, overhead_s=code_s + copies_s)
@@ -562,10 +563,10 @@ def _beaten(option: Option, menu: list[Option], storages: tuple[Storage, ...]) -
 
 def _update_bytes(
     optimizer: OptimizerLike | None, model: nn.Module, outside: Sequence[torch.Tensor], target: Target
-) -> tuple[int, int]:
-    """Bytes of the optimizer's state once it is complete, and those that an update adds at its worst moment."""
+) -> tuple[int, int, list[Resident]]:
+    """Bytes of the optimizer's state once it is complete, those that an update adds at most, and what may be away."""
     if optimizer is None:
-        return 0, 0
+        return 0, 0, []
     made = make_optimizer(optimizer, model)
     tracker = Tracker(target.without_answers)
     live: dict[str, int] = {}
@@ -577,10 +578,43 @@ def _update_bytes(
 
     with traced_updates(made, tracker, target, own=[*held_tensors(model), *outside], begin=begin) as stand_ins:
         begin("over", stand_ins)
+        parts = _state_parts(made, stand_ins, model, target)
     weights = live["gradients 1"] - live["weights"]
     state = max(live[part] - weights for part in ("gradients 1", "gradients 2", "over"))
     gradients = live["update 1"] - live["gradients 1"]
-    return state, max(peaks["dropped 1"], peaks["dropped 2"]) - gradients - weights - state
+    return state, max(peaks["dropped 1"], peaks["dropped 2"]) - gradients - weights - state, parts
+
+
+_STATE_PARTS = 16
+"""In so many parts optimizer state moves or stays: fewer bytes of one than of these make no difference to a step."""
+
+
+def _state_parts(
+    optimizer: torch.optim.Optimizer, stand_ins: StandIns, model: nn.Module, target: Target
+) -> list[Resident]:
+    """The tensors of an optimizer's state that may be away between updates, in parts in the parameters' order."""
+    names: dict[torch.Tensor, str]
+    names = {p: name for name, p in model.named_parameters() if not is_traceable_wrapper_subclass(p)}
+    seen = {twin.untyped_storage()._cdata for _, twin in stand_ins.parameters}
+    found: list[tuple[str, int]] = []
+    for p, twin in stand_ins.parameters:
+        state = optimizer.state.get(twin, {}) if p in names else {}
+        for key, value in state.items() if isinstance(state, Mapping) else ():
+            if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or type(key) is not str:
+                continue
+            storage = value.untyped_storage()
+            if storage._cdata not in seen and storage.nbytes() >= max(target.least_moved_bytes, 1):
+                seen.add(storage._cdata)
+                found.append((f"{names[p]}: {key}", storage.nbytes()))
+    least, parts = sum(nbytes for _, nbytes in found) / _STATE_PARTS, list[list[tuple[str, int]]]()
+    for each in found:
+        if not parts or sum(nbytes for _, nbytes in parts[-1]) >= least:
+            parts.append([])
+        parts[-1].append(each)
+    return [
+        Resident(tuple(names), sum(sizes), (), trained=True, kind="optimizer", sizes=sizes)
+        for names, sizes in (zip(*part, strict=True) for part in parts)
+    ]
 
 
 def outside_tensors(step: TrainingStep, target: Target) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

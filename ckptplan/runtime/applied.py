@@ -152,12 +152,13 @@ class Applied:
 
 def planned_runs(plan: Plan) -> tuple[int, ...]:
     """Return, per stage, the number of times that its forward runs in one step; 0 for glue."""
+    followed = plan.decided
 
     def again(i: int, choice: Decision) -> int:
         once = choice.action == "recompute" and choice.option != DISCARD  # no backward reads what is discarded
-        return max(once, sum(segment.depth(i) for segment in plan.segments))
+        return max(once, sum(segment.depth(i) for segment in followed.segments))
 
     return tuple(
         0 if is_glue(name) else 1 + again(i, choice)
-        for i, (name, choice) in enumerate(zip(plan.stages, plan.choices, strict=True))
+        for i, (name, choice) in enumerate(zip(followed.stages, followed.choices, strict=True))
     )

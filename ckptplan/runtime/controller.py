@@ -271,7 +271,8 @@ class Controller:
         for group in self.weights.groups:
             at, after = self._release_point(group.release)
             (self._weights_after if after else self._weights_before).setdefault(at, []).append(group)
-            self._weights_at.setdefault(self._prefetch_point(group.prefetch), []).insert(0, group)
+            if group.prefetch >= 0:  # otherwise it returns when backward has ended
+                self._weights_at.setdefault(self._prefetch_point(group.prefetch), []).insert(0, group)
 
     def _release_point(self, release: int) -> tuple[int, bool]:
         """Return the stage before or after which a transfer is released, and whether it is after."""

@@ -222,6 +222,7 @@ def apply(
     strict: bool = False,
     adviser: Adviser | None = None,
     on_larger: OnLarger | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> Handle:
     """Make every training forward of `model` follow `plan`; see `ckptplan.apply`.
 
@@ -234,6 +235,8 @@ def apply(
         Supplies predictions for `Handle.stats`, `Handle.trace` and notes on out-of-memory errors.
     on_larger : OnLarger, optional
         Makes another plan for a forward whose inputs are larger than planned; None: it follows the present one.
+    optimizer : Optimizer, optional
+        One whose state may move from the first step on; any is known from its first update on.
     """
     swap_options = swap_options or SwapOptions()
     for name, value in (("synchronous", swap_options.synchronous), ("strict", strict)):
@@ -269,6 +272,10 @@ def apply(
                 checks=checks,
             )
             controller.old_graph = old_graph
+            if former is not None:
+                controller.weights.optimizers.extend(former.weights.optimizers)
+            elif optimizer is not None:
+                controller.weights.knows(optimizer)
             controller.install()
         except BaseException:
             close_all(stores)

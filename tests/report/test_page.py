@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from command_line import Run, output
 from made_plans import plan_of, scheduled
-from random_chains import random_chain, random_options, random_segments, with_weights
+from random_chains import random_chain, random_options, random_segments, with_residents
 
 import ckptplan
 from ckptplan.baselines import BASELINES
@@ -84,7 +84,7 @@ def at_random(seed: int) -> tuple[Profile, Plan]:
     """A random chain, and a plan with swaps and with segments that are recomputed together; some move weights."""
     rng = random.Random(seed)
     profile = random_chain(seed, rng.randint(1, 10))
-    profile = with_weights(rng, profile) if seed % 4 == 3 else profile
+    profile = with_residents(rng, profile) if seed % 4 == 3 else profile
     segments = random_segments(rng, profile, share=rng.random())
     return profile, scheduled(profile, random_options(rng, profile, segments), segments, rng.random())
 

@@ -420,6 +420,7 @@ def _interrupted_at(count: int, run: Callable[[], Any]) -> bool:
         pass
     finally:
         sys.settrace(None)
+        torch.set_grad_enabled(True)  # Python leaves a `with torch.no_grad()` unended where its end is interrupted
     return left <= 0
 
 

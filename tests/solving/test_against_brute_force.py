@@ -20,8 +20,8 @@ from random_chains import (
     random_chain,
     rich_chain,
     with_disk,
+    with_residents,
     with_stages,
-    with_weights,
 )
 
 from ckptplan.core.errors import InfeasibleBudgetError
@@ -43,7 +43,7 @@ FOR_LONG_CHAINS = Parameters(few_plans=0, many_plans=0, rounds=20)
 """No exact search; each of the others ends with its rounds, long before its time limit."""
 MOST_PLANS, MOST_WORK = 1500, 5000
 """What brute force tries in a second or two; chains with more are left out."""
-KINDS = ("any", "odd", "launched", "no room", "disk", "on the host", "weights")
+KINDS = ("any", "odd", "launched", "no room", "disk", "on the host", "residents")
 
 
 @dataclass(frozen=True)
@@ -104,9 +104,9 @@ def drawn(kind: str, seed: int) -> Case:
         )
         profile = on_the_host(rng, chain)
         disk = None if host is None or seed % 5 else rng.choice((15, 40, 1000))
-    elif kind == "weights":
+    elif kind == "residents":
         chain = random_chain(seed, min(size, 4), most_options=4) if seed % 2 else odd_chain(rng, min(size, 3))
-        profile = with_weights(rng, chain)
+        profile = with_residents(rng, chain)
     else:
         profile = random_chain(seed, size, most_options=7 if size < 5 else 4)
         actions = rng.choice((actions, NO_RECOMPUTE, ("keep",)))

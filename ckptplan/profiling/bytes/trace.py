@@ -20,7 +20,7 @@ import hashlib
 import itertools
 import re
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate
 from types import MappingProxyType
@@ -35,7 +35,7 @@ from ckptplan.core.option import DISCARD, Action, Option
 from ckptplan.core.plan import KEEP, Decision, Decisions
 from ckptplan.core.progress import counted
 from ckptplan.core.request import Report, ignore_progress
-from ckptplan.core.resident import Resident
+from ckptplan.core.resident import GRADIENT_OF, Resident
 from ckptplan.core.rules import moved_by, there_until
 from ckptplan.core.schedule import resident_changes
 from ckptplan.core.stage import Differentiated
@@ -55,6 +55,7 @@ from ckptplan.profiling.target import Target
 from ckptplan.profiling.times.timing import Times
 from ckptplan.profiling.workload.discover import FoundStages
 from ckptplan.tensors.private import is_traceable_wrapper_subclass
+from ckptplan.training.gradients import starting_gradients
 from ckptplan.training.step import TrainingStep, default_loss
 
 DRAWS = "forward draws random numbers from Python's or numpy's generators"
@@ -597,7 +598,7 @@ class _Tracing:
         return traced, times
 
     def _residents(self) -> tuple[Resident, ...]:
-        """The parameters and buffers that may be away within the step (NOTE [Offloaded weights])."""
+        """The parameters, buffers and gradients that may be away within the step (NOTE [Offloaded weights])."""
         users = self._readers()
         fixed = {
             k for k, g in enumerate(self.segments) if g % 2 == 0 or g in self.ended or g in self.kept.differentiated
@@ -618,7 +619,22 @@ class _Tracing:
             is_written = not written.isdisjoint(_NUMBERS_OF.sub("#", name) for name in names)
             if used and fixed.isdisjoint(used) and nbytes >= max(self.target.least_moved_bytes, 1) and not is_written:
                 found.append(Resident(names, nbytes, tuple(used), any(t.requires_grad for _, t in part)))
+        if self.step.accumulates and not self.step.parallel.kind:
+            found += self._gradients(users, fixed)
         return tuple(found)
+
+    def _gradients(self, users: Mapping[str, Set[int]], fixed: Set[int]) -> Iterator[Resident]:
+        """The gradients that exist when the step starts and that stages' backwards add to."""
+        names: dict[torch.nn.Parameter, list[str]] = {}
+        for name, p in self.step.model.named_parameters(remove_duplicate=False):
+            names.setdefault(p, []).append(name)
+        sizes = starting_gradients(self.step.model)
+        for p, same in names.items():
+            used = set[int]().union(*(users.get(name, ()) for name in same))
+            nbytes = sizes.get(same[0], 0)
+            plain = p.layout is torch.strided and not is_traceable_wrapper_subclass(p)
+            if plain and used and fixed.isdisjoint(used) and nbytes >= max(self.target.least_moved_bytes, 1):
+                yield Resident((GRADIENT_OF + same[0],), nbytes, (min(used),), trained=True, kind="gradients")
 
     def _readers(self) -> dict[str, set[int]]:
         """Parameter or buffer -> the stages whose forward reads it; a compiled one is taken to read all its own."""

@@ -17,6 +17,8 @@ Ints = NDArray[np.int64]
 MEANINGS = {
     "weights, state, inputs": "the model, the optimizer's state and the batch: there in every step",
     "weights that may leave": "weights that the plan may have away between forward and backward, while they are there",
+    "state that may leave": "optimizer state that the plan may have away until the update, while it is there",
+    "gradients that may leave": "gradients from before the step, likewise, until the backward that adds to them",
     "gradients, gathered weights": "gradients so far, and of a sharded model the weights that are gathered",
     "kept for backward": "what stages' backwards need, and that stays on the device",
     "being swapped out": "what is on its way to the host or the disk, until the plan counts on its memory",
@@ -27,9 +29,16 @@ MEANINGS = {
 }
 """Categories of bytes, from below to above, with what they are."""
 CATEGORIES = tuple(MEANINGS)
-COLOURS = ("#9aa5b1", "#56b4e9", "#5d6975", "#0072b2", "#009e73", "#7fd1ae", "#e69f00", "#cc79a7", "#f0e442")
-"""Of the categories, which readers who see few colours can tell apart (Okabe and Ito, 2008)."""
-_FIXED, _WEIGHTS, _BASE, _KEPT, _LEAVING, _BACK, _AGAIN, _PROGRAM, _TEMPORARY = range(len(CATEGORIES))
+COLOURS = (
+    "#9aa5b1", "#56b4e9", "#a6cee3", "#2f4b7c", "#5d6975", "#0072b2", "#009e73", "#7fd1ae", "#e69f00", "#cc79a7",
+    "#f0e442",
+)  # fmt: skip
+"""Of the categories, which readers who see few colours can tell apart (after Okabe and Ito, 2008)."""
+_FIXED, _WEIGHTS, _STATE, _GRADIENTS, _BASE, _KEPT, _LEAVING, _BACK, _AGAIN, _PROGRAM, _TEMPORARY = range(
+    len(CATEGORIES)
+)
+
+_MAY_LEAVE = {"weights": _WEIGHTS, "optimizer": _STATE, "gradients": _GRADIENTS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +105,7 @@ def _kinds(profile: Profile, plan: Plan, timeline: Timeline) -> list[int]:
         if stay.again:
             out.append(_AGAIN)
         elif stay.storage >= profile.first_moving:
-            out.append(_WEIGHTS)
+            out.append(_MAY_LEAVE[profile.moving[stay.storage - profile.first_moving].kind])
         elif stay.storage in moved:
             out.append(_LEAVING if stay.first < turn else _BACK)
         else:

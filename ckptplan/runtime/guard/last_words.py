@@ -33,7 +33,7 @@ def _tell(applied: Applied, error: BaseException | None) -> None:
     if not isinstance(error, Exception) or not is_distributed() or dist.get_world_size() == 1:
         return
     phase, index, doing = located(error, applied.controller.place)
-    stages = applied.plan.stages
+    stages = applied.plan.decided.stages
     where = f"stage {stages[index]!r}" if index is not None else "the code behind the last stage"
     when = "" if phase == "update" or phase == doing else f" in {phase}"
     _LOG.error(

@@ -170,7 +170,7 @@ def _note(applied: Applied, error: BaseException, cause: BaseException) -> str:
     on_host = live is not None and is_host_memory(cause)
     where = "in the optimizer's update"
     if phase != "update":
-        where = f"in {phase} of stage {plan.stages[-1 if index is None else index]!r}"
+        where = f"in {phase} of stage {plan.decided.stages[-1 if index is None else index]!r}"
     if doing != phase:
         where = "after backward" if doing == "after backward" else f"{where} ({doing})"
     size = f": {format_bytes(asked)} were requested" if asked else ""

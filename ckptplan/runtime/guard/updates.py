@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ckptplan.core.units import format_bytes
 from ckptplan.runtime.applied import Applied
@@ -56,7 +56,7 @@ def noticing_updates(applied: Applied) -> Iterator[None]:
             return
         seen = every.get(optimizer)
         if seen is None or seen.groups != len(groups):
-            updated = {id(p) for group in groups for p in group["params"]}
+            updated = _updated_by(optimizer)
             ours = not updated.isdisjoint(map(id, applied.model.parameters()))
             alone = ours and not any(of.ours for other, of in every.items() if other is not optimizer)
             first = alone and not (seen is not None and seen.ours)
@@ -65,6 +65,7 @@ def noticing_updates(applied: Applied) -> Iterator[None]:
                 _warn_idle()
             if ours:
                 applied.optimizer = weakref.ref(optimizer) if alone else None
+                applied.controller.weights.knows(optimizer)
             if not ours and _is_of_copy(updated, applied.model):
                 _note_copy(applied)
         seen.steps += 1
@@ -74,11 +75,29 @@ def noticing_updates(applied: Applied) -> Iterator[None]:
             seen.entries = len(optimizer.state)
             noted_bytes = _note_state(applied, [other for other, of in every.items() if of.ours], noted_bytes)
 
-    hook = register_optimizer_step_post_hook(stepped)
+    def begins(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        applied = watched()
+        if applied is None or not applied.is_on or optimizer in every:
+            return
+        ours = applied.controller.weights.misses(optimizer) and {id(p) for p in applied.model.parameters()}
+        if ours and not ours.isdisjoint(_updated_by(optimizer)):
+            applied.controller.counters.differences.note(
+                "weights state",
+                f"{type(optimizer).__name__} had state before its first update under the plan, as after loading a "
+                "checkpoint, and it stayed on the device until now; pass optimizer= to apply",
+            )
+
+    hooks = register_optimizer_step_pre_hook(begins), register_optimizer_step_post_hook(stepped)
     try:
         yield
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
+
+
+def _updated_by(optimizer: torch.optim.Optimizer) -> set[int]:
+    """Return the identities of an optimizer's parameters."""
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
 def _is_of_copy(updated: set[int], model: nn.Module) -> bool:

@@ -44,7 +44,7 @@ def trace(
     held += parallel_of(model, ddp_under(model, plan)).unseen_bytes()
     gradients = (p.grad for p in model.parameters() if p.grad is not None)
     before = [StorageWeakRef(s) for gradient in gradients for s in storages_of(gradient)]
-    step, notes = record_step(applied.controller.counters.meter, run, device, held, plan.stages)
+    step, notes = record_step(applied.controller.counters.meter, run, device, held, plan.decided.stages)
     if device.type == "cpu":
         if any(gradient.expired() for gradient in before):
             notes += (

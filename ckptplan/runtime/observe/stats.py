@@ -249,7 +249,8 @@ def stage_stats(
     peaks: Peaks,
 ) -> Stats:
     """Return `counted` with the times of `steps`, the use of `stores` and the `peaks`, and the values of `plan`."""
-    measured = median_step(steps, len(plan.stages)) if steps else None
+    followed = plan.decided
+    measured = median_step(steps, len(followed.stages)) if steps else None
     planned = {"host": plan.host_bytes, "disk": plan.disk_bytes}
     return dataclasses.replace(
         counted,
@@ -265,7 +266,7 @@ def stage_stats(
                 None if measured is None else measured[i],
                 None if predicted is None else predicted[i],
             )
-            for i, (name, choice) in enumerate(zip(plan.stages, plan.choices, strict=True))
+            for i, (name, choice) in enumerate(zip(followed.stages, followed.choices, strict=True))
         ),
         host_copies=median_copied([step.host for step in steps]) if steps else Copied(),
         disk_copies=median_copied([step.disk for step in steps]) if steps else Copied(),

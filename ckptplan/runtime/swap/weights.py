@@ -1,4 +1,4 @@
-"""Weights: parameters and buffers that leave the device in forward and return in backward.
+"""Weights, gradients and optimizer state that leave the device in forward and return in backward.
 
 NOTE [Weights that are away]
 A weight is away between its release point in forward and its prefetch point in backward (NOTE [Offloaded weights] in
@@ -21,6 +21,11 @@ where the type has one; their versions don't move. A `_Stay` has the storage, an
 5. At the end of a backward, and where the next forward begins, all are back. Behind an error in backward, whoever
    reads one brings it back.
 
+6. Gradients from before the step and the optimizer's state are held in the same way, under what is said of trained
+   weights; autograd saves neither. Before autograd adds to a gradient, a hook of its parameter brings it back. State is
+   looked for where each forward begins, in the optimizers that are known: the one given to `apply`, and each that has
+   updated the model. It leaves when the forward begins, and is back when a backward has ended.
+
 Example: layer 0 of a chain has a frozen weight of 8 MiB. At the end of its first forward the weight is copied out;
 before layer 1 its memory is freed. The loss is computed, and a logger reads `layer.weight.norm()`: the weight comes
 back, and stays for this step. In the next step nobody reads it: it leaves with no copy, and returns when layer 1's
@@ -33,6 +38,7 @@ import contextlib
 import copy
 import functools
 import threading
+import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -43,7 +49,7 @@ from torch import nn
 from ckptplan.core.errors import CkptPlanError, SwapFullError
 from ckptplan.core.link import Tier
 from ckptplan.core.plan import WeightMove
-from ckptplan.core.resident import Resident
+from ckptplan.core.resident import GRADIENT_OF, Resident
 from ckptplan.distributed import runs_replicated
 from ckptplan.runtime.guard.check import Checks, Spots
 from ckptplan.runtime.guard.digests import Bench, undisturbed
@@ -101,21 +107,42 @@ class Weights:
         self.stays = False  # inside `Handle.resident`
         self._bench: Bench | None = None
         self.in_ddp = False
+        self.optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
         alike: dict[tuple[Any, ...], list[_Weight]] = {}
         used: dict[int, list[tuple[Any, ...]]] = {}
         for move in moves:
             resident = move.resident
-            key = move.stage, move.release, move.prefetch, move.tier, resident.trained
-            alike.setdefault(key, []).append(_Weight(model, resident))
+            key = move.stage, move.release, move.prefetch, move.tier, resident.trained, resident.kind
+            alike.setdefault(key, []).extend(self._held(model, resident))
             for i in resident.users:
                 used.setdefault(i, []).append(key)
-        made = {key: Group(self, weights, stores[key[3]], *key[:3]) for key, weights in alike.items()}
+        made = {key: Group(self, held, stores[key[3]], *key[:3]) for key, held in alike.items()}
         self.groups = list(made.values())
         self._of_stage: dict[int, list[Group]] = {}
         for group in self.groups:
             self._of_stage.setdefault(group.stage, []).append(group)
         self._used = {i: [made[key] for key in dict.fromkeys(keys)] for i, keys in used.items()}
         self._by_storage: dict[int, _Stay] = {}
+
+    def _held(self, model: nn.Module, resident: Resident) -> list[_Weight]:
+        """Return the places of what a resident has."""
+        if resident.kind == "optimizer":
+            named = zip(resident.names, resident.sizes, strict=True)
+            return [_State(model, name, nbytes, self.optimizers) for name, nbytes in named]
+        if resident.kind == "gradients":
+            return [_Gradient(model, resident.names[0], resident.nbytes)]
+        return [_Weight(model, resident)]
+
+    def knows(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer's state is that of the model's parameters."""
+        if all(known() is not optimizer for known in self.optimizers):
+            self.optimizers[:] = [known for known in self.optimizers if known() is not None]
+            self.optimizers.append(weakref.ref(optimizer))
+
+    def misses(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether it moves optimizer state and doesn't know this optimizer, which has some."""
+        unknown = all(known() is not optimizer for known in self.optimizers)
+        return unknown and any(group.stage < 0 for group in self.groups) and bool(optimizer.state)
 
     def open(self) -> None:
         """The model follows the plan from now on, or again."""
@@ -148,6 +175,7 @@ class Weights:
                 stay.digest = digest
             for group in self.groups:
                 group.forget_old()
+        self.stage_ends(-1)
 
     def _digests(self, stays: Sequence[_Stay]) -> list[Any]:
         """Return digests of weights that are there."""
@@ -197,7 +225,7 @@ class Weights:
 
     def backward_ended(self, stages: Sequence[str]) -> None:
         """Bring all weights back; what is still away is that of stages that this backward didn't come to."""
-        left = [group for group in self.groups if group.is_away]
+        left = [group for group in self.groups if group.is_away and group.stage >= 0]
         self.bring_back()
         if left and self.on_move is None:
             self.counters.differences.note(
@@ -243,12 +271,25 @@ class _Weight:
 
     def __init__(self, model: nn.Module, resident: Resident) -> None:
         self.name, self.nbytes, self.trained = resident.names[0], resident.nbytes, resident.trained
-        places = (name.rpartition(".") for name in resident.names)
-        self._places = [(model.get_submodule(owner), attribute) for owner, _, attribute in places]
+        self._places = [_place(model, name) for name in resident.names]
+
+    def _now(self) -> list[Any]:
+        """Return what is in these places now."""
+        return [getattr(module, name, None) for module, name in self._places]
+
+    def owners(self, tensor: torch.Tensor, *, in_ddp: bool) -> int:
+        """Return how many owners a tensor has if only its places, autograd and `DistributedDataParallel` hold it."""
+        return 1 + (3 if in_ddp else 1) * tensor.requires_grad
+
+    def left(self, group: Group) -> None:
+        """It is away now."""
+
+    def returned(self) -> None:
+        """It is back."""
 
     def tensors(self) -> list[torch.Tensor] | None:
         """Return the tensors that are there now, if all lie on one storage as large as planned; otherwise None."""
-        found = {id(t): t for m, name in self._places if isinstance(t := getattr(m, name, None), torch.Tensor)}
+        found = {id(t): t for t in self._now() if isinstance(t, torch.Tensor) and t.layout is torch.strided}
         storages = {t.untyped_storage()._cdata for t in found.values()}
         tensors = list(found.values())
         if len(storages) != 1 or self.nbytes % tensors[0].itemsize:
@@ -256,6 +297,58 @@ class _Weight:
         storage = tensors[0].untyped_storage()
         able = storage.resizable() and not any(t.is_inference() for t in tensors)
         return tensors if able and storage.nbytes() == self.nbytes else None
+
+
+def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    owner, _, attribute = name.rpartition(".")
+    return model.get_submodule(owner), attribute
+
+
+class _Gradient(_Weight):
+    """The place of a gradient from before the step."""
+
+    def __init__(self, model: nn.Module, name: str, nbytes: int) -> None:
+        self.name, self.nbytes, self.trained = name, nbytes, True
+        self._parameter = _place(model, name.removeprefix(GRADIENT_OF))
+        self._hook: Any = None
+
+    def _now(self) -> list[Any]:
+        return [getattr(getattr(*self._parameter, None), "grad", None)]
+
+    def owners(self, tensor: torch.Tensor, *, in_ddp: bool) -> int:
+        return 2 + tensor.requires_grad  # the other one is the parameter
+
+    def left(self, group: Group) -> None:
+        parameter = getattr(*self._parameter)
+
+        def needed(gradient: torch.Tensor) -> None:
+            group.need()
+
+        self._hook = parameter.register_hook(needed) if parameter.requires_grad else None
+
+    def returned(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+
+class _State(_Weight):
+    """The place of a tensor of an optimizer's state."""
+
+    def __init__(
+        self, model: nn.Module, name: str, nbytes: int, optimizers: Sequence[weakref.ref[torch.optim.Optimizer]]
+    ) -> None:
+        self.name, self.nbytes, self.trained, self._optimizers = name, nbytes, True, optimizers
+        parameter, _, self._key = name.rpartition(": ")
+        self._parameter = _place(model, parameter)
+
+    def _now(self) -> list[Any]:
+        parameter, found = getattr(*self._parameter, None), []
+        for known in self._optimizers:
+            optimizer = known()
+            state = None if optimizer is None or parameter is None else optimizer.state.get(parameter)
+            found.append(state.get(self._key) if isinstance(state, Mapping) else None)
+        return found
 
 
 class _Stay:
@@ -299,8 +392,8 @@ class _Stay:
         """
         if storage_use_count(self.storage._cdata) > len(self.tensors) + 2:
             return True
-        trained = 3 if self.group.owner.in_ddp else 1
-        return any(t._use_count() > 1 + trained * t.requires_grad for t in self.tensors)  # type: ignore[attr-defined]
+        owners, in_ddp = self.weight.owners, self.group.owner.in_ddp
+        return any(t._use_count() > owners(t, in_ddp=in_ddp) for t in self.tensors)  # type: ignore[attr-defined]
 
     def leave(self, classes: Sequence[type]) -> None:
         """Give its tensors the placeholder and these classes, and free the memory."""
@@ -308,12 +401,14 @@ class _Stay:
             tensor.__class__ = away
             tensor.data = placeholder(tensor.dtype, tensor.device).expand(tensor.shape)
         self.storage.resize_(0)
+        self.weight.left(self.group)
 
     def come_back(self) -> None:
         """Let its tensors lie on its storage, which is filled, with their own classes."""
         for tensor, memory, kind in zip(self.tensors, self.memory, self.kinds, strict=True):
             tensor.data = memory.tensor()
             tensor.__class__ = kind
+        self.weight.returned()
 
 
 @functools.cache
@@ -400,7 +495,8 @@ class Group:
         self.stays = []
         for weight in self._weights:
             tensors, stay = weight.tensors(), former.get(weight)
-            sent = self.owner.in_ddp and not any(isinstance(t, nn.Parameter) for t in tensors or ())
+            buffer = type(weight) is _Weight and not any(isinstance(t, nn.Parameter) for t in tensors or ())
+            sent = self.owner.in_ddp and buffer
             if tensors is not None and not sent:  # an earlier graph and this one share the stay of an unchanged weight
                 self.stays.append(stay if stay is not None and stay.is_of(tensors) else _Stay(self, weight, tensors))
                 self.stays[-1].fixed = False
