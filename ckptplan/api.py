@@ -194,13 +194,26 @@ def _solved(job: Job, budget_bytes: int | None, share: float | None, max_overhea
             raise
         return _with_range(job, plan)
     assert max_overhead is not None
-    plan = job.sound(smallest_within(job.profile, max_overhead, job.handing_out))
+    plan = _smallest_within(job, max_overhead)
     # No budget was named that a replay could exceed, so the plan names the one it keeps.
     plan = job.reserving(plan)
     needs = job.needs(plan)
     if needs > plan.budget_bytes:  # the bound is one for fewer bytes
         plan = plan.within(needs, plan.baseline_step_s)
     return _with_range(job, plan)
+
+
+def _smallest_within(job: Job, max_overhead: float) -> Plan:
+    """Return the plan with the smallest peak within a slowdown, over all shares of the weights away between steps."""
+    found: list[Plan] = []
+    for each in job.each(job.limits):
+        try:
+            found.append(each.sound(smallest_within(each.profile, max_overhead, each.handing_out)))
+        except InfeasibleBudgetError:  # the weights alone, on their way back, make the step slower
+            if not found:
+                raise
+    bounds = [plan.peak_bound_bytes for plan in found if plan.peak_bound_bytes is not None]
+    return replace(min(found, key=lambda plan: plan.peak_bytes), peak_bound_bytes=min(bounds) if bounds else None)
 
 
 def _with_range(job: Job, plan: Plan) -> Plan:
@@ -248,8 +261,27 @@ def frontier(
         sharding = sharded(model_or_profile, options.get("fsdp"))
     with sharding:
         job = _job(model_or_profile, Training.of(options, inputs), swap_dir, each)
-        plans = frontier_profile(job.profile, points, replace(job.handing_out, time_limit_s=together.time_limit_s))
-        return Frontier.of(_checked(job, plans)).improved(_checked(job, _better_rules(job, plans)))
+        found = []
+        for one in job.each(together):
+            limits = replace(one.handing_out, time_limit_s=one.limits.time_limit_s)
+            plans = frontier_profile(one.profile, points, limits)
+            one = replace(one, limits=each)
+            found.append(Frontier.of(_checked(one, plans)).improved(_checked(one, _better_rules(one, plans))))
+        return _united(found)
+
+
+def _united(frontiers: Sequence[Frontier]) -> Frontier:
+    """Return the best plans of several frontiers of one job; a bound is one for the plans of all."""
+    plans = []
+    for frontier in frontiers:
+        for plan in frontier:
+            bounds = [plan.lower_bound_s]
+            for other in frontiers:
+                larger = [p for p in other if p.budget_bytes >= plan.budget_bytes]
+                nearest = min(larger, key=lambda p: p.budget_bytes, default=None)
+                bounds.append(plan.baseline_step_s if nearest is None else nearest.lower_bound_s)
+            plans.append(plan if len(frontiers) == 1 else plan.within(plan.budget_bytes, min(bounds)))
+    return Frontier.of(plans)
 
 
 def _better_rules(job: Job, plans: Sequence[Plan]) -> list[Plan]:

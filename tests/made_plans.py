@@ -79,6 +79,7 @@ def plan_with(
         segments=segments,
         saved_bytes=saved_bytes(measured, choices),
         offload=measured.offload,
+        between=measured.between,
         residents=measured.moving,
         kept_bytes=kept_bytes(measured),
     )

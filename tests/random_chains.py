@@ -9,7 +9,7 @@ from dataclasses import replace
 from ckptplan.core.link import Link
 from ckptplan.core.option import Option
 from ckptplan.core.profile import Profile
-from ckptplan.core.resident import KINDS, Resident
+from ckptplan.core.resident import KINDS, PARTS, Resident
 from ckptplan.core.segment import Segment
 from ckptplan.core.stage import Stage
 from ckptplan.core.storage import Storage
@@ -328,7 +328,10 @@ def random_chain(seed: int, n: int, *, most_options: int = 7) -> Profile:
 
 
 def with_residents(rng: random.Random, chain: Profile) -> Profile:
-    """A chain whose options also move, or move alone: weights, frozen and trained, gradients, optimizer state."""
+    """A chain whose options also move, or move alone: weights, frozen and trained, gradients, optimizer state.
+
+    In some, frozen weights are away between steps as well.
+    """
     able = [i for i, stage in enumerate(chain.stages) if not stage.is_glue and stage.has_backward]
     if not able:
         return chain
@@ -349,7 +352,7 @@ def with_residents(rng: random.Random, chain: Profile) -> Profile:
         update_peak_bytes=chain.update_peak_bytes + held,
         resident_bytes=chain.resident_bytes + held,
         residents=tuple(residents),
-    ).offloading(rng.choice((("activations", *kinds), kinds)))
+    ).offloading(rng.choice((("activations", *kinds), kinds)), rng.choice((0, 1, PARTS)))
 
 
 def on_the_host(rng: random.Random, profile: Profile) -> Profile:

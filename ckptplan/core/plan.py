@@ -16,7 +16,7 @@ from ckptplan.core.link import Tier
 from ckptplan.core.option import ACTIONS, Action
 from ckptplan.core.page import Page
 from ckptplan.core.profile import Fingerprint, Profile
-from ckptplan.core.resident import ACTIVATIONS, UPDATE, Kind, Resident
+from ckptplan.core.resident import ACTIVATIONS, UPDATE, Kind, Resident, check_between
 from ckptplan.core.segment import Segment
 from ckptplan.core.stage import Differentiated, InputTensor
 from ckptplan.core.trace import Trace
@@ -125,16 +125,17 @@ class WeightMove:
     resident : Resident
     stage : int
         The stage that moves it; -1: the update.
-    release, prefetch : int
-        As of a `Transfer`; -1: where forward begins, and where backward has ended.
+    release, prefetch : int or None
+        As of a `Transfer`; -1: where forward begins, and where backward has ended. None: it is there in between, and
+        away between steps.
     tier : "host" or "disk"
     """
 
     resident: Resident
     stage: int
-    release: int
-    prefetch: int
-    tier: Tier
+    release: int | None
+    prefetch: int | None
+    tier: Tier = "host"
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +240,8 @@ class Plan(Saved):
     residents : tuple of Resident
         What it may move besides what stages save. In a stage that uses some, their positions are those behind all of
         `saved_bytes`.
+    between : int
+        As of the profile.
     """
 
     SCHEMA = "ckptplan.plan/4"
@@ -279,6 +282,7 @@ class Plan(Saved):
     asked: str = ""
     offload: tuple[Kind, ...] = ACTIVATIONS
     residents: tuple[Resident, ...] = ()
+    between: int = 0
 
     @staticmethod
     def upgraded(data: dict[str, Any]) -> dict[str, Any]:
@@ -342,15 +346,19 @@ class Plan(Saved):
         return Decision(action, (), choice.option, choice.ops)
 
     def _weight_moves(self, first: int) -> Iterator[WeightMove]:
+        moved: set[str] = set()
         for i, choice in enumerate(self.choices if self.residents else ()):
             own = [r for r in self.residents if i in r.users]
             begin = len(self.saved_bytes[i])
             for t in choice.transfers:
                 for p in t.moves:
                     if p >= begin:
-                        users = tuple(user - first for user in own[p - begin].users if user >= first)
-                        resident = replace(own[p - begin], users=users)
+                        resident = own[p - begin].behind(first)
+                        moved.add(resident.names[0])
                         yield WeightMove(resident, i - first, t.release - first, t.prefetch - first, choice.tier)
+        for resident in self.residents:
+            if resident.returns is not None and resident.names[0] not in moved:
+                yield WeightMove(resident.behind(first), resident.users[-1] - first, None, None)
 
     @property
     def counted_bytes(self) -> int:
@@ -456,12 +464,13 @@ class Plan(Saved):
         """
         check_kind(Profile, profile=profile)
         self.fingerprint.require(profile.fingerprint)
-        profile = profile.offloading(self.offload)
+        profile = profile.offloading(self.offload, self.between)
         check_stages(self.stages, tuple(stage.name for stage in profile.stages))
         return profile
 
     def __post_init__(self) -> None:
         check_fields("plan", self)
+        check_between(self.between)
         if not len(self.stages) == len(self.choices) == len(self.inputs):
             raise InvalidInputError(
                 f"{len(self.choices)} decisions and {len(self.inputs)} lists of inputs for {len(self.stages)} stages"
@@ -577,6 +586,7 @@ def plan_of(
         notes=profile.notes,
         offload=profile.offload,
         residents=profile.moving,
+        between=profile.between,
         **fields,
     )
 

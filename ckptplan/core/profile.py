@@ -12,7 +12,7 @@ from ckptplan.core.errors import InvalidInputError, PlanMismatchError
 from ckptplan.core.files import Saved
 from ckptplan.core.link import Link
 from ckptplan.core.option import Option
-from ckptplan.core.resident import ACTIVATIONS, Kind, Resident, offloading
+from ckptplan.core.resident import ACTIVATIONS, Kind, Resident, check_between, offloading
 from ckptplan.core.stage import Differentiated, Stage
 from ckptplan.core.storage import Storage
 from ckptplan.core.units import format_bytes, format_seconds
@@ -179,6 +179,8 @@ class Profile(Saved):
         What is on the device before the step and may be away within, if `offloading` allows it.
     offload : tuple of str
         The kinds of storages that its options move.
+    between : int
+        The share of the frozen weights that are away between steps too, in parts of `resident.PARTS`.
     """
 
     SCHEMA = "ckptplan.profile/3"
@@ -200,6 +202,7 @@ class Profile(Saved):
     step_error: float = 0.0
     residents: tuple[Resident, ...] = ()
     offload: tuple[Kind, ...] = ACTIVATIONS
+    between: int = 0
 
     @staticmethod
     def upgraded(data: dict[str, Any]) -> dict[str, Any]:
@@ -210,6 +213,7 @@ class Profile(Saved):
     def __post_init__(self) -> None:
         check_fields("profile", self)
         check_number("profile", 0, MOST_ERROR, step_error=self.step_error)
+        check_between(self.between)
         if self.disk is not None and self.disk != self.disk.behind(self.link):
             raise InvalidInputError(
                 f"profile: {self.disk} is the way to the disk and faster than {self.link}, through which its "
@@ -268,9 +272,9 @@ class Profile(Saved):
             if option.name == "recompute" and storage.born == i and s in self.stages[i].keep.saved:
                 raise InvalidInputError(f"{owner} has the stage's own product {storage.name!r} as an input")
 
-    def offloading(self, offload: Sequence[Kind]) -> Profile:
-        """Return the profile whose options move these kinds of storages (`resident.KINDS`)."""
-        return offloading(self, offload)
+    def offloading(self, offload: Sequence[Kind], between: int = 0) -> Profile:
+        """Return the profile whose options move these kinds of storages (`resident.offloading`)."""
+        return offloading(self, offload, between)
 
     @property
     def moving(self) -> tuple[Resident, ...]:
@@ -290,7 +294,7 @@ class Profile(Saved):
     @property
     def baseline_compute_s(self) -> float:
         """Compute time of that step."""
-        return sum(stage.forward_s + stage.backward_s for stage in self.stages)
+        return sum(stage.forward_s - stage.forward_wait_s + stage.backward_s for stage in self.stages)
 
     @property
     def baseline_launch_s(self) -> float:

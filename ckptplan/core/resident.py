@@ -15,7 +15,13 @@ NOTE [Offloaded weights]
    forward does nothing and whose backward is the update: it saves the state, in parts. The state leaves from the
    beginning of forward on, is copied out in each step, and is back when the last backward has ended. In the first step
    of a training there is none yet, and the plan counts it all the same.
-6. In an option that moves, these move with the rest; each option that moves nothing has another beside it that moves
+6. Frozen weights may be away between steps as well, so that not all of them have to fit at once: from their first
+   user's backward on, until they return for its forward in the next step. A storage of the chain says that by its
+   birth: it is made in the step in front of `Resident.returns`, the stage at whose start it is allocated, as late as
+   its copy is hidden behind the stages from there on, but not before the user of the weight that returned last. What
+   the copies take longer, as of copies alone that wait for no release, is a part of the user's forward
+   (`forward_wait_s`). Which weights these are is no decision of the search: a share of their bytes, spread evenly.
+7. In an option that moves, these move with the rest; each option that moves nothing has another beside it that moves
    them alone. "recompute+swap" moves the inputs that can move, and these.
 
 Example: a chain of 4 frozen layers of 100 MiB with adapters. Before, each of the bases has all 400 MiB. As storages of
@@ -27,10 +33,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Literal, get_args
 
-from ckptplan.core.checks import check_fields
+from ckptplan.core.checks import check_fields, is_int, short_repr
 from ckptplan.core.errors import InvalidInputError
+from ckptplan.core.lanes import Copy, lane
 from ckptplan.core.option import DISCARD, Option
 from ckptplan.core.stage import Stage
 from ckptplan.core.storage import Storage
@@ -58,6 +66,8 @@ ACTIVATIONS: tuple[Kind, ...] = ("activations",)
 """What moves if nothing else is said."""
 GRADIENT_OF = "gradient of "
 """In front of a parameter's name: the name of its gradient."""
+PARTS = 3
+"""Of these many equal parts of the frozen weights none, one, ..., or all are away between steps."""
 UPDATE = "optimizer update"
 """Name of the stage whose backward is the update (rule 5), which no module can have."""
 
@@ -82,6 +92,14 @@ def checked_offload(offload: object) -> tuple[Kind, ...]:
     return tuple(kind for kind in KINDS if kind in given or "all" in given)
 
 
+def check_between(between: object) -> None:
+    """Raise `InvalidInputError` unless it is a number of `PARTS`."""
+    if not is_int(between) or not 0 <= between <= PARTS:
+        raise InvalidInputError(
+            f"between={short_repr(between)}: of {PARTS} parts of the frozen weights, those that are away between steps"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Resident:
     """What is on the device before the step and may be away within (NOTE [Offloaded weights]).
@@ -102,6 +120,8 @@ class Resident:
     kind : "weights", "optimizer" or "gradients"
     sizes : tuple of int
         Of state, the bytes of each tensor; () for others, which are one storage.
+    returns : int or None
+        Of a weight that is away between steps, the stage at the start of whose forward it is allocated again.
     """
 
     names: tuple[str, ...]
@@ -112,6 +132,12 @@ class Resident:
     launch_s: float = 0.0
     kind: Kind = "weights"
     sizes: tuple[int, ...] = ()
+    returns: int | None = None
+
+    def behind(self, first: int) -> Resident:
+        """Return it for a chain that lacks the first stages."""
+        returns = None if self.returns is None else self.returns - first
+        return replace(self, users=tuple(i - first for i in self.users if i >= first), returns=returns)
 
     def __post_init__(self) -> None:
         owner = f"resident {self.names[0]!r}" if self.names else "resident"
@@ -122,16 +148,24 @@ class Resident:
                 f"{owner}: names={self.names}, users={self.users}, kind={self.kind!r}; want names, stages in order, "
                 f"and a kind of {', '.join(map(repr, KINDS[1:]))}"
             )
+        if self.returns is not None and not (is_int(self.returns) and 0 <= self.returns <= self.users[0]):
+            raise InvalidInputError(f"{owner}: returns={self.returns}; want a stage in front of users={self.users}")
         if self.sizes and (len(self.sizes) != len(self.names) or sum(self.sizes) != self.nbytes):
             raise InvalidInputError(
                 f"{owner}: sizes={self.sizes} aren't those of {len(self.names)} tensors of {self.nbytes} bytes in all"
             )
 
 
-def offloading(profile: Profile, offload: Sequence[Kind]) -> Profile:
+def offloading(profile: Profile, offload: Sequence[Kind], between: int = 0) -> Profile:
     """Return the profile whose options move these kinds of storages; its residents become storages where they may.
 
     A profile that has other kinds already stays as it is where nothing is asked for (`ACTIVATIONS`).
+
+    Parameters
+    ----------
+    offload : sequence of Kind
+    between : int
+        Parts of the frozen weights, of `PARTS`, that are away between steps as well.
 
     Raises
     ------
@@ -139,18 +173,21 @@ def offloading(profile: Profile, offload: Sequence[Kind]) -> Profile:
         If it has others than those asked for.
     """
     kinds = tuple(offload)
-    if kinds in (profile.offload, ACTIVATIONS):
+    if kinds == ACTIVATIONS or (kinds, between) == (profile.offload, profile.between):
         return profile
     if profile.offload != ACTIVATIONS:
         raise InvalidInputError(
-            f"the profile is one with offload={profile.offload}, not {kinds}; take the one that ckptplan.profile made"
+            f"the profile is one with offload={profile.offload} and between={profile.between}, not {kinds} and "
+            f"{between}; take the one that ckptplan.profile made"
         )
     found = {resident.kind for resident in profile.residents}
     missing = [why for kind, why in _NONE.items() if kind in kinds and kind not in found]
     notes = (*profile.notes, *(missing if kinds != KINDS or not found else ()))
-    profile = replace(profile, offload=kinds, notes=notes)
+    profile = replace(profile, offload=kinds, notes=notes, between=between)
     if "optimizer" in kinds and "optimizer" in found:
         profile = _with_update(profile)
+    if between and "weights" in kinds:
+        profile = _returning_for_forward(profile)
     storages = list(profile.storages)
     forward, backward = list(profile.base_forward_bytes), list(profile.base_backward_bytes)
     used: dict[int, list[tuple[int, Resident]]] = {}
@@ -159,10 +196,14 @@ def offloading(profile: Profile, offload: Sequence[Kind]) -> Profile:
             used.setdefault(i, []).append((len(storages), resident))
         # What runs before the first module belongs to no stage that could wait for a copy.
         until = 1 if resident.kind == "optimizer" and profile.stages[1].is_glue else -1
-        storages.append(Storage(resident.names[0], resident.nbytes, -1, until, on_host=not resident.trained))
-        first = resident.users[0]
+        born = -1 if resident.returns is None else resident.returns - 1
+        until = max(born, until)
+        storages.append(Storage(resident.names[0], resident.nbytes, born, until, on_host=not resident.trained))
         forward = [nbytes - resident.nbytes for nbytes in forward]
-        backward = [nbytes - resident.nbytes * (k >= first) for k, nbytes in enumerate(backward)]
+        there = range(resident.users[0])  # backward steps that have it and in which no stage holds it
+        if resident.returns is not None:
+            there = _until_a_backward(profile, resident.users[0])
+        backward = [nbytes - resident.nbytes * (k not in there) for k, nbytes in enumerate(backward)]
     stages = []
     for i, stage in enumerate(profile.stages):
         options = [o for o in stage.options if "activations" in kinds or not o.moves]
@@ -200,6 +241,53 @@ def _with_update(profile: Profile) -> Profile:
         base_forward_bytes=(profile.base_forward_bytes[0], *profile.base_forward_bytes),
         base_backward_bytes=(max(profile.update_peak_bytes - held, state), *profile.base_backward_bytes),
         residents=residents,
+    )
+
+
+def _until_a_backward(profile: Profile, first: int) -> range:
+    """The backward steps below `first` up to one in which a module runs: there memory is freed that `first` needed."""
+    k = first
+    while k and (profile.stages[k - 1].is_glue or not profile.stages[k - 1].has_backward):
+        k -= 1
+    return range(k, first)
+
+
+def _returning_for_forward(profile: Profile) -> Profile:
+    """Return the profile with the share `between` of its frozen weights away between steps (rule 6)."""
+    modules = [k for k, stage in enumerate(profile.stages) if not stage.is_glue and stage.name != UPDATE]
+    able = [r for r in profile.moving if r.kind == "weights" and not r.trained and r.users[0] > modules[0]]
+    able.sort(key=lambda resident: resident.users[0])
+    passed = away = 0
+    chosen: dict[int, list[Resident]] = {}
+    for resident in able:
+        passed += resident.nbytes
+        if away + resident.nbytes / 2 <= passed * profile.between / PARTS:
+            away += resident.nbytes
+            chosen.setdefault(resident.users[0], []).append(resident)
+    began = [0.0, *accumulate(stage.forward_s for stage in profile.stages)]
+    copies: list[Copy] = []
+    returns: dict[tuple[str, ...], int] = {}
+    before = modules[0]
+    for user, found in chosen.items():
+        copies.append(Copy(before, user, sum(profile.link.in_s(resident.nbytes) for resident in found)))
+        hidden = [k for k in modules if before <= k < user and began[user] - began[k] >= copies[-1].seconds]
+        copies[-1] = copies[-1]._replace(joins=max(hidden, default=before))
+        returns.update((resident.names, copies[-1].joins) for resident in found)
+        before = user
+    waits_s = [0.0] * len(profile.stages)
+    _, waited = lane(copies, [stage.forward_s for stage in profile.stages])
+    for copy, found, seconds in zip(copies, chosen.values(), waited, strict=True):
+        waits_s[copy.due] += seconds + sum(resident.overhead_s for resident in found)
+    stages = tuple(
+        replace(stage, forward_s=stage.forward_s + wait_s, forward_wait_s=wait_s)
+        for stage, wait_s in zip(profile.stages, waits_s, strict=True)
+    )
+    return replace(
+        profile,
+        stages=stages,
+        residents=tuple(replace(r, returns=returns.get(r.names)) for r in profile.residents),
+        update_peak_bytes=profile.update_peak_bytes - away,
+        resident_bytes=profile.resident_bytes - away,
     )
 
 

@@ -83,6 +83,9 @@ class Stage:
         The largest tensors among its arguments that a plan is valid for; None: not known.
     forward_launch_s, backward_launch_s : float
         Time in which the host launches forward and backward; 0 if the host isn't modelled.
+    forward_wait_s : float
+        The part of `forward_s` in which the first run waits for weights that return before it (NOTE [Offloaded
+        weights]); no further run does.
     rerun_overhead_s, rerun_overhead_launch_s : float
         Time that a run in a segment's sweep takes besides `forward_s` and `forward_launch_s`, for the runtime's own
         code; 0 for a stage that can't be recomputed.
@@ -99,10 +102,15 @@ class Stage:
     backward_launch_s: float = 0.0
     rerun_overhead_s: float = 0.0
     rerun_overhead_launch_s: float = 0.0
+    forward_wait_s: float = 0.0
 
     def __post_init__(self) -> None:
         owner = f"stage {self.name!r}"
         check_fields(owner, self)
+        if self.forward_wait_s > self.forward_s:
+            raise InvalidInputError(
+                f"{owner}: forward_wait_s={self.forward_wait_s} is a part of forward_s={self.forward_s}, and is more"
+            )
         names = [option.name for option in self.options]
         if not names or names[0] != "keep" or len(set(names)) != len(names):
             raise InvalidInputError(f"{owner}: options {names} must begin with 'keep' and have no name twice")
@@ -153,7 +161,7 @@ class Stage:
     @property
     def rerun_s(self) -> float:
         """Compute time of a run in a segment's sweep; 0 for glue, which no sweep runs again."""
-        return 0.0 if self.is_glue else self.forward_s + self.rerun_overhead_s
+        return 0.0 if self.is_glue else self.forward_s - self.forward_wait_s + self.rerun_overhead_s
 
     @property
     def rerun_launch_s(self) -> float:

@@ -61,9 +61,11 @@ class OwnStorages:
     ----------
     names : OwnNames or None
         None if the plan doesn't need to know which storages are the model's own.
+    away : iterable of torch.Tensor
+        Tensors on the storages of parameters that lie elsewhere now and will come back.
     """
 
-    def __init__(self, names: OwnNames | None) -> None:
+    def __init__(self, names: OwnNames | None, away: Iterable[torch.Tensor] = ()) -> None:
         # Weak references, since a buffer that the forward replaces is freed, and another storage may get its address.
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._units: list[Any] = []
@@ -71,6 +73,7 @@ class OwnStorages:
         if names is not None:
             self._units += names.units()
             self._add(names.tensors())
+            self._add(away)
 
     def __call__(self, storage: torch.UntypedStorage) -> bool:
         """Whether `storage` is the model's own."""

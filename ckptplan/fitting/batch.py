@@ -419,7 +419,8 @@ class _Search:
             if self.max_overhead is not None:
                 profile = profile_step(step, self.target, optimizer=self.optimizer, menus=False)
                 return smallest_within(profile, self.max_overhead, self.peak_limits).peak_bytes
-            least = smallest_peak(traced_bytes(step, self.optimizer, self.target), self.peak_limits)
+            chain = Job.of(traced_bytes(step, self.optimizer, self.target), self.limits).leanest.profile
+            least = smallest_peak(chain, self.peak_limits)
         except _TooLarge:
             return math.inf
         self.binding = (least.stage, least.phase)
@@ -431,7 +432,7 @@ class _Search:
         try:
             step = self.batches.step(n)
             measured = profile_step(step, self.target, optimizer=self.optimizer, on_progress=self.limits.on_progress)
-            plan = replaying(Job(measured, self.limits), step, self.batches.sizes).solved(self.budget_bytes)
+            plan = replaying(Job.of(measured, self.limits), step, self.batches.sizes).solved(self.budget_bytes)
         except InfeasibleBudgetError as error:
             return max(error.min_peak_bytes, self.budget_bytes + 1)
         except _TooLarge:

@@ -499,6 +499,9 @@ class _Run:
         steps = self._in_steps(batches)
         ledger = Ledger()
         self._load(ledger, batches)
+        for resident in () if self.plan is None else self.plan.residents:
+            if resident.returns is not None:  # the first forward begins with it
+                ledger.free(ledger.movable[resident.names[0]])
         self._record_updates(batches, steps)
         if len(batches) == 1 and self._empties_before(2):
             steps.append(steps[-1])  # which finds the segments that the one with an emptied cache has left

@@ -20,12 +20,12 @@ from ckptplan.core.checks import MOST_BYTES
 from ckptplan.core.errors import CkptPlanError, InfeasibleBudgetError, InvalidInputError
 from ckptplan.core.link import STAGING_BYTES
 from ckptplan.core.measured import DeviceBytes
-from ckptplan.core.option import DISCARD
+from ckptplan.core.option import DISCARD, Option
 from ckptplan.core.plan import Plan, saved_bytes
 from ckptplan.core.profile import Profile
 from ckptplan.core.progress import Message, limited, search_state
 from ckptplan.core.request import Limits
-from ckptplan.core.resident import ACTIVATIONS, KINDS
+from ckptplan.core.resident import ACTIVATIONS, KINDS, PARTS
 from ckptplan.core.schedule import EQUAL_S
 from ckptplan.core.units import GIB, format_bytes
 from ckptplan.planning.by_rules import SHARE, examined, plans_by_rules
@@ -40,8 +40,8 @@ _TIGHTENINGS = 6  # attempts with a smaller limit before the plan with the small
 _CLOSE = 0.01  # relative difference to a plan's step up to which a rule is asked for a plan within that plan's peak
 _HINT_S = 2.0  # of a search for what an error says beside
 _RAISES = 3  # times that a budget of the smallest peak is raised to one that another search has found
-PLAIN = ("keep", "swap", "weights", "recompute", "recompute+swap", DISCARD)
-"""Options on whole stages; the others of a menu choose among the stage's operations."""
+PLAIN = ("keep", "swap", "recompute", "recompute+swap", DISCARD)
+"""Options on whole stages, beside those that move residents; others choose among the stage's operations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,8 @@ class Job:
         Whether `replayed` uses the allocator's model.
     library_bytes : int
         What each thread that computes has beside its tensors under every plan: cuBLAS's workspaces. 0: not known.
+    more : tuple of Profile
+        The profile with more and more of its frozen weights away between steps as well.
     """
 
     profile: Profile
@@ -66,11 +68,36 @@ class Job:
     replayed: Callable[[Plan], DeviceBytes] | None = None
     on_cuda: bool = False
     library_bytes: int = 0
+    more: tuple[Profile, ...] = ()
+
+    @staticmethod
+    def of(measured: Profile, limits: Limits) -> Job:
+        """Return the job of planning a measured profile, of which moves what the limits say."""
+        found = measured.offloading(limits.offload)
+        more = [measured.offloading(limits.offload, parts) for parts in range(1, PARTS + 1) if found is not measured]
+        # Without weights that may be away, or with one or two, some are as the ones before.
+        more = [p for p, before in zip(more, (found, *more), strict=False) if p.resident_bytes < before.resident_bytes]
+        profiles = [found, *more] if limits.menus else list(map(_plain, (found, *more)))
+        return Job(profiles[0], limits, more=tuple(profiles[1:]))
+
+    @property
+    def leanest(self) -> Job:
+        """The job in which most weights are away between steps, which has the smallest peak."""
+        return replace(self, profile=self.more[-1], more=()) if self.more else self
+
+    def each(self, limits: Limits) -> Iterator[Job]:
+        """Yield the job, and those in which more and more weights are away, which share the time limit."""
+        limits = replace(limits, time_limit_s=limits.time_limit_s / (1 + len(self.more)))
+        for profile in (self.profile, *self.more):
+            away = self.profile.resident_bytes - profile.resident_bytes  # in the host's memory in any case
+            left = None if limits.host_bytes is None else limits.host_bytes - away
+            if left is None or left >= 0:
+                yield replace(self, profile=profile, limits=replace(limits, host_bytes=left), more=())
 
     def solved(self, budget_bytes: int) -> Plan:
         """Return the plan for a budget; for a model, one whose replay stays within it.
 
-        Where fragments take the best plan beyond the budget, others are tried (see NOTE [Fragments]).
+        The bound is one for all shares of the weights that may be away between steps.
 
         Raises
         ------
@@ -78,6 +105,35 @@ class Job:
             If there is none, or none is found.
         CkptPlanError
             If the referee rejects a plan, or the replays of all plans exceed the budget: a defect of this package.
+        """
+        if not self.more:
+            return self._solved(budget_bytes)
+        kept_s, plan = self.profile.baseline_step_s, None
+        bounds: list[float] = []
+        failures: list[InfeasibleBudgetError] = []
+        for job in self.each(_each_better(self.limits)):
+            if plan is not None and plan.step_s <= kept_s * (1 + self.limits.gap):
+                bounds.append(kept_s)
+                break
+            try:
+                found = job._solved(budget_bytes)
+            except InfeasibleBudgetError as error:
+                failures.append(error)
+                bounds += [] if (error.min_peak_bound_bytes or 0) > budget_bytes else [kept_s]
+            else:
+                bounds.append(found.lower_bound_s)
+                plan = found if plan is None or found.step_s < plan.step_s else plan
+        if plan is None:
+            try:
+                raise min(failures, key=lambda failure: failure.min_peak_bytes)
+            finally:
+                failures.clear()  # their frames refer to this one
+        return plan.within(plan.budget_bytes, min(bounds))
+
+    def _solved(self, budget_bytes: int) -> Plan:
+        """Return the plan for a budget with the weights of `profile`; raise what `solved` does.
+
+        Where fragments take the best plan beyond the budget, others are tried (see NOTE [Fragments]).
         """
         attempts: list[Plan] = []
         failures: list[InfeasibleBudgetError] = []
@@ -121,7 +177,7 @@ class Job:
         if profile.offload != ACTIVATIONS or not profile.residents or "swap" not in self.limits.actions:
             return ""
         limits = replace(self.limits, time_limit_s=min(self.limits.time_limit_s, _HINT_S), on_plan=None)
-        found = smallest_peak(profile.offloading(KINDS), limits).peak_bytes
+        found = smallest_peak(profile.offloading(KINDS, PARTS), limits).peak_bytes
         return f"; with offload='all' it is {format_bytes(found)} in tensors" if found < least_bytes else ""
 
     def solved_share(self, share: float, most_bytes: int | None = None) -> Plan:
@@ -336,14 +392,14 @@ class Job:
         """Return the smallest peak found within a time, and the peak with everything kept."""
         limits = replace(self.limits, time_limit_s=time_limit_s, on_plan=None)
         self.limits.on_progress(limited("looking for the smallest peak", time_limit_s))
-        return smallest_peak(self.profile, limits).peak_bytes, self.kept_peak_bytes(time_limit_s)
+        return smallest_peak(self.leanest.profile, limits).peak_bytes, self.kept_peak_bytes(time_limit_s)
 
     def needed_range_bytes(self, range_bytes: tuple[int, int]) -> tuple[int, int]:
         """Return the bytes that the plans with these two peaks need on the device."""
         if self.replayed is None:
             return range_bytes
         limits = replace(self.limits, on_plan=None)
-        least = _from(range_bytes[0], lambda nbytes: self._within(nbytes, limits))
+        least = _from(range_bytes[0], lambda nbytes: self.leanest._within(nbytes, limits))
         most = self._within(range_bytes[1], limits)
         return max(least.peak_bytes, self.needs(least)), max(most.peak_bytes, self.needs(most))
 
@@ -425,11 +481,10 @@ def job_of_profile(profile: Profile, limits: Limits) -> Job:
         If `limits` has a disk and the profile doesn't, or the host's limit is below the disk's staging buffers.
     """
     Room.of(profile, limits)  # raises without a disk to use
-    profile = profile.offloading(limits.offload)
     # A hand-written profile has no device, and on the CPU the host tier is a disk without staging buffers.
     if profile.fingerprint.device not in ("", "cpu"):
         limits = staged(limits)
-    return Job(profile if limits.menus else _plain(profile), limits)
+    return Job.of(profile, limits)
 
 
 def staged(limits: Limits) -> Limits:
@@ -451,7 +506,11 @@ def staged(limits: Limits) -> Limits:
     return replace(limits, host_bytes=host - STAGING_BYTES)
 
 
+def _is_plain(option: Option) -> bool:
+    return option.name in PLAIN or set(option.name.split("+")) <= {*KINDS}
+
+
 def _plain(profile: Profile) -> Profile:
     """Return `profile` without the options that choose among a stage's operations."""
-    stages = (replace(s, options=tuple(o for o in s.options if o.name in PLAIN)) for s in profile.stages)
+    stages = (replace(s, options=tuple(filter(_is_plain, s.options))) for s in profile.stages)
     return replace(profile, stages=tuple(stages))

@@ -85,7 +85,7 @@ def job_of_step(
     for other in padded(training):
         measured = holding_for(measured, stage_inputs(other, measured, target))
     return replaying(
-        Job(measured.offloading(limits.offload), limits),
+        Job.of(measured, limits),
         training,
         TrainingBytes(training.model, target, Training(optimizer=optimizer)),
     )
@@ -104,7 +104,8 @@ def replaying(job: Job, step: TrainingStep, sizes: TrainingBytes) -> Job:
     def needs(step: TrainingStep, plan: Plan) -> DeviceBytes:
         if target.is_cuda:
             return sizes.peaks(step, plan)
-        nbytes = job.profile.resident_bytes + replayed_bytes(step, plan, target)
+        away = sum(r.nbytes for r in plan.residents if r.returns is not None)
+        nbytes = job.profile.resident_bytes - away + replayed_bytes(step, plan, target)
         return DeviceBytes(nbytes, nbytes, nbytes)
 
     def replayed(plan: Plan) -> DeviceBytes:

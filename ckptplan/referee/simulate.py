@@ -13,10 +13,11 @@ detected by the other. It implements the rules of NOTE [Residency] in core/rules
 4. Queues are first in, first out, one transfer at a time, each direction alone; backlog carries over. Both tiers share
    them: a transfer takes its latency and the time of its bytes at the rate of `link`, or of `disk` for that tier.
 5. A segment's sweep runs after these waits and before its last stage's own recompute; each of its runs takes the
-   stage's `forward_s` and `rerun_overhead_s`. The sweep of an inner segment runs at the start of its own last stage's
-   backward. In its backward step, a stage that a sweep kept takes only `backward_s`, the last stage of a segment also
-   the `recompute_s` and `overhead_s` of its recompute, any other stage those of its option. A stage of a segment that
-   moves something also takes what the `overhead_s` of its option is above that of its recompute.
+   stage's `forward_s`, less `forward_wait_s`, and `rerun_overhead_s`. The sweep of an inner segment runs at the start
+   of its own last stage's backward. In its backward step, a stage that a sweep kept takes only `backward_s`, the last
+   stage of a segment also the `recompute_s` and `overhead_s` of its recompute, any other stage those of its option. A
+   stage of a segment that moves something also takes what the `overhead_s` of its option is above that of its
+   recompute.
 6. The host launches each of these runs: a forward in `forward_launch_s`, one of a sweep in `rerun_overhead_launch_s`
    more, a backward in `backward_launch_s` and the `launch_s` of the option whose times it takes, and in a segment what
    moving takes, as in rule 5. The step is no shorter than the sum.
@@ -456,7 +457,7 @@ class _Step:
             stage, again = self.stages[k], self._recompute(k)
             option = again if k in inner else stage.keep
             self._record("backward", k, base_bytes, option.forward_bytes, start_s, sweep=True)
-            self.clock.run("recompute", stage.name, stage.forward_s + stage.rerun_overhead_s)
+            self.clock.run("recompute", stage.name, stage.forward_s - stage.forward_wait_s + stage.rerun_overhead_s)
             self.launch_s += stage.forward_launch_s + stage.rerun_overhead_launch_s
             start_s = self.clock.now
             self.runs[k] += 1

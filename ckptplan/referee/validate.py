@@ -51,7 +51,7 @@ def validate(
     check_kind(Plan, plan=plan)
     check_bytes("validate", budget_bytes=budget_bytes)
     return examine(
-        profile.offloading(plan.offload),
+        profile.offloading(plan.offload, plan.between),
         plan,
         budget_bytes,
         host_bytes=host_bytes,

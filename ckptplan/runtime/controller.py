@@ -269,6 +269,8 @@ class Controller:
         self._weights_after: dict[int, list[Group]] = {}
         self._weights_at: dict[int, list[Group]] = {}
         for group in self.weights.groups:
+            if group.release is None or group.prefetch is None:
+                continue
             at, after = self._release_point(group.release)
             (self._weights_after if after else self._weights_before).setdefault(at, []).append(group)
             if group.prefetch >= 0:  # otherwise it returns when backward has ended
@@ -398,7 +400,7 @@ class Controller:
             pass_begins(waiting)
         checks = None if self.checks is None else self.checks.begin(self._stages)
         self.weights.begin(checks)
-        own = OwnStorages(self._own_names)
+        own = OwnStorages(self._own_names, self.weights.away())
         self.counters.forwards += 1
         tell = self.counters.meter.begin()
         for tier, store in self._stores.items():
@@ -410,7 +412,7 @@ class Controller:
 
     def _run_model(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._active():
-            self.weights.bring_back()
+            self.weights.bring_back_within()
             self.note_beside("a forward without gradients runs")
             return original(*args, **kwargs)
         self._mark_mode()
@@ -427,7 +429,7 @@ class Controller:
             output = original(*args, **kwargs)
         except BaseException as error:  # also between stages: what an open segment holds goes with the error
             current.open = self._pass = None
-            self.weights.bring_back()
+            self.weights.bring_back_within()
             if self.on_error is not None:
                 self.on_error(error)
             raise
@@ -445,7 +447,9 @@ class Controller:
     ) -> Any:
         if not self._active():
             self.weights.ensure_all(self._indices[module])
-            return original(*args, **kwargs)
+            output = original(*args, **kwargs)
+            self.weights.run_alone(self._indices[module])
+            return output
         current = self._pass
         index = None if current is None else self._next_call(current, module)
         again = index is None  # called more often than planned: by the decision of its last planned call
@@ -473,6 +477,8 @@ class Controller:
                 current.session.release(*place)
             for group in self._weights_before.get(index, ()):
                 group.leave()
+            for group in self.weights.returning.get(index, ()):
+                group.start_returning()
             self.weights.ensure(index)
             if current.checks is not None:
                 current.checks.stage_ended()
@@ -492,7 +498,7 @@ class Controller:
                 leave(index, output)
         except BaseException as error:
             current.open = self._pass = None
-            self.weights.bring_back()
+            self.weights.bring_back_within()
             if self.on_error is not None:
                 self.on_error(error)
             raise
@@ -640,6 +646,7 @@ class Controller:
             self._enter_backward(index)
             for backward in self._backward:
                 backward(index)
+            self.weights.backward_begins(index)
             for group in self._weights_at.get(index, ()):
                 group.start_returning()
             for place in self._prefetch_at.get(index, ()):

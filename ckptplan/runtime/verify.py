@@ -296,12 +296,9 @@ class _VerifiedSteps:
         self.device = model_device(self.model)
         self.optimizer, self._rewind_state = optimizer, rewind
         self._rewind()
-        outside = measure.read_from_outside(training)
+        self._outside = measure.read_from_outside(training)
         self._rewind()
         self._put_state = _with_state(optimizer, self._run)
-        self._rewind_all()
-        held = [*measure.held_tensors(self.model), *measure.optimizer_tensors(optimizer), *outside]
-        self._held_bytes = unique_bytes(held, self.device) + training.parallel.unseen_bytes()
 
     def _run(self) -> torch.Tensor:
         return run_step(self.training)
@@ -336,7 +333,10 @@ class _VerifiedSteps:
     def peaks(self) -> StepPeaks:
         """Return the peaks of a step, with the optimizer's update."""
         self._rewind_all()
-        return step_peaks(self._run_whole, self.device, self._held_bytes, self._rewind_all)
+        held = [*measure.held_tensors(self.model), *measure.optimizer_tensors(self.optimizer), *self._outside]
+        held_bytes = unique_bytes(held, self.device) + self.training.parallel.unseen_bytes()
+        del held
+        return step_peaks(self._run_whole, self.device, held_bytes, self._rewind_all)
 
 
 def _verified(

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from ckptplan.tensors.storages import local_part
+from ckptplan.tensors.storages import is_away, local_part
 from ckptplan.tensors.views import Memory
 
 
@@ -31,12 +31,14 @@ class ParameterState:
         self._found = [
             (p, memory, values)
             for p, memory, values in self._found
-            if not memory.is_of(p) or not torch.equal(p.detach().cpu(), values)
+            if not is_away(p) and (not memory.is_of(p) or not torch.equal(p.detach().cpu(), values))
         ]
 
     def put(self) -> None:
         """Write the stored values into the parameters' former data tensors, and give the parameters these tensors."""
         for p, memory, values in self._found:
+            if is_away(p):  # nothing has written to it
+                continue
             data = memory.tensor()
             data.copy_(values)
             p.data = data

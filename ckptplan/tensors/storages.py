@@ -22,8 +22,16 @@ def plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
-    """Return the storages that hold a tensor's values: for a wrapper such as DTensor, those of the tensors it wraps."""
-    return [plain.untyped_storage() for plain in plain_tensors(tensor)]
+    """Return the storages that hold a tensor's values: for a wrapper such as DTensor, those of the tensors it wraps.
+
+    One that is away has none.
+    """
+    return [] if is_away(tensor) else [plain.untyped_storage() for plain in plain_tensors(tensor)]
+
+
+def is_away(tensor: torch.Tensor) -> bool:
+    """Whether it is a weight, gradient or state whose values a plan has on the host now (`Memory.of`)."""
+    return hasattr(type(tensor), "home")
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

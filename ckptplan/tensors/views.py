@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from ckptplan.tensors.private import FakeTensor, is_traceable_wrapper_subclass, neg_view
+from ckptplan.tensors.storages import is_away
 
 _PLAIN: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 _STRIDED = torch.strided
@@ -94,6 +95,8 @@ def on_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.Tenso
 class Memory:
     """Where a tensor lies. Of a strided one it is, unlike a view, no owner of the storage besides the tensors on it.
 
+    A weight that is away (its class has a `home`) lies where it did, and will again.
+
     `data` is what subclasses that wrap tensors, and sparse tensors, lie on, which have no storage of their own.
     """
 
@@ -104,12 +107,17 @@ class Memory:
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Memory:
         """Return the memory of `tensor`."""
+        if is_away(tensor):
+            return type(tensor).home(tensor)  # type: ignore[attr-defined, no-any-return]
         if tensor.layout is not _STRIDED or is_traceable_wrapper_subclass(tensor):
             return cls(None, None, tensor.data)
         return cls(tensor.untyped_storage(), Geometry.of(tensor))
 
     def is_of(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` lies there; of one without a storage, whether it has the same layout."""
+        if is_away(tensor):
+            there = Memory.of(tensor).storage
+            return self.storage is not None and there is not None and self.storage._cdata == there._cdata
         if self.storage is None or tensor.layout is not _STRIDED:
             return self.data is not None and tensor.layout is self.data.layout
         return Geometry.of(tensor) == self.lies and tensor.untyped_storage()._cdata == self.storage._cdata

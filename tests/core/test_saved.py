@@ -29,6 +29,7 @@ ADDED = {
         "step_error": 0.0,
         "offload": ["activations"],
         "residents": [],
+        "between": 0,
     },
     "storage": {"graph_until": None, "on_host": False, "origin": ""},
     "stage": {
@@ -36,6 +37,7 @@ ADDED = {
         "backward_launch_s": 0.0,
         "rerun_overhead_s": 0.0,
         "rerun_overhead_launch_s": 0.0,
+        "forward_wait_s": 0.0,
     },
     "option": {"launch_s": 0.0, "overhead_s": 0.0},
     "link": {"copy_s": 0.0},
@@ -59,6 +61,7 @@ ADDED = {
         "asked": "",
         "offload": ["activations"],
         "residents": [],
+        "between": 0,
     },
 }
 """Fields that a file may lack since they were added later, and what their absence means."""

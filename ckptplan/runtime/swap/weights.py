@@ -21,7 +21,10 @@ where the type has one; their versions don't move. A `_Stay` has the storage, an
 5. At the end of a backward, and where the next forward begins, all are back. Behind an error in backward, whoever
    reads one brings it back.
 
-6. Gradients from before the step and the optimizer's state are held in the same way, under what is said of trained
+6. A weight that is away between steps leaves again when its first user's backward is over, and its return begins with
+   the forward of a stage in front of that user. Its copy holds meanwhile: nobody writes to what is away. A forward that
+   isn't trained brings back what each stage needs, for that stage.
+7. Gradients from before the step and the optimizer's state are held in the same way, under what is said of trained
    weights; autograd saves neither. Before autograd adds to a gradient, a hook of its parameter brings it back. State is
    looked for where each forward begins, in the optimizers that are known: the one given to `apply`, and each that has
    updated the model. It leaves when the forward begins, and is back when a backward has ended.
@@ -112,17 +115,25 @@ class Weights:
         used: dict[int, list[tuple[Any, ...]]] = {}
         for move in moves:
             resident = move.resident
-            key = move.stage, move.release, move.prefetch, move.tier, resident.trained, resident.kind
+            first = resident.users[0] if resident.returns is not None else None
+            key = (
+                (move.stage, move.release, move.prefetch, move.tier, resident.returns, first),
+                (resident.trained, resident.kind),
+            )
             alike.setdefault(key, []).extend(self._held(model, resident))
             for i in resident.users:
                 used.setdefault(i, []).append(key)
-        made = {key: Group(self, held, stores[key[3]], *key[:3]) for key, held in alike.items()}
+        made = {key: Group(self, held, stores[key[0][3]], *key[0]) for key, held in alike.items()}
         self.groups = list(made.values())
         self._of_stage: dict[int, list[Group]] = {}
         for group in self.groups:
             self._of_stage.setdefault(group.stage, []).append(group)
         self._used = {i: [made[key] for key in dict.fromkeys(keys)] for i, keys in used.items()}
         self._by_storage: dict[int, _Stay] = {}
+        self._between = [group for group in self.groups if group.returns is not None]
+        self.returning: dict[int, list[Group]] = {}  # stage -> those that its forward begins to bring back
+        for group in self._between:
+            self.returning.setdefault(group.returns, []).append(group)  # type: ignore[arg-type]
 
     def _held(self, model: nn.Module, resident: Resident) -> list[_Weight]:
         """Return the places of what a resident has."""
@@ -157,10 +168,11 @@ class Weights:
         """A forward begins: all weights are there, and the copies on the host are those of their present values."""
         if not self.groups or self.on_move is not None:
             return
-        self.bring_back()
+        self.bring_back_within()
         self.checks = checks
         self.in_ddp = self.in_ddp or runs_replicated()
         if is_capturing(self.device):  # a graph would go on reading the memory of this forward
+            self.bring_back()
             for group in self.groups:
                 group.stays = []
             self._by_storage = {}
@@ -170,12 +182,15 @@ class Weights:
                 group.begin()
             stays = [stay for group in self.groups for stay in group.stays]
             self._by_storage = {stay.storage._cdata: stay for stay in stays}
-            frozen = [stay for stay in stays if not stay.weight.trained]
+            frozen = [stay for stay in stays if not stay.weight.trained and not stay.is_away]
             for stay, digest in zip(frozen, self._digests(frozen), strict=True):
                 stay.digest = digest
             for group in self.groups:
                 group.forget_old()
         self.stage_ends(-1)
+        for group in self._between:
+            if group.returns:
+                group.leave_between()
 
     def _digests(self, stays: Sequence[_Stay]) -> list[Any]:
         """Return digests of weights that are there."""
@@ -197,6 +212,10 @@ class Weights:
         inference = torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()
         with transforms, undisturbed(), DisableTorchFunctionSubclass(), inference, torch.no_grad():
             yield
+
+    def away(self) -> list[torch.Tensor]:
+        """Return the storages that are away, as tensors."""
+        return [stay.whole for group in self._between for stay in group.stays if stay.is_away]
 
     def part(self, saved: torch.Tensor, storage: torch.UntypedStorage) -> SavedPart | None:
         """Return what holds a saved tensor on `storage`; None if that doesn't move."""
@@ -223,10 +242,28 @@ class Weights:
         for group in self.groups:
             group.need()
 
+    def bring_back_within(self) -> None:
+        """Bring back what is there between steps."""
+        for group in self.groups:
+            if group.returns is None:
+                group.need()
+
+    def run_alone(self, indices: Sequence[int]) -> None:
+        """Let what is away between steps leave again after stages that have run outside of any step."""
+        for group in {group for index in indices for group in self._used.get(index, ()) if group.returns is not None}:
+            group.leave_between()
+
+    def backward_begins(self, index: int) -> None:
+        """Backward comes to a stage, and is over in those behind it."""
+        for group in self._between:
+            if group.first > index:  # type: ignore[operator]
+                group.leave_between()
+
     def backward_ended(self, stages: Sequence[str]) -> None:
         """Bring all weights back; what is still away is that of stages that this backward didn't come to."""
-        left = [group for group in self.groups if group.is_away and group.stage >= 0]
-        self.bring_back()
+        left = [group for group in self.groups if group.is_away and group.stage >= 0 and group.returns is None]
+        self.bring_back_within()
+        self.backward_begins(-1)
         if left and self.on_move is None:
             self.counters.differences.note(
                 "weights unused",
@@ -256,11 +293,14 @@ class Weights:
                     stay.storage.resize_(0)
                     stay.storage.resize_(stay.weight.nbytes)
                     stay.whole.copy_(values)
+        for group in self._between:
+            group.leave_between()
 
     def close(self) -> None:
         """Bring all weights back, and free their copies."""
         RENEWED.discard(self)
-        self.bring_back()
+        if self.on_move is None:
+            self.bring_back()
         self._by_storage = {}
         for group in self.groups:
             group.close()
@@ -384,6 +424,11 @@ class _Stay:
         return same and all(memory.is_of(t) for memory, t in zip(self.memory, tensors, strict=True))
 
     @property
+    def is_away(self) -> bool:
+        """Whether its memory is freed."""
+        return not self.storage.nbytes()
+
+    @property
     def has_others(self) -> bool:
         """Whether others own its storage or its tensors.
 
@@ -460,6 +505,8 @@ class Group:
     ----------
     stage, release, prefetch : int
         As of a `WeightMove`.
+    returns, first : int or None
+        As of a `Resident`, and its first user; None: it is there between steps.
 
     Attributes
     ----------
@@ -468,12 +515,21 @@ class Group:
     """
 
     def __init__(
-        self, owner: Weights, weights: list[_Weight], store: Store, stage: int, release: int, prefetch: int
+        self,
+        owner: Weights,
+        weights: list[_Weight],
+        store: Store,
+        stage: int,
+        release: int | None,
+        prefetch: int | None,
+        tier: Tier,
+        returns: int | None,
+        first: int | None,
     ) -> None:
         self.owner, self._weights, self._store = owner, weights, store
-        self.stage, self.release, self.prefetch = stage, release, prefetch
+        self.stage, self.release, self.prefetch, self.returns, self.first = stage, release, prefetch, returns, first
         self.stays: list[_Stay] = []
-        self._replayed_away = False
+        self._replayed_away = returns is not None
         self._ticket: Ticket | None = None
         self._copied: list[tuple[_Weight, Any]] = []  # what the ticket has, in its order, with its digest
         self._away: list[_Stay] = []
@@ -490,6 +546,8 @@ class Group:
 
     def begin(self) -> None:
         """A forward begins."""
+        if self._away:  # between steps; nobody has read it
+            return
         self._targets = []
         former = {stay.weight: stay for stay in self.stays}
         self.stays = []
@@ -517,6 +575,13 @@ class Group:
         self._forget()
         self.stays, self._targets = [], []
 
+    def leave_between(self) -> None:
+        """Leave until the next forward, where it isn't away already."""
+        if self._away and self._targets:  # on its way back, unused
+            self.need()
+        self.start_leaving()
+        self.leave(within_step=False)
+
     def start_leaving(self) -> None:
         """Start the copy out, if there is none."""
         owner = self.owner
@@ -540,11 +605,11 @@ class Group:
                 return
             owner.counters.swapped_out_bytes += self._ticket.nbytes
 
-    def leave(self) -> None:
-        """Free the memory: the release point."""
+    def leave(self, *, within_step: bool = True) -> None:
+        """Free the memory: the release point. What returns in the same step is compared, where that is checked."""
         owner = self.owner
         if owner.on_move is not None:
-            for weight in self._weights:
+            for weight in () if self._replayed_away else self._weights:
                 owner.on_move(weight.name, weight.nbytes, False)
             self._replayed_away = True
             return
@@ -561,9 +626,9 @@ class Group:
                 raise
             self._targets = []
             for stay in self.stays:
-                self._leave(stay)
+                self._leave(stay, within_step=within_step)
 
-    def _leave(self, stay: _Stay) -> None:
+    def _leave(self, stay: _Stay, *, within_step: bool) -> None:
         name, owner = stay.weight.name, self.owner
         if stay.fixed:
             return
@@ -575,7 +640,7 @@ class Group:
             classes = [self._away_class(kind) for kind in stay.kinds]
         except TypeError:
             return self._note("class", f"{name} stays: its class {type(stay.tensors[0]).__name__} can't have another")
-        if owner.checks is not None:
+        if owner.checks is not None and within_step:
             self._first[stay.weight] = owner.checks.take(stay.whole)
         stream = current_stream(owner.device)
         if stream is not None:
@@ -641,8 +706,14 @@ class Group:
             for stay in self._away:
                 stay.fixed = True
             name = self._weights[0].name
+            when = "between its forward and its backward" if self.returns is None else "while it is away"
             self.need()
-            self._note("read", f"{name} is read by {what} between its forward and its backward")
+            self._note("read", f"{name} is read by {what} {when}")
+
+    def home(self, tensor: torch.Tensor) -> Memory:
+        """Return where a tensor that is away lies when it is back."""
+        places = [place for stay in self._away for place in zip(stay.tensors, stay.memory, strict=True)]
+        return next(memory for t, memory in places if t is tensor)
 
     def _note(self, kind: str, text: str, error: CkptPlanError | None = None) -> None:
         self.owner.counters.differences.note(f"weights {kind}", text, error)
@@ -667,6 +738,7 @@ def _away_class(group: Group, kind: type) -> type:
         return self.__reduce_ex__(protocol)
 
     names = {
+        "home": staticmethod(group.home),
         "__torch_function__": classmethod(__torch_function__),
         "__deepcopy__": __deepcopy__,
         "__reduce_ex__": __reduce_ex__,

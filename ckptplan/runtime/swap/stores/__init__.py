@@ -56,8 +56,11 @@ def make_stores(
     InvalidInputError
         If a tier doesn't exist on the device or can't have that size. No store is left open then.
     """
-    tiers = dict.fromkeys(choice.tier for choice in plan.choices if choice.moves)
-    host_bytes = plan.host_bytes
+    waiting = [move.resident.nbytes for move in plan.decided.weights if move.release is None]  # between steps alone
+    tiers: dict[Tier, None] = dict.fromkeys(choice.tier for choice in plan.choices if choice.moves)
+    if waiting:
+        tiers["host"] = None
+    host_bytes = plan.host_bytes + sum(waiting)
     options = options or SwapOptions()
     host_limit_bytes, disk_limit_bytes = options.host_bytes, options.disk_bytes
     if not is_accelerator(device):
@@ -66,7 +69,7 @@ def make_stores(
                 "the plan moves storages to the disk tier, which doesn't exist on the CPU, where the host tier is the "
                 "swap file itself; solve again on this device"
             )
-        host_bytes += DISK_BLOCK_BYTES * sum(len(choice.moves) for choice in plan.choices)
+        host_bytes += DISK_BLOCK_BYTES * (len(waiting) + sum(len(choice.moves) for choice in plan.choices))
         host_limit_bytes = disk_limit_bytes
     elif "disk" in tiers and host_limit_bytes is not None:
         host_limit_bytes = max(host_limit_bytes - STAGING_BYTES, 0)  # the staging of the disk tier is pinned memory too
