@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import pickle
@@ -21,6 +22,7 @@ from torch import nn
 import ckptplan
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
+from ckptplan.core.resident import PARTS
 from ckptplan.runtime.swap.stores.base import ArenaStore
 from ckptplan.training.measure import recorded_allocations
 
@@ -106,18 +108,18 @@ def built(name: str) -> tuple[nn.Module, torch.Tensor]:
     return MODELS[name](), torch.randn(24, WIDTH)
 
 
-def profiled(name: str) -> Profile:
+def profiled(name: str, between: int = 0) -> Profile:
     if name not in _PROFILES:
         _PROFILES[name] = ckptplan.profile(*built(name), menus=False)
-    return _PROFILES[name].offloading(("activations", "weights"))
+    return _PROFILES[name].offloading(("activations", "weights"), between)
 
 
 _PROFILES: dict[str, Profile] = {}
 
 
-def moved(name: str, option: str = "weights") -> Plan:
-    """A plan that moves the weights of every stage."""
-    measured = profiled(name)
+def moved(name: str, option: str = "weights", between: int = 0) -> Plan:
+    """A plan that moves the weights of every stage; some frozen ones are away between steps as well."""
+    measured = profiled(name, between)
     names = [next(n for n in (option, "weights", "keep") if stage.find(n)) for stage in measured.stages]
     return plan_of(measured, names)  # type: ignore[arg-type]
 
@@ -132,7 +134,7 @@ def steps(model: nn.Module, x: torch.Tensor, count: int = 3, **kwargs: Any) -> l
         found += [loss, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
         optimizer.step()
         optimizer.zero_grad()
-        found += [p.detach().clone() for p in model.parameters()]
+        found += [p.detach().clone() for p in model.parameters() if p.requires_grad]
     return found
 
 
@@ -157,17 +159,35 @@ def loud() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("option", ["weights", "swap", "recompute+swap"])
-@pytest.mark.parametrize("name", MODELS)
+def cases(*options: str) -> Any:
+    """Models, decisions and parts of the weights that are away between steps, of those models that have frozen ones."""
+    found = [
+        (name, option, between)
+        for name in MODELS
+        for option in options
+        for between in ((0, 1, PARTS) if name == "adapted" else (0,))
+    ]
+    return pytest.mark.parametrize(("name", "option", "between"), found)
+
+
+@cases("keep", "weights", "swap", "recompute+swap")
 @pytest.mark.usefixtures("loud")
-def test_steps_are_as_without_a_plan(name: str, option: str) -> None:
+def test_steps_are_as_without_a_plan(name: str, option: str, between: int) -> None:
+    if option == "keep" and not between:
+        return
     wanted = steps(*built(name))
     model, x = built(name)
-    plan = moved(name, option)
+    frozen = [p.detach().clone() for p in model.parameters() if not p.requires_grad]
+    plan = moved(name, option, between)
     assert plan.decided.weights
     with ckptplan.apply(model, plan, check="always") as handle:
         assert same(steps(model, x), wanted)
-        assert handle.stats().swapped_in_bytes >= 3 * sum(m.resident.nbytes for m in plan.decided.weights)
+        moves = plan.decided.weights
+        late = sum(m.resident.nbytes for m in moves if m.resident.returns == 0)  # which are there in the first step
+        assert handle.stats().swapped_in_bytes >= 3 * sum(m.resident.nbytes for m in moves) - late
+        assert len(away(model)) == sum(m.resident.returns is not None for m in plan.decided.weights)
+    after = [p for p in model.parameters() if not p.requires_grad]
+    assert same([p.detach() for p in after], frozen)
     assert all(type(p) is nn.Parameter for p in model.parameters())
 
 
@@ -176,10 +196,9 @@ def away(model: nn.Module) -> list[str]:
     return [name for name, p in model.named_parameters() if type(p) is not nn.Parameter]
 
 
-@pytest.mark.parametrize("option", ["weights", "recompute+swap"])
-@pytest.mark.parametrize("name", MODELS)
-def test_the_peak_is_that_of_the_plan(name: str, option: str) -> None:
-    plan = moved(name, option)
+@cases("keep", "weights", "recompute+swap")
+def test_the_peak_is_that_of_the_plan(name: str, option: str, between: int) -> None:
+    plan = moved(name, option, between)
     found = assert_kept(built(name)[0], plan, built(name)[1])
     assert found.measured_peak_bytes > 0.95 * plan.peak_bytes
 
@@ -226,6 +245,23 @@ def plain(found: Any) -> Any:
     if isinstance(found, dict):
         return {key: plain(value) for key, value in found.items()}
     return found if isinstance(found, (str, float, int, np.floating)) else None
+
+
+@pytest.mark.filterwarnings("ignore:the peak may exceed")
+@pytest.mark.parametrize("read", READS)
+def test_who_reads_a_weight_between_steps_finds_it(read: str) -> None:
+    def run(plan: Plan | None) -> list[Any]:
+        model, x = built("adapted")
+        with contextlib.nullcontext() if plan is None else ckptplan.apply(model, plan, check="always"):
+            found: list[Any] = []
+            for _ in range(3):
+                found += plain(steps(model, x, 1))
+                state = torch.get_rng_state()
+                found.append(plain(READS[read](model)))
+                torch.set_rng_state(state)
+        return found
+
+    assert run(moved("adapted", "weights", PARTS)) == run(None)
 
 
 @pytest.mark.filterwarnings("ignore:the peak may exceed")
@@ -424,9 +460,10 @@ def _interrupted_at(count: int, run: Callable[[], Any]) -> bool:
     return left <= 0
 
 
-def test_interrupts_at_any_line_leave_all_weights_right() -> None:
+@pytest.mark.parametrize("between", [0, PARTS])
+def test_interrupts_at_any_line_leave_all_weights_right(between: int) -> None:
     wanted = [p.detach().clone() for p in built("adapted")[0].parameters()]
-    plan = moved("adapted")
+    plan = moved("adapted", "weights", between)
     at, more = 1, True
     while more:
         model, x = built("adapted")
@@ -439,11 +476,12 @@ def test_interrupts_at_any_line_leave_all_weights_right() -> None:
     assert at > 200
 
 
+@pytest.mark.parametrize("between", [0, PARTS])
 @pytest.mark.parametrize("way", ["start_out", "finish_out", "start_in", "finish_in"])
-def test_a_copy_that_fails_once_loses_nothing(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_fails_once_loses_nothing(way: str, between: int, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = steps(*built("adapted"))
     model, x = built("adapted")
-    plan = moved("adapted")
+    plan = moved("adapted", "weights", between)
     with ckptplan.apply(model, plan, check="off"):
         with monkeypatch.context() as patch:
             real, failed = getattr(ArenaStore, way), []

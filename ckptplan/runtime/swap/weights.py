@@ -425,8 +425,8 @@ class _Stay:
 
     @property
     def is_away(self) -> bool:
-        """Whether its memory is freed."""
-        return not self.storage.nbytes()
+        """Whether its values are on the host alone."""
+        return self in self.group._away
 
     @property
     def has_others(self) -> bool:
@@ -560,7 +560,9 @@ class Group:
                 self.stays[-1].fixed = False
 
     def forget_old(self) -> None:
-        """Free the copy on the host, unless it is that of frozen weights as they are now."""
+        """Free the copy on the host, unless it is that of frozen weights as they are now, or the only one."""
+        if self._away:
+            return
         now = [(stay.weight, stay.digest) for stay in self.stays]
         if self._ticket is not None and (now != self._copied or any(w.trained for w in self._weights)):
             self._forget()
