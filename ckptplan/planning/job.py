@@ -11,6 +11,7 @@ stages saves more makes a difference, too.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -83,7 +84,8 @@ class Job:
     @property
     def leanest(self) -> Job:
         """The job in which most weights are away between steps, which has the smallest peak."""
-        return replace(self, profile=self.more[-1], more=()) if self.more else self
+        *_, last = self.each(self.limits)
+        return replace(last, limits=replace(last.limits, time_limit_s=self.limits.time_limit_s))
 
     def each(self, limits: Limits) -> Iterator[Job]:
         """Yield the job, and those in which more and more weights are away, which share the time limit."""
@@ -97,7 +99,7 @@ class Job:
     def solved(self, budget_bytes: int) -> Plan:
         """Return the plan for a budget; for a model, one whose replay stays within it.
 
-        The bound is one for all shares of the weights that may be away between steps.
+        Which share of the weights is away between steps is found without replays; the bound is one for all shares.
 
         Raises
         ------
@@ -108,27 +110,24 @@ class Job:
         """
         if not self.more:
             return self._solved(budget_bytes)
-        kept_s, plan = self.profile.baseline_step_s, None
-        bounds: list[float] = []
-        failures: list[InfeasibleBudgetError] = []
-        for job in self.each(_each_better(self.limits)):
-            if plan is not None and plan.step_s <= kept_s * (1 + self.limits.gap):
+        kept_s, found, bounds = self.profile.baseline_step_s, list[tuple[float, int, Job]](), list[float]()
+        for number, job in enumerate(self.each(replace(self.limits, on_plan=None))):
+            if found and min(found)[0] <= kept_s * (1 + self.limits.gap):
                 bounds.append(kept_s)
                 break
             try:
-                found = job._solved(budget_bytes)
+                plan = solve_profile(job.profile, budget_bytes, job.limits, on_progress=job._progress())
             except InfeasibleBudgetError as error:
-                failures.append(error)
                 bounds += [] if (error.min_peak_bound_bytes or 0) > budget_bytes else [kept_s]
             else:
-                bounds.append(found.lower_bound_s)
-                plan = found if plan is None or found.step_s < plan.step_s else plan
-        if plan is None:
-            try:
-                raise min(failures, key=lambda failure: failure.min_peak_bytes)
-            finally:
-                failures.clear()  # their frames refer to this one
-        return plan.within(plan.budget_bytes, min(bounds))
+                bounds.append(plan.lower_bound_s)
+                found.append((plan.step_s, number, job))
+        for _, _, job in sorted(found):
+            with contextlib.suppress(InfeasibleBudgetError):  # with the allocator's fragments
+                limits = replace(self.limits, host_bytes=job.limits.host_bytes)
+                plan = replace(job, limits=limits)._solved(budget_bytes)
+                return plan.within(plan.budget_bytes, min(bounds))
+        return self.leanest._solved(budget_bytes)
 
     def _solved(self, budget_bytes: int) -> Plan:
         """Return the plan for a budget with the weights of `profile`; raise what `solved` does.
