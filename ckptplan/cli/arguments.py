@@ -121,7 +121,7 @@ Offload = Annotated[
     str,
     typer.Option(
         metavar="KINDS",
-        help="What may be swapped, separated by commas: activations, weights (parameters and buffers), or all.",
+        help="What may be swapped, separated by commas: activations, weights, optimizer (state), gradients, or all.",
     ),
 ]
 

@@ -250,8 +250,8 @@ class Limits:
     actions : tuple of str
         "keep" and any of "swap" and "recompute".
     offload : tuple of str
-        What may be swapped: "activations", and "weights", which are on the device before the step. As a keyword also
-        one of them, or "all".
+        What may be swapped: "activations", and what is on the device before the step: "weights" (frozen ones between
+        steps as well), "optimizer" (its state), "gradients". As a keyword also one of them, or "all".
     segments : bool
         Whether consecutive stages may be recomputed together, also nested; needs "recompute".
     menus : bool
