@@ -190,7 +190,7 @@ def _solved(job: Job, budget_bytes: int | None, share: float | None, max_overhea
         try:
             plan = job.solved(budget_bytes)
         except InfeasibleBudgetError as error:
-            error.args = (f"{error}{job.with_weights(error.min_peak_bytes)}",)
+            error.args = (f"{error}{job.with_weights(error.min_peak_bytes)}{job.what_stays(error)}",)
             raise
         return _with_range(job, plan)
     assert max_overhead is not None

@@ -16,6 +16,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ckptplan.core.checks import MOST_BYTES
 from ckptplan.core.errors import CkptPlanError, InfeasibleBudgetError, InvalidInputError
@@ -28,6 +29,7 @@ from ckptplan.core.progress import Message, limited, search_state
 from ckptplan.core.request import Limits
 from ckptplan.core.resident import ACTIVATIONS, KINDS, PARTS
 from ckptplan.core.schedule import EQUAL_S
+from ckptplan.core.stays import what_stays
 from ckptplan.core.units import GIB, format_bytes
 from ckptplan.planning.by_rules import SHARE, examined, plans_by_rules
 from ckptplan.planning.points import away_longest
@@ -178,6 +180,12 @@ class Job:
         limits = replace(self.limits, time_limit_s=min(self.limits.time_limit_s, _HINT_S), on_plan=None)
         found = smallest_peak(profile.offloading(KINDS, PARTS), limits).peak_bytes
         return f"; with offload='all' it is {format_bytes(found)} in tensors" if found < least_bytes else ""
+
+    def what_stays(self, error: InfeasibleBudgetError) -> str:
+        """Return what no plan can move of the step that binds, for an error; empty if that is little."""
+        phase: Any = error.phase
+        stays = what_stays(self.leanest.profile, error.stage, phase, error.min_peak_bytes)
+        return f". Of it, no plan can move: {stays}" if stays else ""
 
     def solved_share(self, share: float, most_bytes: int | None = None) -> Plan:
         """Return the plan for a share of the way from the smallest peak to everything kept, and at most `most_bytes`.

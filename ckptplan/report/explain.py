@@ -14,6 +14,7 @@ from ckptplan.core.profile import Profile
 from ckptplan.core.schedule import EQUAL_S, StepNeed, evaluate
 from ckptplan.core.segment import Segment
 from ckptplan.core.stage import Phase
+from ckptplan.core.stays import what_stays
 from ckptplan.core.units import LEAST_S, format_bytes, format_seconds, format_table
 from ckptplan.referee import Timeline, simulate
 
@@ -133,6 +134,8 @@ class Explanation:
         Time in which the host launches the step, if that is longer than what compute and copies take.
     to_disk : bool
         Whether anything goes to the disk; prices count its copies at the rate of the host's link.
+    stays : str
+        What of the peak no plan can move, and what would help; empty if that is little.
     """
 
     recompute_s: float
@@ -146,6 +149,7 @@ class Explanation:
     choices: tuple[OptionStep, ...]
     launch_s: float | None = None
     to_disk: bool = False
+    stays: str = ""
 
     @property
     def price_unit(self) -> tuple[str, float]:
@@ -169,6 +173,8 @@ class Explanation:
         for b in self.bindings:
             where = b.first if b.steps == 1 else f"{b.first} .. {b.last} ({b.steps})"
             lines.append(f"memory    binds in {b.phase} of {where}: {format_bytes(b.spare_bytes)} free")
+        if self.stays:
+            lines.append(f"stays     at the peak, no plan can move: {self.stays}")
         if self.worth is not None:
             unit, share = self.price_unit
             more, out, back = map(format_seconds, (self.worth.gib_s * share, self.worth.out_s, self.worth.in_s))
@@ -228,7 +234,13 @@ def explain(
         choices=_choices(profile, plan, menu, deadline),
         launch_s=timeline.launch_s if timeline.launch_s == timeline.makespan_s > 0.0 else None,
         to_disk=plan.disk_bytes > 0,
+        stays=_stays(profile, timeline),
     )
+
+
+def _stays(profile: Profile, timeline: Timeline) -> str:
+    most = max(timeline.steps, key=lambda step: step.peak_bytes)
+    return what_stays(profile, most.stage, most.phase, most.peak_bytes)
 
 
 def _bindings(plan: Plan, timeline: Timeline) -> tuple[Binding, ...]:

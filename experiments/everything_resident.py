@@ -1,0 +1,241 @@
+"""How small can a step be whose weights, gradients and optimizer state may leave the device as well?
+
+    python experiments/everything_resident.py --out experiments/results
+    python experiments/everything_resident.py --only lora,gan
+
+Small models of the kinds that people train: adapters of a Llama whose activations are about as large as its weights,
+full fine-tuning under three optimizers, tied embeddings, a U-Net behind a frozen encoder, and a GAN's generator that
+is trained through its frozen discriminator. Each is planned for its smallest peak, with `offload="activations"` and
+with "all", and trained for ten steps under the plan, on the CPU. The peak is that of the allocator's own events;
+losses, gradients, parameters and optimizer state of all steps are compared bit for bit with those of plain steps.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import documents
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import ckptplan
+from ckptplan.core.plan import Plan
+from ckptplan.core.units import format_bytes
+
+SCHEMA = "ckptplan.everything_resident/1"
+STEPS = 10
+OFFLOADS = ("activations", "all")
+
+
+@dataclass(frozen=True)
+class Training:
+    """A model, its inputs and its optimizer, the same at each call of what makes it."""
+
+    model: nn.Module
+    inputs: Any
+    optimizer: torch.optim.Optimizer
+
+    def loss(self) -> torch.Tensor:
+        output = self.model(**self.inputs) if isinstance(self.inputs, dict) else self.model(self.inputs)
+        return output.loss if hasattr(output, "loss") else output.square().mean()
+
+
+def llama(*, batch: int = 4, length: int = 128, tied: bool = False) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=128, intermediate_size=384, num_hidden_layers=6, num_attention_heads=4, vocab_size=512,
+        tie_word_embeddings=tied,
+    )  # fmt: skip
+    tokens = torch.randint(0, 512, (batch, length))
+    return LlamaForCausalLM(config).train(), {"input_ids": tokens, "labels": tokens.clone()}
+
+
+def adapted(**kwargs: Any) -> Training:
+    from peft import LoraConfig, get_peft_model
+
+    model, inputs = llama(batch=2, length=64)
+    model = get_peft_model(model, LoraConfig(r=4, lora_dropout=0.1, target_modules="all-linear", **kwargs))  # type: ignore[arg-type]
+    return Training(model, inputs, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-3))
+
+
+def full(make: Callable[[Any], torch.optim.Optimizer], **kwargs: Any) -> Training:
+    model, inputs = llama(**kwargs)
+    return Training(model, inputs, make(model.parameters()))
+
+
+def block(channels: int, stride: int = 1) -> nn.Module:
+    return nn.Sequential(nn.LazyConv2d(channels, 3, stride, 1), nn.GroupNorm(8, channels), nn.SiLU())
+
+
+class Latent(nn.Module):
+    """A U-Net on what a frozen encoder makes of images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(block(64, 2), block(128, 2)).requires_grad_(False)
+        self.down = nn.ModuleList([block(128), block(192, 2), block(256, 2)])
+        self.up = nn.ModuleList([block(192), block(128)])
+        self.out = nn.LazyConv2d(128, 3, 1, 1)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        x = self.encoder(images)
+        skips = []
+        for layer in self.down:
+            x = layer(x)
+            skips.append(x)
+        for layer, skip in zip(self.up, skips[-2::-1], strict=True):
+            x = layer(torch.cat([F.interpolate(x, scale_factor=2.0), skip], 1))
+        return self.out(x)
+
+
+class Adversary(nn.Module):
+    """A generator, and the frozen discriminator through which it is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(4)))
+        self.discriminator = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.LeakyReLU()) for _ in range(4)))
+        self.discriminator.requires_grad_(False)
+
+    def forward(self, noise: torch.Tensor) -> torch.Tensor:
+        return F.softplus(-self.discriminator(self.generator(noise)))
+
+
+def images(model: nn.Module, inputs: torch.Tensor) -> Training:
+    with torch.no_grad():
+        model(inputs)  # makes the lazy layers' weights
+    model.train()
+    return Training(model, inputs, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-3))
+
+
+TRAININGS: dict[str, Callable[[], Training]] = {
+    "lora": adapted,
+    "dora": lambda: adapted(use_dora=True),
+    "full, adamw": lambda: full(torch.optim.AdamW),
+    "full, sgd": lambda: full(lambda ps: torch.optim.SGD(ps, 1e-2, momentum=0.9)),
+    "full, adafactor": lambda: full(torch.optim.Adafactor),
+    "tied": lambda: full(torch.optim.AdamW, tied=True),
+    "unet": lambda: images(Latent(), torch.randn(2, 3, 64, 64)),
+    "gan": lambda: images(Adversary(), torch.randn(512, 256)),
+}
+
+
+def made(name: str) -> Training:
+    torch.manual_seed(0)
+    return TRAININGS[name]()
+
+
+def trained(training: Training, plan: Plan | None) -> tuple[list[torch.Tensor], dict[str, int]]:
+    """Losses, gradients, parameters and state of all steps, and the differences from the planned step."""
+    torch.manual_seed(1)
+    handle = None
+    if plan is not None:
+        handle = ckptplan.apply(training.model, plan, check="always", optimizer=training.optimizer)
+    found = []
+    for _ in range(STEPS):
+        loss = training.loss()
+        loss.backward()
+        parameters = [p for p in training.model.parameters() if p.requires_grad]
+        found += [loss.detach(), *(p.grad.clone() for p in parameters if p.grad is not None)]
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+        found += [p.detach().clone() for p in parameters]
+    states = training.optimizer.state.values()
+    found += [v.clone() for state in states for v in state.values() if isinstance(v, torch.Tensor)]
+    differences = {} if handle is None else dict(handle.stats().differences)
+    if handle is not None:
+        handle.remove()
+    return [*found, *(p.detach() for p in training.model.parameters())], differences
+
+
+def row(name: str) -> dict[str, Any]:
+    """What is found of one training."""
+    plain, _ = trained(made(name), None)
+    model = made(name).model
+    frozen = sum(p.untyped_storage().nbytes() for p in model.parameters() if not p.requires_grad)
+    out: dict[str, Any] = {"training": name, "frozen_bytes": frozen}
+    for offload in OFFLOADS:
+        training = made(name)
+        job: dict[str, Any] = {"inputs": training.inputs, "optimizer": training.optimizer}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            plan = ckptplan.solve(training.model, budget="0%", offload=offload, loss_fn=loss_of, **job)
+            again = made(name)
+            job = {"inputs": again.inputs, "optimizer": again.optimizer}
+            verified = ckptplan.verify(again.model, plan, loss_fn=loss_of, repeats=1, **job)
+        values, differences = trained(made(name), plan)
+        streamed = sum(r.nbytes for r in plan.residents if r.returns is not None)
+        away = sum(move.resident.nbytes for move in plan.decided.weights if not move.resident.trained)
+        out[offload] = {
+            "budget_bytes": plan.budget_bytes, "predicted_bytes": plan.peak_bytes,
+            "measured_bytes": verified.measured.needed_bytes, "everything_kept_bytes": plan.most_peak_bytes,
+            "slowdown": plan.overhead, "gap": plan.gap, "frozen_moving_bytes": away, "away_between_bytes": streamed,
+            "bitwise": len(values) == len(plain) and all(map(torch.equal, values, plain)),
+            "differences": differences,
+        }  # fmt: skip
+    return out
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    return output.loss if hasattr(output, "loss") else output.square().mean()
+
+
+def main() -> None:
+    parser = documents.parser(__doc__)
+    parser.add_argument("--only", type=documents.among(TRAININGS), default=list(TRAININGS))
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    rows, lines, broken = [], [], []
+    for name, found in documents.in_processes(row, args.only):
+        rows.append(found if isinstance(found, dict) else {"training": name, "failed": found})
+        for offload in OFFLOADS:
+            cell = found[offload] if isinstance(found, dict) else {}
+            if not kept(cell):
+                broken.append(f"{name}, {offload}")
+            lines.append(line(name, offload, cell) if cell else (name, offload, found))
+            print(" | ".join(map(str, lines[-1])), flush=True)
+    promise = "every cell is within its budget, as predicted to 1 %, bitwise over ten steps, without a difference"
+    checks = [(not broken, f"{promise}; not: {'; '.join(broken) or 'none'}")]
+    documents.finish(rows, checks, documents.table(COLUMNS, lines), args.out, "everything_resident.json", schema=SCHEMA)
+
+
+COLUMNS = (
+    "training",
+    "offload",
+    "everything kept",
+    "smallest peak",
+    "measured",
+    "predicted",
+    "slowdown",
+    "gap",
+    "bits",
+)
+
+
+def kept(cell: dict[str, Any]) -> bool:
+    """Whether all is as promised."""
+    if not cell or not cell["bitwise"] or cell["differences"]:
+        return False
+    return cell["measured_bytes"] <= cell["budget_bytes"] and abs(error(cell)) <= 0.01
+
+
+def error(cell: dict[str, Any]) -> float:
+    return float(cell["predicted_bytes"] / cell["measured_bytes"] - 1)
+
+
+def line(name: str, offload: str, cell: dict[str, Any]) -> tuple[str, ...]:
+    sizes = ("everything_kept_bytes", "predicted_bytes", "measured_bytes")
+    return (
+        name, offload, *(format_bytes(cell[size]) for size in sizes), f"{error(cell):+.2%}",
+        f"{cell['slowdown']:+.0%}", f"{cell['gap']:.1%}",
+        "equal" if cell["bitwise"] and not cell["differences"] else f"DIFFERENT {cell['differences']}",
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
