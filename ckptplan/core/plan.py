@@ -323,6 +323,11 @@ class Plan(Saved):
         )
 
     @property
+    def waiting_bytes(self) -> tuple[int, ...]:
+        """Bytes of each weight that is away between steps and not within them: on the host beside `host_bytes`."""
+        return tuple(move.resident.nbytes for move in self.decided.weights if move.release is None)
+
+    @property
     def first_stage(self) -> int:
         """The index of the model's first stage: 1 behind the one that stands for the update, else 0."""
         return int(self.stages[:1] == (UPDATE,))

@@ -86,17 +86,13 @@ class Job:
     @property
     def leanest(self) -> Job:
         """The job in which most weights are away between steps, which has the smallest peak."""
-        *_, last = self.each(self.limits)
-        return replace(last, limits=replace(last.limits, time_limit_s=self.limits.time_limit_s))
+        return replace(self, profile=self.more[-1], more=()) if self.more else self
 
     def each(self, limits: Limits) -> Iterator[Job]:
         """Yield the job, and those in which more and more weights are away, which share the time limit."""
         limits = replace(limits, time_limit_s=limits.time_limit_s / (1 + len(self.more)))
         for profile in (self.profile, *self.more):
-            away = self.profile.resident_bytes - profile.resident_bytes  # in the host's memory in any case
-            left = None if limits.host_bytes is None else limits.host_bytes - away
-            if left is None or left >= 0:
-                yield replace(self, profile=profile, limits=replace(limits, host_bytes=left), more=())
+            yield replace(self, profile=profile, limits=limits, more=())
 
     def solved(self, budget_bytes: int) -> Plan:
         """Return the plan for a budget; for a model, one whose replay stays within it.
@@ -126,10 +122,16 @@ class Job:
                 found.append((plan.step_s, number, job))
         for _, _, job in sorted(found):
             with contextlib.suppress(InfeasibleBudgetError):  # with the allocator's fragments
-                limits = replace(self.limits, host_bytes=job.limits.host_bytes)
-                plan = replace(job, limits=limits)._solved(budget_bytes)
-                return plan.within(plan.budget_bytes, min(bounds))
-        return self.leanest._solved(budget_bytes)
+                plan = replace(job, limits=self.limits)._solved(budget_bytes)
+                if self._fits_the_host(plan):
+                    return plan.within(plan.budget_bytes, min(bounds))
+        plan = self.leanest._solved(budget_bytes)
+        return plan if self._fits_the_host(plan) else replace(self, more=())._solved(budget_bytes)
+
+    def _fits_the_host(self, plan: Plan) -> bool:
+        """Whether the host has room for what a plan moves, and for weights that are away between steps alone."""
+        most = self.limits.host_bytes
+        return most is None or plan.host_bytes + sum(plan.waiting_bytes) <= most
 
     def _solved(self, budget_bytes: int) -> Plan:
         """Return the plan for a budget with the weights of `profile`; raise what `solved` does.

@@ -215,6 +215,7 @@ class Controller:
         discarded = (i for i, choice in enumerate(self._choices) if choice.option == DISCARD)
         self._always_watched = frozenset((*self._prefetch_at, *self._weights_at, self._last, *discarded))
         self._watches = bool(self._segments) or bool(self._enter or self._exit or self._backward)
+        self._watches |= bool(self.weights.returning)  # they leave where backward has passed their stage
 
     def _find_stages(self) -> None:
         """Find the module of each stage that isn't glue."""
@@ -446,10 +447,8 @@ class Controller:
         self, module: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         if not self._active():
-            self.weights.ensure_all(self._indices[module])
-            output = original(*args, **kwargs)
-            self.weights.run_alone(self._indices[module])
-            return output
+            with self.weights.running_alone(self._indices[module]):
+                return original(*args, **kwargs)
         current = self._pass
         index = None if current is None else self._next_call(current, module)
         again = index is None  # called more often than planned: by the decision of its last planned call
@@ -651,7 +650,9 @@ class Controller:
                 group.start_returning()
             for place in self._prefetch_at.get(index, ()):
                 current.session.prefetch(*place)
-            self.weights.ensure(index)
+            segment, inside = self._segments.get(index, (None, ()))
+            again = inside if segment is not None and segment.last == index else (index,)
+            self.weights.ensure_all(again)
 
         # Most outputs are one tensor, and searching a tree for tensors costs as much as all the rest here.
         leaves = [output] if isinstance(output, torch.Tensor) else pytree.tree_leaves(output)

@@ -195,8 +195,13 @@ def smallest_within(
 
     best = solve(low)
     if best is None:
-        best = solve(max(everything_kept_bytes(profile), low))
-        assert best is not None  # everything fits, and keeping it is no slowdown
+        most = max(everything_kept_bytes(profile), low)
+        best = solve(most)
+        if best is None:  # keeping everything is no slowdown but where weights return for their forward
+            raise InfeasibleBudgetError(
+                f"no plan of those with weights away between steps is within a slowdown of {max_overhead:.1%}",
+                budget_bytes=most, min_peak_bytes=most, stage=profile.stages[0].name, phase="forward",
+            )  # fmt: skip
         while best.peak_bytes - low > max(1, CLOSE * best.peak_bytes) and time.monotonic() < deadline:
             middle = (low + best.peak_bytes) // 2
             found = solve(middle)

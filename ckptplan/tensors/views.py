@@ -77,6 +77,11 @@ class Geometry(NamedTuple):
             tensor.is_neg(),
         )
 
+    def has(self, offset: int) -> bool:
+        """Whether the element at this offset of the storage is between its first and its last one."""
+        last = sum((n - 1) * step for n, step in zip(self.size, self.stride, strict=True))
+        return self.offset <= offset <= self.offset + last
+
     def on(self, whole: torch.Tensor) -> torch.Tensor:
         """Return the view with this geometry of `whole`, a whole storage as one dimension, without autograd."""
         typed = whole if whole.dtype == self.dtype else whole.view(self.dtype)

@@ -15,14 +15,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from made_plans import plan_of
+from made_plans import plan_of, plan_with
 from small_models import assert_kept
 from torch import nn
 
 import ckptplan
-from ckptplan.core.plan import Plan
+from ckptplan.core.plan import Decision, Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.resident import PARTS
+from ckptplan.core.schedule import residency
+from ckptplan.core.segment import Segment
 from ckptplan.runtime.swap.stores.base import ArenaStore
 from ckptplan.training.measure import recorded_allocations
 
@@ -526,3 +528,119 @@ def test_weights_move_under_a_second_plan_too() -> None:
         model.zero_grad()
         step(model, x)
         assert handle.stats().swapped_in_bytes > 0
+
+
+@pytest.mark.parametrize("between", [0, PARTS])
+@pytest.mark.parametrize("name", ["adapted", "trained", "tied"])
+@pytest.mark.usefixtures("loud")
+def test_segments_whose_weights_were_away_run_again(name: str, between: int) -> None:
+    measured = profiled(name, between)
+    options = [s.find("recompute+swap") or s.keep for s in measured.stages]
+    segments = (Segment(0, 1), Segment(2, 3))
+    moves = residency(measured, options, segments).moves
+    choices = tuple(
+        Decision.moving(o.action, m, i, min(i | 1, 3), o.name) if m else Decision(o.action, option=o.name)
+        for i, (o, m) in enumerate(zip(options, moves, strict=True))
+    )
+    plan = plan_with(measured, choices, segments=segments)
+    assert plan.decided.weights
+    wanted = steps(*built(name))
+    model, x = built(name)
+    with ckptplan.apply(model, plan, check="always"):
+        assert same(steps(model, x), wanted)
+    found = assert_kept(built(name)[0], plan, built(name)[1])
+    assert found.measured_peak_bytes > 0.9 * plan.peak_bytes
+
+
+def merged(model: nn.Module) -> None:
+    with torch.no_grad():
+        for layer in model:  # type: ignore[attr-defined]
+            layer.own.weight += layer.up.weight @ layer.down.weight
+
+
+def overwritten(model: nn.Module) -> None:
+    for layer in model:  # type: ignore[attr-defined]
+        layer.own.weight.data.mul_(1.1)
+
+
+def replaced(model: nn.Module) -> None:
+    for layer in model:  # type: ignore[attr-defined]
+        layer.own.weight = nn.Parameter(layer.own.weight.detach().clone() * 1.1, requires_grad=False)
+
+
+@pytest.mark.filterwarnings("ignore:the peak may exceed")
+@pytest.mark.parametrize("write", [merged, overwritten, replaced])
+@pytest.mark.parametrize("option", ["keep", "weights"])
+@pytest.mark.parametrize("inside", [False, True])
+def test_writes_to_frozen_weights_between_steps(write: Callable[..., None], option: str, inside: bool) -> None:
+    """As in merging adapters, with all weights on the device or not, and an evaluation behind it."""
+
+    def run(plan: Plan | None) -> list[torch.Tensor]:
+        model, x = built("adapted")
+        found = []
+        with contextlib.nullcontext() if plan is None else ckptplan.apply(model, plan, check="always") as handle:
+            for _ in range(3):
+                found += steps(model, x, 1)
+                with handle.resident() if inside and plan is not None else contextlib.nullcontext():  # type: ignore[union-attr]
+                    write(model)
+                with torch.no_grad():
+                    found += [model(x), model(x)]
+        return [*found, *(p.detach() for p in model.parameters())]
+
+    assert same(run(moved("adapted", option, PARTS)), run(None))
+
+
+@pytest.mark.parametrize("plan", ["weights", "swap"])
+def test_a_frozen_layer_that_writes_to_its_weight_in_forward(plan: str) -> None:
+    def run(plan: Plan | None) -> list[torch.Tensor]:
+        model, x = built("adapted")
+        number = 0
+
+        def write(module: nn.Module, args: Any) -> None:
+            if number == 2:
+                module.weight.data.mul_(1.1)  # type: ignore[operator, union-attr]
+
+        for layer in model:  # type: ignore[attr-defined]
+            layer.own.register_forward_pre_hook(write)
+        found = []
+        with contextlib.nullcontext() if plan is None else ckptplan.apply(model, plan, check="always"):
+            for number in range(4):  # noqa: B007
+                found += steps(model, x, 1)
+        return found
+
+    assert same(run(moved("adapted", plan)), run(None))
+
+
+def test_a_trained_weight_written_to_before_backward_is_an_error_as_without_a_plan() -> None:
+    model, x = built("trained")
+    with ckptplan.apply(model, moved("trained")), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loss = model(x).square().mean()
+        with torch.no_grad():
+            model[2][0].weight.mul_(2)  # type: ignore[index]
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+@pytest.mark.filterwarnings("ignore:the peak may exceed")
+def test_another_thread_evaluates_meanwhile() -> None:
+    wanted = steps(*built("adapted"), count=6)
+    model, x = built("adapted")
+    reference = copy.deepcopy(model)
+    stop, found = threading.Event(), list[torch.Tensor]()
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            while not stop.is_set():
+                found.append(model[0].own(x))  # type: ignore[index, operator]
+
+    with ckptplan.apply(model, moved("adapted", "weights", PARTS), check="always"):
+        thread = threading.Thread(target=evaluate)
+        thread.start()
+        try:
+            assert same(steps(model, x, count=6), wanted)
+        finally:
+            stop.set()
+            thread.join()
+    assert found
+    assert all(torch.equal(each, reference[0].own(x)) for each in found)  # type: ignore[index, operator]

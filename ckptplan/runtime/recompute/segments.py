@@ -87,12 +87,12 @@ class SegmentFrame(Frame):
     """One call of a stage within one pass through a segment."""
 
     def __init__(
-        self, run: SegmentRun, index: int, name: str, call: Call, belongs: Callable[[torch.Tensor], bool]
+        self, run: SegmentRun, index: int, name: str, call: Call, own: Callable[[torch.Tensor], Held | None]
     ) -> None:
         super().__init__(name, call)
         self.run = run
         self.index = index
-        self._belongs = belongs
+        self._own = own
 
     @property
     def links(self) -> list[SegmentInput]:
@@ -109,9 +109,10 @@ class SegmentFrame(Frame):
 
     def _save(self, tensor: torch.Tensor) -> Slot:
         slot = super()._save(tensor)
-        if plain(tensor) and self._belongs(tensor):
+        own = self._own(tensor) if plain(tensor) else None
+        if own is not None:
             # Held itself, as without a plan: a recompute would save a copy of running statistics, for example.
-            self._models_own[slot.number] = Held(tensor.detach() if tensor.requires_grad else tensor)
+            self._models_own[slot.number] = own
         return slot
 
     def pass_through(self, inputs: list[torch.Tensor]) -> list[Any]:
@@ -325,7 +326,7 @@ class OpenSegment:
                 "run again together, on one; give it another option"
             )
         index = stage.index
-        frame = SegmentFrame(self._run, index, stage.name, call, self._session.belongs)
+        frame = SegmentFrame(self._run, index, stage.name, call, self._session.own)
         frame.check = check
         packing = self._session.packing() if self._moves else None
         held = {t.untyped_storage()._cdata for t in tensors_in_objects(call.others) if plain(t)}

@@ -123,6 +123,17 @@ class SwapSession:
         """Whether the storage of `tensor` is the model's own."""
         return self._never(tensor.untyped_storage())
 
+    def own(self, tensor: torch.Tensor) -> Held | None:
+        """Return what holds a saved tensor that lies in the model's own memory; None if it doesn't."""
+        storage = tensor.untyped_storage()
+        if not self._never(storage):
+            return None
+        held = Held(tensor.detach() if tensor.requires_grad else tensor)
+        part = None if self._weights is None else self._weights.part(tensor, storage)
+        if part is not None:
+            held.give(part)
+        return held
+
     def leave(self, index: int, saved: list[Held], transfers: Sequence[Transfer], tier: Tier = "host") -> None:
         """Start the copies out to `tier` of the storages in `saved` at the positions in `transfers`, for stage `index`.
 

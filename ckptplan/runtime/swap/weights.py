@@ -183,7 +183,7 @@ class Weights:
             stays = [stay for group in self.groups for stay in group.stays]
             self._by_storage = {stay.storage._cdata: stay for stay in stays}
             frozen = [stay for stay in stays if not stay.weight.trained and not stay.is_away]
-            for stay, digest in zip(frozen, self._digests(frozen), strict=True):
+            for stay, digest in zip(frozen, self.digests(frozen), strict=True):
                 stay.digest = digest
             for group in self.groups:
                 group.forget_old()
@@ -192,7 +192,7 @@ class Weights:
             if group.returns:
                 group.leave_between()
 
-    def _digests(self, stays: Sequence[_Stay]) -> list[Any]:
+    def digests(self, stays: Sequence[_Stay]) -> list[Any]:
         """Return digests of weights that are there."""
         wholes = [stay.whole for stay in stays]
         if not is_accelerator(self.device):
@@ -248,10 +248,23 @@ class Weights:
             if group.returns is None:
                 group.need()
 
-    def run_alone(self, indices: Sequence[int]) -> None:
-        """Let what is away between steps leave again after stages that have run outside of any step."""
-        for group in {group for index in indices for group in self._used.get(index, ()) if group.returns is not None}:
-            group.leave_between()
+    @contextlib.contextmanager
+    def running_alone(self, indices: Sequence[int]) -> Iterator[None]:
+        """Inside, one of these stages runs outside of any step, and what they use is there."""
+        groups = {group for index in indices for group in self._used.get(index, ())}
+        with self.lock:
+            for group in groups:
+                group.runs += 1
+        try:
+            for group in groups:
+                group.need()
+            yield
+        finally:
+            with self.lock:
+                for group in groups:
+                    group.runs -= 1
+                    if group.returns is not None and not group.runs:
+                        group.leave_between()
 
     def backward_begins(self, index: int) -> None:
         """Backward comes to a stage, and is over in those behind it."""
@@ -313,7 +326,7 @@ class _Weight:
         self.name, self.nbytes, self.trained = resident.names[0], resident.nbytes, resident.trained
         self._places = [_place(model, name) for name in resident.names]
 
-    def _now(self) -> list[Any]:
+    def found(self) -> list[Any]:
         """Return what is in these places now."""
         return [getattr(module, name, None) for module, name in self._places]
 
@@ -329,7 +342,7 @@ class _Weight:
 
     def tensors(self) -> list[torch.Tensor] | None:
         """Return the tensors that are there now, if all lie on one storage as large as planned; otherwise None."""
-        found = {id(t): t for t in self._now() if isinstance(t, torch.Tensor) and t.layout is torch.strided}
+        found = {id(t): t for t in self.found() if isinstance(t, torch.Tensor) and t.layout is torch.strided}
         storages = {t.untyped_storage()._cdata for t in found.values()}
         tensors = list(found.values())
         if len(storages) != 1 or self.nbytes % tensors[0].itemsize:
@@ -352,7 +365,7 @@ class _Gradient(_Weight):
         self._parameter = _place(model, name.removeprefix(GRADIENT_OF))
         self._hook: Any = None
 
-    def _now(self) -> list[Any]:
+    def found(self) -> list[Any]:
         return [getattr(getattr(*self._parameter, None), "grad", None)]
 
     def owners(self, tensor: torch.Tensor, *, in_ddp: bool) -> int:
@@ -382,7 +395,7 @@ class _State(_Weight):
         parameter, _, self._key = name.rpartition(": ")
         self._parameter = _place(model, parameter)
 
-    def _now(self) -> list[Any]:
+    def found(self) -> list[Any]:
         parameter, found = getattr(*self._parameter, None), []
         for known in self._optimizers:
             optimizer = known()
@@ -429,6 +442,12 @@ class _Stay:
         return self in self.group._away
 
     @property
+    def is_in_place(self) -> bool:
+        """Whether its tensors are still the parameters and buffers that it is of."""
+        now = {id(t) for t in self.weight.found() if isinstance(t, torch.Tensor)}
+        return now == set(map(id, self.tensors))
+
+    @property
     def has_others(self) -> bool:
         """Whether others own its storage or its tensors.
 
@@ -471,6 +490,11 @@ class SavedPart:
         self._stay = stay
         owner = saved if any(saved is t for t in stay.tensors) else saved._base
         self._tensor = next((t for t in stay.tensors if t is owner), None)
+        self._counted = stay.tensors[0] if self._tensor is None else self._tensor  # which the version is of
+        if self._tensor is None:
+            at = int(saved.storage_offset())
+            parts = zip(stay.tensors, stay.memory, strict=True)
+            self._counted = next((t for t, m in parts if m.lies is not None and m.lies.has(at)), self._counted)
         self._version = version_of(saved)
 
     def is_made_from(self, tensor: torch.Tensor) -> bool:
@@ -492,9 +516,8 @@ class SavedPart:
             If it was written to since it was saved.
         """
         self._stay.group.need()
-        tensor = self._tensor  # whose versions it shares
-        if tensor is not None and (now := version_of(tensor)) != self._version:
-            raise modified_error(tensor.shape, self._version, now)
+        if (now := version_of(self._counted)) != self._version:
+            raise modified_error(self._counted.shape, self._version, now)
         return self._stay.whole
 
 
@@ -529,6 +552,7 @@ class Group:
         self.owner, self._weights, self._store = owner, weights, store
         self.stage, self.release, self.prefetch, self.returns, self.first = stage, release, prefetch, returns, first
         self.stays: list[_Stay] = []
+        self.runs = 0  # of stages that use it, outside of steps
         self._replayed_away = returns is not None
         self._ticket: Ticket | None = None
         self._copied: list[tuple[_Weight, Any]] = []  # what the ticket has, in its order, with its digest
@@ -547,7 +571,9 @@ class Group:
     def begin(self) -> None:
         """A forward begins."""
         if self._away:  # between steps; nobody has read it
-            return
+            if all(stay.is_in_place for stay in self._away):
+                return
+            self.need()
         self._targets = []
         former = {stay.weight: stay for stay in self.stays}
         self.stays = []
@@ -558,6 +584,7 @@ class Group:
             if tensors is not None and not sent:  # an earlier graph and this one share the stay of an unchanged weight
                 self.stays.append(stay if stay is not None and stay.is_of(tensors) else _Stay(self, weight, tensors))
                 self.stays[-1].fixed = False
+                self.stays[-1].versions = list(map(version_of, tensors))
 
     def forget_old(self) -> None:
         """Free the copy on the host, unless it is that of frozen weights as they are now, or the only one."""
@@ -566,6 +593,24 @@ class Group:
         now = [(stay.weight, stay.digest) for stay in self.stays]
         if self._ticket is not None and (now != self._copied or any(w.trained for w in self._weights)):
             self._forget()
+
+    def _forget_if_written(self) -> None:
+        """Free the copy on the host if anything of it was written to since it was made, or since the forward began.
+
+        On the CPU writes through `.data`, which no version shows, are seen as well; elsewhere that would wait for the
+        device each time.
+        """
+        if self._ticket is None:
+            return
+        written = any(list(map(version_of, stay.tensors)) != stay.versions for stay in self.stays)
+        frozen = [stay for stay in self.stays if not stay.weight.trained]
+        if not written and not is_accelerator(self.owner.device):
+            digests = self.owner.digests(frozen)
+            written = any(stay.digest != digest for stay, digest in zip(frozen, digests, strict=True))
+        if written:
+            self._forget()
+            for stay in frozen:
+                stay.digest = None  # so that the next forward copies anew
 
     def _forget(self) -> None:
         ticket, self._ticket = self._ticket, None
@@ -592,6 +637,7 @@ class Group:
         with owner.lock, owner.plainly():
             if self._away or not self.stays:
                 return
+            self._forget_if_written()
             for stay in self.stays:
                 stay.versions = list(map(version_of, stay.tensors))
                 stream = current_stream(owner.device)
@@ -618,7 +664,7 @@ class Group:
         if owner.stays:
             return
         with owner.lock, owner.plainly():
-            if self._ticket is None or self._away or not self.stays:
+            if self._ticket is None or self._away or not self.stays or self.runs:
                 return
             try:
                 with owner.counters.waiting():

@@ -56,7 +56,7 @@ def make_stores(
     InvalidInputError
         If a tier doesn't exist on the device or can't have that size. No store is left open then.
     """
-    waiting = [move.resident.nbytes for move in plan.decided.weights if move.release is None]  # between steps alone
+    waiting = plan.waiting_bytes
     tiers: dict[Tier, None] = dict.fromkeys(choice.tier for choice in plan.choices if choice.moves)
     if waiting:
         tiers["host"] = None
