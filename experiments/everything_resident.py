@@ -68,8 +68,8 @@ def full(make: Callable[[Any], torch.optim.Optimizer], **kwargs: Any) -> Trainin
     return Training(model, inputs, make(model.parameters()))
 
 
-def block(channels: int, stride: int = 1) -> nn.Module:
-    return nn.Sequential(nn.LazyConv2d(channels, 3, stride, 1), nn.GroupNorm(8, channels), nn.SiLU())
+def block(before: int, channels: int, stride: int = 1) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(before, channels, 3, stride, 1), nn.GroupNorm(8, channels), nn.SiLU())
 
 
 class Latent(nn.Module):
@@ -77,10 +77,10 @@ class Latent(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.encoder = nn.Sequential(block(64, 2), block(128, 2)).requires_grad_(False)
-        self.down = nn.ModuleList([block(128), block(192, 2), block(256, 2)])
-        self.up = nn.ModuleList([block(192), block(128)])
-        self.out = nn.LazyConv2d(128, 3, 1, 1)
+        self.encoder = nn.Sequential(block(3, 64, 2), block(64, 128, 2)).requires_grad_(False)
+        self.down = nn.ModuleList([block(128, 128), block(128, 192, 2), block(192, 256, 2)])
+        self.up = nn.ModuleList([block(448, 192), block(320, 128)])
+        self.out = nn.Conv2d(128, 128, 3, 1, 1)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         x = self.encoder(images)
@@ -107,9 +107,6 @@ class Adversary(nn.Module):
 
 
 def images(model: nn.Module, inputs: torch.Tensor) -> Training:
-    with torch.no_grad():
-        model(inputs)  # makes the lazy layers' weights
-    model.train()
     return Training(model, inputs, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-3))
 
 

@@ -248,3 +248,49 @@ def test_the_update_is_a_decision_of_the_plan() -> None:
     assert UPDATE in str(plan)
     assert plan.peak_bytes < ckptplan.solve(model, budget="0%", **job).peak_bytes
     assert Plan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.filterwarnings("ignore:the peak may exceed", "ignore:steps differ")
+def test_a_stage_that_runs_again_within_forward_and_has_a_loss_of_its_own() -> None:
+    """Its gradient leaves twice: the second time with what the first backward has added."""
+
+    def run(plan: Plan | None) -> list[torch.Tensor]:
+        model, x = built("trained")
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        once = []
+
+        def auxiliary(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor | None:
+            output.square().mean().backward(retain_graph=True)
+            if once:
+                return None
+            once.append(True)
+            return module(args[0])
+
+        model[1].register_forward_hook(auxiliary)  # type: ignore[index]
+        with contextlib.nullcontext() if plan is None else ckptplan.apply(model, plan, check="off"):
+            model(x).square().mean().backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    plan = moved("trained", ("gradients",), make=torch.optim.AdamW, accumulate=True)
+    assert same(run(plan), run(None))
+
+
+@pytest.mark.parametrize("slowdown", [0.0, 0.02])
+def test_a_slowdown_that_weights_on_their_way_back_exceed(slowdown: float) -> None:
+    measured = ckptplan.profile(*built("adapted"), menus=False)
+    plan = ckptplan.solve(measured, max_overhead=slowdown, offload="all", time_limit_s=1)
+    assert plan.overhead <= slowdown + 1e-9
+
+
+def test_what_is_away_between_steps_takes_the_hosts_memory_once() -> None:
+    measured = ckptplan.profile(*built("adapted"), menus=False)
+    least = ckptplan.solve(measured, budget="0%", offload="all", time_limit_s=2).peak_bytes
+    assert least < measured.resident_bytes  # so that some have to be away between steps
+    budget = f"{least + 4000} B"
+    plan = ckptplan.solve(measured, budget=budget, offload="all", time_limit_s=2)
+    host_gb = (plan.host_bytes + sum(plan.waiting_bytes)) / 2**30
+    again = ckptplan.solve(measured, budget=budget, offload="all", host_gb=host_gb, time_limit_s=2)
+    assert again.host_bytes + sum(again.waiting_bytes) <= host_gb * 2**30
+    with pytest.raises(ckptplan.InfeasibleBudgetError):
+        ckptplan.solve(measured, budget=budget, offload="all", host_gb=0.0, time_limit_s=2)
