@@ -34,6 +34,7 @@ from ckptplan.core.units import GIB, format_bytes
 from ckptplan.planning.by_rules import SHARE, examined, plans_by_rules
 from ckptplan.planning.points import away_longest
 from ckptplan.referee.simulate import simulate
+from ckptplan.solving.peak import nothing_fits, plan_space_of
 from ckptplan.solving.planner import OnProgress, smallest_peak, solve_profile
 from ckptplan.solving.room import Room
 
@@ -116,7 +117,7 @@ class Job:
             try:
                 plan = solve_profile(job.profile, budget_bytes, job.limits, on_progress=job._progress())
             except InfeasibleBudgetError as error:
-                bounds += [] if (error.min_peak_bound_bytes or 0) > budget_bytes else [kept_s]
+                bounds += [] if job._is_infeasible(budget_bytes, error) else [kept_s]
             else:
                 bounds.append(plan.lower_bound_s)
                 found.append((plan.step_s, number, job))
@@ -127,6 +128,15 @@ class Job:
                     return plan.within(plan.budget_bytes, min(bounds))
         plan = self.leanest._solved(budget_bytes)
         return plan if self._fits_the_host(plan) else replace(self, more=())._solved(budget_bytes)
+
+    def _is_infeasible(self, budget_bytes: int, error: InfeasibleBudgetError) -> bool:
+        """Whether it is proven that no plan fits a budget for which none was found."""
+        if (error.min_peak_bound_bytes or 0) > budget_bytes:
+            return True
+        limits = self.limits
+        room = Room.of(self.profile, limits)
+        space = plan_space_of(room.movable(self.profile), limits.actions, limits.segments)
+        return nothing_fits(space, budget_bytes, room.total_bytes, time.monotonic() + limits.time_limit_s)
 
     def _fits_the_host(self, plan: Plan) -> bool:
         """Whether the host has room for what a plan moves, and for weights that are away between steps alone."""

@@ -17,7 +17,8 @@ where the type has one; their versions don't move. A `_Stay` has the storage, an
    before it leaves, and where there are others it stays, which is a difference.
 4. The copy on the host of a frozen weight is made once. It holds as long as a digest of the weight, which is taken
    where each forward begins, is that of the copied values: a moving average writes through `.data`, which no version
-   shows. A trained weight is copied in each forward.
+   shows. A trained weight is copied in each forward. Where one leaves again, its versions must be those of the copy;
+   on the CPU the digest is compared there, too.
 5. At the end of a backward, and where the next forward begins, all are back. Behind an error in backward, whoever
    reads one brings it back.
 
