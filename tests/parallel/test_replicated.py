@@ -179,3 +179,40 @@ def refused() -> None:
 
 def test_what_makes_tensors_of_its_own_is_refused(two: Ranks) -> None:
     two.good(refused)
+
+
+def adapted_by(offload: str | None) -> tuple[list[torch.Tensor], int]:
+    """Losses, parameters and state of a rank whose first layers are frozen, and the bytes that were brought back."""
+    torch.manual_seed(0)
+    layers = [
+        InTurn(trained=nn.Linear(96, 96), frozen=nn.Linear(96, 96).requires_grad_(False), out=nn.Tanh())
+        for _ in range(4)
+    ]
+    wrapped = DistributedDataParallel(nn.Sequential(*layers))
+    optimizer = torch.optim.AdamW([p for p in wrapped.parameters() if p.requires_grad], 1e-2)
+    torch.manual_seed(1 + dist.get_rank())
+    x, handle, found = torch.randn(64, 96), None, []
+    if offload is not None:
+        plan = ckptplan.solve(
+            wrapped, budget="0%", inputs=x, loss_fn=loss_fn, optimizer=optimizer, offload=offload, time_limit_s=2
+        )
+        handle = ckptplan.apply(wrapped, plan, check="always")
+    for _ in range(4):
+        loss = loss_fn(wrapped(x))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.detach())
+    back = 0 if handle is None else handle.stats().swapped_in_bytes
+    if handle is not None:
+        handle.remove()
+    states = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+    return [*found, *(p.detach() for p in wrapped.parameters()), *states], back
+
+
+def test_weights_and_state_leave_on_each_rank(two: Ranks) -> None:
+    plain = two.good(adapted_by, None)
+    for (found, back), (wanted, _) in zip(two.good(adapted_by, "all"), plain, strict=True):
+        assert back > 0
+        assert len(found) == len(wanted)
+        assert all(map(torch.equal, found, wanted))
