@@ -96,8 +96,17 @@ class Mixing(nn.Module):
         return x @ self.table
 
 
+class Normed(Adapted):
+    """As DoRA: the adapter's weight and the layer's have a norm whose graph forward drops."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        norm = (self.own.weight + self.up.weight @ self.down.weight).square().sum(1).sqrt().detach()
+        return super().forward(x) / norm
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "adapted": adapted,
+    "normed": lambda: nn.Sequential(*(Normed() for _ in range(4))),
     "trained": trained,
     "tied": tied,
     "flat": flat,
@@ -167,7 +176,7 @@ def cases(*options: str) -> Any:
         (name, option, between)
         for name in MODELS
         for option in options
-        for between in ((0, 1, PARTS) if name == "adapted" else (0,))
+        for between in ((0, 1, PARTS) if name in ("adapted", "normed") else (0,))
     ]
     return pytest.mark.parametrize(("name", "option", "between"), found)
 

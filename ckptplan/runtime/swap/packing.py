@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -101,6 +102,10 @@ class Packing:
         self.saved.append(held)
         return held
 
+    def collected(self) -> list[Held]:
+        """Return what was saved, in order; the caller empties the list."""
+        return self.saved
+
     def skip(self, tensor: torch.Tensor) -> None:
         """Count `tensor` in the order without holding it."""
         self.saved.append(_Counted(tensor))
@@ -109,6 +114,26 @@ class Packing:
         """Return saved-tensor hooks that collect what autograd saves; for `compared` see `UsersHooks.through`."""
         users = UsersHooks.around()
         return OwnHooks(self.pack if users is None else out_of_sight(users.through(self.pack, compared)), unpack)
+
+
+class Passing(Packing):
+    """Collects the tensors of a stage that moves none of them, and holds none: a graph that forward drops is freed."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._refs: list[weakref.ref[Held]] = []
+
+    def pack(self, tensor: torch.Tensor) -> Held:
+        """Hold `tensor` for backward, for as long as its graph is there."""
+        held = super().pack(tensor)
+        self.saved.clear()
+        self._refs.append(weakref.ref(held))
+        return held
+
+    def collected(self) -> list[Held]:
+        """Return what is there still of what was saved."""
+        refs, self._refs = self._refs, []
+        return [held for ref in refs if (held := ref()) is not None]
 
 
 unpack: Callable[[Kept], torch.Tensor] = operator.methodcaller("tensor")

@@ -17,7 +17,7 @@ from ckptplan.core.plan import Transfer
 from ckptplan.core.units import format_bytes
 from ckptplan.runtime.guard.check import Checks, Spots
 from ckptplan.runtime.observe.counters import Counters
-from ckptplan.runtime.swap.packing import Held, Packing
+from ckptplan.runtime.swap.packing import Held, Packing, Passing
 from ckptplan.runtime.swap.record import Record, finish_leaving, start_leaving, start_returning
 from ckptplan.runtime.swap.stores import Store
 from ckptplan.runtime.swap.weights import Weights
@@ -92,10 +92,10 @@ class SwapSession:
         tier : "host" or "disk"
             The tier that they are copied to.
         """
-        packing = self.packing()
+        packing = self.packing() if transfers else Passing(self._device)
         with packing.hooks(None if self._checks is None else functools.partial(self._checks.saves, index)):
             yield
-        self.leave(index, packing.saved, transfers, tier)
+        self.leave(index, packing.collected(), transfers, tier)
 
     def takes(self, inputs: Any) -> None:
         """Note the inputs of the pass: one that is a part of a larger batch counts with the bytes that it reaches over.
