@@ -213,7 +213,8 @@ class Controller:
         self._listen(observers)
         self._find_patches(observers, one_forward=one_forward)
         discarded = (i for i, choice in enumerate(self._choices) if choice.option == DISCARD)
-        self._always_watched = frozenset((*self._prefetch_at, *self._weights_at, self._last, *discarded))
+        using = filter(self.weights.uses, range(len(self._stages)))  # whose recompute finds its weights there
+        self._always_watched = frozenset((*self._prefetch_at, *self._weights_at, *using, self._last, *discarded))
         self._watches = bool(self._segments) or bool(self._enter or self._exit or self._backward)
         self._watches |= bool(self.weights.returning)  # they leave where backward has passed their stage
 

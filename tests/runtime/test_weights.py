@@ -653,3 +653,17 @@ def test_another_thread_evaluates_meanwhile() -> None:
             thread.join()
     assert found
     assert all(torch.equal(each, reference[0].own(x)) for each in found)  # type: ignore[index, operator]
+
+
+@pytest.mark.usefixtures("loud")
+def test_a_recomputed_stage_whose_weights_began_to_return_before_it() -> None:
+    measured = profiled("trained")
+    options = [s.find("recompute+swap") or s.keep for s in measured.stages]
+    choices = tuple(
+        Decision.moving(o.action, m, i, 3, o.name) if m else Decision(o.action, option=o.name)
+        for i, (o, m) in enumerate(zip(options, residency(measured, options).moves, strict=True))
+    )
+    wanted = steps(*built("trained"), count=30)
+    model, x = built("trained")
+    with ckptplan.apply(model, plan_with(measured, choices), check="off"):
+        assert same(steps(model, x, count=30), wanted)
