@@ -1,7 +1,7 @@
 """How small can a step be whose weights, gradients and optimizer state may leave the device as well?
 
     python experiments/everything_resident.py --out experiments/results
-    python experiments/everything_resident.py --only lora,gan
+    python experiments/everything_resident.py --only lora gan
 
 Small models of the kinds that people train: adapters of a Llama whose activations are about as large as its weights,
 full fine-tuning under three optimizers, tied embeddings, a U-Net behind a frozen encoder, and a GAN's generator that
@@ -40,8 +40,7 @@ class Training:
     optimizer: torch.optim.Optimizer
 
     def loss(self) -> torch.Tensor:
-        output = self.model(**self.inputs) if isinstance(self.inputs, dict) else self.model(self.inputs)
-        return output.loss if hasattr(output, "loss") else output.square().mean()
+        return loss_of(self.model(**self.inputs) if isinstance(self.inputs, dict) else self.model(self.inputs))
 
 
 def llama(*, batch: int = 4, length: int = 128, tied: bool = False) -> tuple[nn.Module, dict[str, torch.Tensor]]:
@@ -184,7 +183,7 @@ def loss_of(output: Any) -> torch.Tensor:
 
 def main() -> None:
     parser = documents.parser(__doc__)
-    parser.add_argument("--only", type=documents.among(TRAININGS), default=list(TRAININGS))
+    parser.add_argument("--only", nargs="+", choices=TRAININGS, default=list(TRAININGS))
     args = parser.parse_args()
     torch.set_num_threads(1)
     rows, lines, broken = [], [], []

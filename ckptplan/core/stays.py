@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from ckptplan.core.profile import Profile
-from ckptplan.core.stage import Phase
 from ckptplan.core.units import format_bytes
 
 LEAST_SHARE = 0.25
@@ -20,7 +19,7 @@ _UPDATE = (
 )
 
 
-def what_stays(profile: Profile, stage: str, phase: Phase, nbytes: int) -> str:
+def what_stays(profile: Profile, stage: str, phase: str, nbytes: int) -> str:
     """Return what no plan can move of a step that has `nbytes`, in a sentence; empty if that is little.
 
     Parameters

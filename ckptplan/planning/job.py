@@ -16,7 +16,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ckptplan.core.checks import MOST_BYTES
 from ckptplan.core.errors import CkptPlanError, InfeasibleBudgetError, InvalidInputError
@@ -195,8 +194,7 @@ class Job:
 
     def what_stays(self, error: InfeasibleBudgetError) -> str:
         """Return what no plan can move of the step that binds, for an error; empty if that is little."""
-        phase: Any = error.phase
-        stays = what_stays(self.leanest.profile, error.stage, phase, error.min_peak_bytes)
+        stays = what_stays(self.leanest.profile, error.stage, error.phase, error.min_peak_bytes)
         return f". Of it, no plan can move: {stays}" if stays else ""
 
     def solved_share(self, share: float, most_bytes: int | None = None) -> Plan:
