@@ -113,18 +113,18 @@ class Weights:
         self.in_ddp = False
         self.optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
         alike: dict[tuple[Any, ...], list[_Weight]] = {}
+        first_of: dict[tuple[Any, ...], WeightMove] = {}
         used: dict[int, list[tuple[Any, ...]]] = {}
         for move in moves:
             resident = move.resident
             first = resident.users[0] if resident.returns is not None else None
-            key = (
-                (move.stage, move.release, move.prefetch, move.tier, resident.returns, first),
-                (resident.trained, resident.kind),
-            )
+            points = move.stage, move.release, move.prefetch, move.tier, resident.returns, first
+            key = *points, resident.trained, resident.kind
+            first_of.setdefault(key, move)
             alike.setdefault(key, []).extend(self._held(model, resident))
             for i in resident.users:
                 used.setdefault(i, []).append(key)
-        made = {key: Group(self, held, stores[key[0][3]], *key[0]) for key, held in alike.items()}
+        made = {key: Group(self, held, stores[first_of[key].tier], first_of[key]) for key, held in alike.items()}
         self.groups = list(made.values())
         self._of_stage: dict[int, list[Group]] = {}
         for group in self.groups:
@@ -270,7 +270,7 @@ class Weights:
     def backward_begins(self, index: int) -> None:
         """Backward comes to a stage, and is over in those behind it."""
         for group in self._between:
-            if group.first > index:  # type: ignore[operator]
+            if group.first > index:
                 group.leave_between()
 
     def backward_ended(self, stages: Sequence[str]) -> None:
@@ -527,10 +527,8 @@ class Group:
 
     Parameters
     ----------
-    stage, release, prefetch : int
-        As of a `WeightMove`.
-    returns, first : int or None
-        As of a `Resident`, and its first user; None: it is there between steps.
+    move : WeightMove
+        That of one of them.
 
     Attributes
     ----------
@@ -538,23 +536,13 @@ class Group:
         Those of the present forward.
     """
 
-    def __init__(
-        self,
-        owner: Weights,
-        weights: list[_Weight],
-        store: Store,
-        stage: int,
-        release: int | None,
-        prefetch: int | None,
-        tier: Tier,
-        returns: int | None,
-        first: int | None,
-    ) -> None:
+    def __init__(self, owner: Weights, weights: list[_Weight], store: Store, move: WeightMove) -> None:
         self.owner, self._weights, self._store = owner, weights, store
-        self.stage, self.release, self.prefetch, self.returns, self.first = stage, release, prefetch, returns, first
+        self.stage, self.release, self.prefetch = move.stage, move.release, move.prefetch
+        self.returns, self._users = move.resident.returns, move.resident.users
         self.stays: list[_Stay] = []
         self.runs = 0  # of stages that use it, outside of steps
-        self._replayed_away = returns is not None
+        self._replayed_away = self.returns is not None
         self._ticket: Ticket | None = None
         self._copied: list[tuple[_Weight, Any]] = []  # what the ticket has, in its order, with its digest
         self._away: list[_Stay] = []
@@ -563,6 +551,11 @@ class Group:
         self._waited: list[Any] = []  # streams that have waited for it
         self._first: dict[_Weight, Any] = {}
         self._away_class = functools.cache(functools.partial(_away_class, self))
+
+    @property
+    def first(self) -> int:
+        """The first stage that uses it, of what is away between steps."""
+        return self._users[0]
 
     @property
     def is_away(self) -> bool:
@@ -636,7 +629,7 @@ class Group:
         if owner.stays or owner.on_move is not None:
             return
         with owner.lock, owner.plainly():
-            if self._away or not self.stays:
+            if self._away or all(stay.fixed for stay in self.stays):
                 return
             self._forget_if_written()
             for stay in self.stays:
