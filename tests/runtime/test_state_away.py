@@ -11,17 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from made_plans import plan_of
 from small_models import assert_kept
-from test_weights import WIDTH, built, same
+from test_weights import same
 from torch import nn
+from weight_models import WIDTH, Make, built, moving_all
 
 import ckptplan
 from ckptplan.core.plan import Plan
 from ckptplan.core.resident import UPDATE, Kind
 from ckptplan.runtime.handle import Handle
-
-Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 CLASSES = [
     kind
@@ -36,17 +34,6 @@ MAKES |= {
     "AdamW, foreach": lambda ps: torch.optim.AdamW(ps, foreach=True, amsgrad=True),
     "Muon": lambda ps: torch.optim.Muon([p for p in ps if p.ndim == 2]),
 }
-
-
-def moved(name: str, offload: tuple[Kind, ...], *, make: Make | None = None, accumulate: bool = False) -> Plan:
-    """A plan that moves all there is of these kinds."""
-    model, x = built(name)
-    optimizer = None if make is None else make([p for p in model.parameters() if p.requires_grad])
-    measured = ckptplan.profile(model, x, menus=False, optimizer=optimizer, accumulate=accumulate).offloading(offload)
-    names = [next((o.name for o in s.options if o.moves and not o.recomputes), "keep") for s in measured.stages]
-    plan = plan_of(measured, names)  # type: ignore[arg-type]
-    assert plan.decided.weights
-    return plan
 
 
 def trained(
@@ -95,7 +82,7 @@ def test_any_optimizer_of_pytorch(kind: str) -> None:
         measured = ckptplan.profile(model, x, menus=False, optimizer=optimizer)
         assert sum(r.nbytes for r in measured.residents if r.kind == "optimizer") <= 8 * 2 * WIDTH * 4
         return
-    plan = moved("trained", ("optimizer",), make=MAKES[kind])
+    plan = moving_all("trained", ("optimizer",), make=MAKES[kind])
     with ckptplan.apply(model, plan, check="always", optimizer=optimizer) as handle:
         assert same(trained(model, x, optimizer), wanted)
         each = sum(m.resident.nbytes for m in plan.decided.weights)
@@ -109,7 +96,7 @@ OFFLOADS: tuple[tuple[Kind, ...], ...] = (("optimizer",), ("weights", "optimizer
 @pytest.mark.parametrize("offload", OFFLOADS)
 @pytest.mark.parametrize("name", ["trained", "tied", "frozen"])
 def test_the_peak_is_that_of_the_plan(name: str, offload: tuple[Kind, ...]) -> None:
-    plan = moved(name, offload, make=torch.optim.Adam)
+    plan = moving_all(name, offload, make=torch.optim.Adam)
     model, x, optimizer = optimized(name, torch.optim.Adam)
     found = assert_kept(model, plan, x, optimizer=optimizer)
     assert found.measured_peak_bytes > 0.95 * plan.peak_bytes
@@ -119,7 +106,7 @@ def test_the_peak_is_that_of_the_plan(name: str, offload: tuple[Kind, ...]) -> N
 @pytest.mark.parametrize("name", ["trained", "tied", "flat", "frozen"])
 def test_micro_batches_add_to_gradients_that_were_away(name: str) -> None:
     wanted = trained(*optimized(name, torch.optim.AdamW), micro=3)
-    plan = moved(name, ("weights", "optimizer", "gradients"), make=torch.optim.AdamW, accumulate=True)
+    plan = moving_all(name, ("weights", "optimizer", "gradients"), make=torch.optim.AdamW, accumulate=True)
     assert {m.resident.kind for m in plan.decided.weights} == {"weights", "optimizer", "gradients"}
     model, x, optimizer = optimized(name, torch.optim.AdamW)
     for p in model.parameters():
@@ -130,7 +117,7 @@ def test_micro_batches_add_to_gradients_that_were_away(name: str) -> None:
 
 def test_the_peak_with_gradients_is_that_of_the_plan() -> None:
     for name in ("adapted", "trained", "tied"):
-        plan = moved(name, ("gradients", "weights"), accumulate=True)
+        plan = moving_all(name, ("gradients", "weights"), accumulate=True)
         found = assert_kept(*built(name)[:1], plan, built(name)[1])
         assert found.measured_peak_bytes > 0.95 * plan.peak_bytes
 
@@ -159,7 +146,7 @@ READS: dict[str, Callable[[nn.Module, torch.optim.Optimizer], Any]] = {
 def test_who_reads_what_is_away_finds_it(read: str) -> None:
     make = torch.optim.AdamW
     wanted = trained(*optimized("trained", make), micro=2, between=READS[read])
-    plan = moved("trained", ("optimizer", "gradients"), make=make, accumulate=True)
+    plan = moving_all("trained", ("optimizer", "gradients"), make=make, accumulate=True)
     model, x, optimizer = optimized("trained", make)
     with ckptplan.apply(model, plan, check="always", optimizer=optimizer):
         assert same(trained(model, x, optimizer, micro=2, between=READS[read]), wanted)
@@ -174,7 +161,7 @@ def test_an_update_between_forward_and_backward() -> None:
         with contextlib.nullcontext() if plan is None else ckptplan.apply(model, plan, optimizer=biases):
             return trained(model, x, biases, between=lambda m, o: o.step())
 
-    plan = moved("trained", ("optimizer",), make=torch.optim.AdamW)
+    plan = moving_all("trained", ("optimizer",), make=torch.optim.AdamW)
     assert same(run(plan), run(None))
 
 
@@ -199,11 +186,11 @@ def test_a_scaler_and_two_optimizers() -> None:
                 assert handle.stats().swapped_in_bytes > 0
         return found
 
-    assert same(run(moved("trained", ("optimizer",), make=torch.optim.AdamW)), run(None))
+    assert same(run(moving_all("trained", ("optimizer",), make=torch.optim.AdamW)), run(None))
 
 
 def test_state_from_before_moves_if_the_optimizer_is_given_and_is_warned_of_otherwise() -> None:
-    plan = moved("trained", ("optimizer",), make=torch.optim.AdamW)
+    plan = moving_all("trained", ("optimizer",), make=torch.optim.AdamW)
     model, x, optimizer = optimized("trained", torch.optim.AdamW)
     trained(model, x, optimizer, count=1)
     with ckptplan.apply(model, plan, optimizer=optimizer) as handle:
@@ -222,7 +209,7 @@ def _stopping(module: nn.Module, args: Any, output: torch.Tensor) -> None:
 
 
 def test_an_error_in_backward_leaves_state_and_gradients_right() -> None:
-    plan = moved("trained", ("weights", "optimizer", "gradients"), make=torch.optim.AdamW, accumulate=True)
+    plan = moving_all("trained", ("weights", "optimizer", "gradients"), make=torch.optim.AdamW, accumulate=True)
     model, x, optimizer = optimized("trained", torch.optim.AdamW)
     trained(model, x, optimizer, micro=2, count=1)
     before = [v.clone() for state in optimizer.state.values() for v in state.values()]
@@ -272,7 +259,7 @@ def test_a_stage_that_runs_again_within_forward_and_has_a_loss_of_its_own() -> N
             model(x).square().mean().backward()
         return [p.grad for p in model.parameters() if p.grad is not None]
 
-    plan = moved("trained", ("gradients",), make=torch.optim.AdamW, accumulate=True)
+    plan = moving_all("trained", ("gradients",), make=torch.optim.AdamW, accumulate=True)
     assert same(run(plan), run(None))
 
 
