@@ -1,6 +1,7 @@
 """A campaign of injected faults: after each, is everything as before, the error clear, and the next step right?
 
     python experiments/faults.py --faults 1500 --out experiments/results
+    python experiments/faults.py --resident --faults 500 --out experiments/results
 
 Small models under the plans of bitwise.py are trained with faults of these kinds: an exception in forward, in a
 recompute, in backward; a copy out or back that fails; a full disk; a worker thread that is killed; a swap file that is
@@ -11,6 +12,11 @@ stays applied through hundreds of them. After each fault:
 - parameters, buffers, training flags, hooks and random states are what the same fault leaves of a plain step;
 - no swap space is in use, and threads and open files are as many as before;
 - the next clean step has the loss and gradients of the plain model, bit for bit.
+
+With `--resident` the plans move weights, optimizer state and gradients of small models that AdamW trains, and some
+frozen weights are away between steps too. There a fault that comes before the update must leave each parameter, each
+gradient's part of earlier micro-batches and each moment as it was. A swap file that is lost or changed is not among
+these faults: it has the only copy of what is away.
 """
 
 from __future__ import annotations
@@ -20,6 +26,7 @@ import contextlib
 import ctypes
 import errno
 import gc
+import itertools
 import os
 import random
 import signal
@@ -27,7 +34,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -36,14 +43,17 @@ import documents  # isort: split
 
 import small_models
 import torch
+import weight_models
 from bitwise import plans, two_files
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from weight_models import moving_all
 
 import ckptplan
 from ckptplan.core.errors import CheckError, CkptPlanError, SwapError
+from ckptplan.core.resident import PARTS
 from ckptplan.runtime.swap.stores import DiskStore, disk
-from ckptplan.tensors.storages import same_bits
+from ckptplan.tensors.storages import is_away, same_bits
 from ckptplan.training.step import default_loss
 
 MODELS = ("transformer", "routed", "shared", "views", "conv_norm", "nested", "low_rank")
@@ -83,6 +93,13 @@ class Subject:
     wanted: list[Any]
     step_s: float = 0.05
     buffers: list[torch.Tensor] = field(default_factory=list)
+    optimizer: torch.optim.Optimizer | None = None
+    started: list[torch.Tensor] = field(default_factory=list)
+    frozen: list[torch.Tensor] = field(default_factory=list)
+    between: int = 0
+    home_bytes: int = 0
+    phase: str = ""
+    after_forward: torch.Tensor | None = None
     inside: contextlib.AbstractContextManager[Any] = field(default_factory=contextlib.nullcontext)
 
     def rewind(self) -> None:
@@ -91,6 +108,9 @@ class Subject:
             for (name, _), value in zip(list(self.model.named_buffers()), self.buffers, strict=True):
                 owner, _, last = name.rpartition(".")
                 self.model.get_submodule(owner)._buffers[last] = value.clone()
+            if self.optimizer is not None and self.started:
+                for tensor, value in zip(trained_state(self.optimizer), self.started, strict=True):
+                    tensor.copy_(value)
 
     @property
     def stores(self) -> list[DiskStore]:
@@ -99,21 +119,37 @@ class Subject:
 
     @property
     def used_bytes(self) -> int:
-        """Swap space in use."""
-        return sum(store.used_bytes for store in self.stores)
+        """Swap space in use, beside the copies of weights and state that are kept between steps."""
+        return max(sum(store.used_bytes for store in self.stores) - self.home_bytes, 0)
+
+    def step(self) -> list[Any]:
+        """Loss, gradients and what is trained from one seed; gradients of earlier micro-batches are there where an
+        optimizer is."""
+        self.phase = "forward"
+        for k, p in enumerate(self.model.parameters()):
+            p.grad = None if self.optimizer is None or not p.requires_grad else torch.full_like(p, k / 64)
+        torch.manual_seed(3)
+        with self.inside:
+            loss = loss_of(self.model, self.inputs)
+            self.phase, self.after_forward = "backward", torch.get_rng_state()
+            loss.backward()
+            gradients = [p.grad if p.grad is None else p.grad.clone() for p in self.model.parameters()]
+            if self.optimizer is not None:
+                self.phase = "update"
+                self.optimizer.step()
+        return [loss.detach(), *gradients, *trained_state(self.optimizer)]
 
 
 def loss_of(model: nn.Module, inputs: Any) -> torch.Tensor:
     return default_loss(model(**inputs) if isinstance(inputs, dict) else model(inputs))
 
 
-def clean_step(model: nn.Module, inputs: Any) -> list[Any]:
-    """Loss and gradients from one seed."""
-    model.zero_grad()
-    torch.manual_seed(3)
-    loss = loss_of(model, inputs)
-    loss.backward()
-    return [loss.detach(), *(p.grad for p in model.parameters())]
+def trained_state(optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
+    """What an optimizer changes: its parameters and its state."""
+    if optimizer is None:
+        return []
+    parameters = [p.detach() for group in optimizer.param_groups for p in group["params"]]
+    return parameters + [v for state in optimizer.state.values() for v in state.values()]
 
 
 def same(found: list[Any], wanted: list[Any]) -> bool:
@@ -298,7 +334,8 @@ def surroundings(subject: Subject) -> dict[str, Any]:
     gc.collect()
     model = subject.model
     return {
-        "parameters": [(id(p), p._version, p.requires_grad) for p in model.parameters()],
+        "parameters": [(id(p), p.requires_grad) for p in model.parameters()],
+        "versions": [p._version for p in model.parameters() if not subject.optimizer or not p.requires_grad],
         "flags": [m.training for m in model.modules()],
         "hooks": [
             (len(m._forward_pre_hooks), len(m._forward_hooks), len(m._backward_hooks), "forward" in m.__dict__)
@@ -312,29 +349,35 @@ def surroundings(subject: Subject) -> dict[str, Any]:
     }
 
 
+def left_wrong(subject: Subject, failed: bool) -> list[str]:
+    """Weights and moments that a step has left missing or wrong."""
+    if subject.optimizer is None:
+        return []
+    frozen = [t for t in (*subject.model.parameters(), *subject.model.buffers()) if not t.requires_grad]
+    trained, gradients = trained_state(subject.optimizer), [p.grad for p in subject.model.parameters()]
+    wrong = ["a frozen weight is wrong"] * (not same(frozen, subject.frozen))
+    if failed and subject.phase != "update":
+        wrong += ["a weight or a moment is wrong"] * (not same(trained, subject.started))
+    # An error in backward leaves them away, for the failed step's activations may still be held: reading brings back.
+    present = [t for t in (*frozen, *trained, *gradients) if t is not None]
+    missing = sum(bool(t.isnan().any()) or is_away(t) for t in present)
+    wrong += [f"{missing} weights, moments or gradients are not there"] * bool(missing)
+    return wrong
+
+
 def run_one(subject: Subject, kind: str, seed: int) -> dict[str, Any]:
     """One fault, one clean step, and all that was wrong."""
     rng = random.Random(seed)
     inject, expected = KINDS[kind]
     fault = Fault(kind, expected)
     subject.rewind()
+    subject.phase = ""
     before = surroundings(subject)
     wrong: list[str] = []
     error: BaseException | None = None
-    states: dict[str, torch.Tensor] = {}
-
-    def faulty() -> list[Any]:
-        subject.model.zero_grad()
-        torch.manual_seed(3)
-        with subject.inside:
-            loss = loss_of(subject.model, subject.inputs)
-            states["forward ended"] = torch.get_rng_state()
-            loss.backward()
-        return [loss.detach(), *(p.grad for p in subject.model.parameters())]
-
     try:
         with inject(subject, rng, fault):
-            result = faulty()
+            result = subject.step()
         if not same(result, subject.wanted):
             wrong.append("SILENT: no error, and wrong gradients")
         del result
@@ -346,8 +389,8 @@ def run_one(subject: Subject, kind: str, seed: int) -> dict[str, Any]:
             wrong += traceback.format_exception(error)[-3:]
         if isinstance(error, CkptPlanError) and len(str(error)) < 40:
             wrong.append(f"unclear error: {error}")
-        if "forward ended" in states:
-            moved = not torch.equal(torch.get_rng_state(), states["forward ended"])
+        if subject.phase != "forward":
+            moved = not torch.equal(torch.get_rng_state(), subject.after_forward)
             wrong += ["random state moved in backward"] * moved
     raised_as = type(error).__name__ if error is not None else ""
     error = None
@@ -356,14 +399,15 @@ def run_one(subject: Subject, kind: str, seed: int) -> dict[str, Any]:
     while (after := surroundings(subject)) != before and time.monotonic() < deadline:
         time.sleep(0.01)
     wrong += [f"{name}: {before[name]} before, {after[name]} after" for name in after if after[name] != before[name]]
-    in_backward = raised_as and "forward ended" in states
+    in_backward = raised_as and subject.phase != "forward"
     while not in_backward and subject.used_bytes and time.monotonic() < deadline:
         time.sleep(0.01)
     if not in_backward and subject.used_bytes:
         wrong.append("swap space is still in use")
+    wrong += left_wrong(subject, bool(raised_as))
     subject.rewind()
     try:
-        if not same(clean_step(subject.model, subject.inputs), subject.wanted):
+        if not same(subject.step(), subject.wanted):
             wrong.append("the next step is wrong")
         gc.collect()
         # PyTorch keeps what a failed backward left in its queue; the next forward under the plan makes it let go.
@@ -381,19 +425,54 @@ def subjects(seed: int) -> Iterator[Subject]:
     """Every model with every kind of plan."""
     for name in MODELS:
         profile = ckptplan.profile(*small_models.build(name))
-        plain, inputs = small_models.build(name)
-        wanted = clean_step(plain, inputs)
+        plain = Subject(name, "", *small_models.build(name), None, [])
+        wanted = plain.step()
         for what, plan in plans(profile, f"{name} {seed}").items():
             model, inputs = small_models.build(name)
             with two_files():
                 handle = ckptplan.apply(model, plan, check="always")
-            subject = Subject(name, what, model, inputs, handle, wanted)
-            subject.buffers = [b.clone() for b in model.buffers()]
-            assert same(clean_step(model, inputs), wanted), (name, what)
-            begin = time.perf_counter()
-            clean_step(model, inputs)
-            subject.step_s = time.perf_counter() - begin
-            yield subject
+            yield ready(Subject(name, what, model, inputs, handle, wanted))
+
+
+def moving_residents(_: int) -> Iterator[Subject]:
+    """Every model of which weights, state and gradients move, without and with weights away between steps."""
+    for name, between in itertools.product(weight_models.MODELS, (0, PARTS)):
+        plan = moving_all(
+            name, ("activations", "weights", "optimizer", "gradients"), between, make=adamw, accumulate=True
+        )
+        plain = with_optimizer(Subject(name, "", *weight_models.built(name), None, []))
+        wanted = plain.step()
+        subject = with_optimizer(Subject(name, f"between {between}", *weight_models.built(name), None, wanted))
+        subject.between = between
+        with two_files():
+            subject.handle = ckptplan.apply(subject.model, plan, check="always", optimizer=subject.optimizer)
+        yield ready(subject)
+
+
+def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, 1e-2)
+
+
+def with_optimizer(subject: Subject) -> Subject:
+    """A subject whose optimizer has its state."""
+    subject.optimizer = adamw([p for p in subject.model.parameters() if p.requires_grad])
+    subject.step()
+    subject.started = [t.clone() for t in trained_state(subject.optimizer)]
+    subject.frozen = [t.clone() for t in (*subject.model.parameters(), *subject.model.buffers()) if not t.requires_grad]
+    return subject
+
+
+def ready(subject: Subject) -> Subject:
+    """A subject with its plan applied: its clean step is right, and takes `step_s`."""
+    subject.buffers = [b.clone() for b in subject.model.buffers()]
+    for _ in range(2):
+        subject.rewind()
+        begin = time.perf_counter()
+        assert same(subject.step(), subject.wanted), (subject.name, subject.what)
+        subject.step_s = time.perf_counter() - begin
+    if subject.optimizer is not None:
+        subject.home_bytes = subject.used_bytes
+    return subject
 
 
 def main() -> None:
@@ -402,11 +481,12 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=1500, help="how many have to hit")
     parser.add_argument("--kinds", type=documents.among(KINDS), default=list(KINDS), help="only these")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--resident", action="store_true", help="weights, optimizer state and gradients move")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    kinds = given.kinds
+    kinds = [kind for kind in given.kinds if not given.resident or KINDS[kind][0] is not damaged_file]
     threads_before, files_before = threading.active_count(), len(os.listdir("/proc/self/fd"))
-    everyone = list(subjects(given.seed))
+    everyone = list((moving_residents if given.resident else subjects)(given.seed))
     gc.freeze()  # what is there stays: each later collection looks at one step's objects alone
     rows: list[dict[str, Any]] = []
     hit = number = 0
@@ -425,7 +505,7 @@ def main() -> None:
         subject.handle.remove()
         assert not [m for m in subject.model.modules() if "forward" in m.__dict__]
         subject.rewind()
-        assert same(clean_step(subject.model, subject.inputs), subject.wanted)
+        assert same(subject.step(), subject.wanted)
     everyone.clear()
     gc.unfreeze()
     gc.collect()
@@ -444,7 +524,7 @@ def main() -> None:
         "steps": number, "faults": hit, "silent": silent, "wrong": bad, "threads_left": left[0],
         "files_left": left[1], "outcomes": [[kind, what, n] for (kind, what), n in sorted(table.items())],
     }  # fmt: skip
-    documents.save(given.out, "faults.json", summary)
+    documents.save(given.out, "faults_resident.json" if given.resident else "faults.json", summary)
     sys.exit(bool(bad or any(left)))
 
 

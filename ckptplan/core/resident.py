@@ -23,6 +23,9 @@ NOTE [Offloaded weights]
    (`forward_wait_s`). Which weights these are is no decision of the search: a share of their bytes, spread evenly.
 7. In an option that moves, these move with the rest; each option that moves nothing has another beside it that moves
    them alone. "recompute+swap" moves the inputs that can move, and these.
+8. Frozen layers in front of all that has a graph, as of an encoder, are glue: a stage needs a backward. Their weights
+   are needed until the first module with a graph begins, and by no backward. They have no user among the stages, and
+   are like state that the host has already: saved by the stage of the update, behind which they are there again.
 
 Example: a chain of 4 frozen layers of 100 MiB with adapters. Before, each of the bases has all 400 MiB. As storages of
 the chain, all leave behind their layer's forward but the last, which is needed at once: the turn has 100 MiB. In the
@@ -112,7 +115,8 @@ class Resident:
     nbytes : int
     users : tuple of int
         Stages whose forward reads it, in order. Of a gradient, the stage whose backward adds to it; of state, the
-        update's, or none in a profile that has no such stage.
+        update's, or none in a profile that has no such stage; likewise of a weight that is read in front of all stages
+        that have a backward, alone (rule 8).
     trained : bool
         Whether its values may change from step to step, so that it is copied out in each.
     overhead_s, launch_s : float
@@ -142,7 +146,7 @@ class Resident:
     def __post_init__(self) -> None:
         owner = f"resident {self.names[0]!r}" if self.names else "resident"
         check_fields(owner, self)
-        in_order = list(self.users) == sorted(set(self.users)) and (self.users or self.kind == "optimizer")
+        in_order = list(self.users) == sorted(set(self.users)) and (self.users or self.kind != "gradients")
         if not self.names or not in_order or self.kind == "activations":
             raise InvalidInputError(
                 f"{owner}: names={self.names}, users={self.users}, kind={self.kind!r}; want names, stages in order, "
@@ -184,7 +188,7 @@ def offloading(profile: Profile, offload: Sequence[Kind], between: int = 0) -> P
     missing = [why for kind, why in _NONE.items() if kind in kinds and kind not in found]
     notes = (*profile.notes, *(missing if kinds != KINDS or not found else ()))
     profile = replace(profile, offload=kinds, notes=notes, between=between)
-    if "optimizer" in kinds and "optimizer" in found:
+    if any(not resident.users for resident in profile.moving):
         profile = _with_update(profile)
     if between and "weights" in kinds:
         profile = _returning_for_forward(profile)
@@ -195,7 +199,7 @@ def offloading(profile: Profile, offload: Sequence[Kind], between: int = 0) -> P
         for i in resident.users:
             used.setdefault(i, []).append((len(storages), resident))
         # What runs before the first module belongs to no stage that could wait for a copy.
-        until = 1 if resident.kind == "optimizer" and profile.stages[1].is_glue else -1
+        until = 1 if profile.stages[resident.users[0]].name == UPDATE and profile.stages[1].is_glue else -1
         born = -1 if resident.returns is None else resident.returns - 1
         until = max(born, until)
         storages.append(Storage(resident.names[0], resident.nbytes, born, until, on_host=not resident.trained))
@@ -229,10 +233,8 @@ def _with_update(profile: Profile) -> Profile:
         for s in profile.storages
     )
     held = sum(s.nbytes for s in profile.storages if s.to_end)
-    state = sum(r.nbytes for r in profile.residents if r.kind == "optimizer")
-    residents = tuple(
-        replace(r, users=(0,) if r.kind == "optimizer" else tuple(i + 1 for i in r.users)) for r in profile.residents
-    )
+    state = sum(r.nbytes for r in profile.moving if not r.users)
+    residents = tuple(replace(r, users=tuple(i + 1 for i in r.users) or (0,)) for r in profile.residents)
     update = Stage(UPDATE, UPDATE, (Option("keep", (), (), 0, 0),), 0.0, 0.0)
     return replace(
         profile,

@@ -356,7 +356,7 @@ def _traced(
             step,
             found,
             target,
-            beside=BytesBeside(resident + state_bytes, update_bytes),
+            beside=BytesBeside(resident + state_bytes, None if optimizer is None else update_bytes),
             menus=menus,
             devices=devices,
             report=report,

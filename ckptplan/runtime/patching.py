@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from ckptplan.training.compiled import check_not_compiling, keep_compiler_out
@@ -127,7 +128,12 @@ class PatchedForward:
         if not self._active or owner is not self.module or threading.get_ident() in self._running:
             return original(*args, **kwargs)
         check_not_compiling(self.module)
-        return self.run(functools.partial(self._inside, original), args, kwargs)
+        grad = torch.is_grad_enabled()
+        try:
+            return self.run(functools.partial(self._inside, original), args, kwargs)
+        except BaseException:
+            torch.set_grad_enabled(grad)  # an interrupt in the end of a `with torch.no_grad()` leaves it off
+            raise
 
     def _inside(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         thread = threading.get_ident()

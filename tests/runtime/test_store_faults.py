@@ -28,7 +28,14 @@ from ckptplan import apply
 from ckptplan.core.errors import InvalidInputError, SwapError
 from ckptplan.profiling.times import links
 from ckptplan.runtime.observe.counters import Counters
-from ckptplan.runtime.swap.record import Record, Whereabouts, finish_leaving, start_leaving, start_returning
+from ckptplan.runtime.swap.record import (
+    Record,
+    Whereabouts,
+    _LeavingGroup,
+    finish_leaving,
+    start_leaving,
+    start_returning,
+)
 from ckptplan.runtime.swap.stores import DiskStore, disk
 
 pytestmark = pytest.mark.usefixtures("no_leak")
@@ -510,4 +517,5 @@ def test_a_record_that_an_interrupt_left_unmade_is_deleted_in_silence(monkeypatc
     seen: list[object] = []
     monkeypatch.setattr(sys, "unraisablehook", seen.append)
     Record.__new__(Record)
+    _LeavingGroup.__new__(_LeavingGroup)
     assert not seen

@@ -18,7 +18,7 @@ import torch
 from made_plans import plan_of, plan_with
 from small_models import assert_kept
 from torch import nn
-from weight_models import MODELS, WIDTH, built
+from weight_models import MODELS, WIDTH, Frozen, built
 
 import ckptplan
 from ckptplan.core.plan import Decision, Plan
@@ -27,6 +27,7 @@ from ckptplan.core.resident import PARTS
 from ckptplan.core.schedule import residency
 from ckptplan.core.segment import Segment
 from ckptplan.runtime.swap.stores.base import ArenaStore
+from ckptplan.tensors.storages import is_away
 from ckptplan.training.measure import recorded_allocations
 
 
@@ -278,6 +279,45 @@ def test_after_an_error_all_are_there(when: str) -> None:
         assert same([p.detach() for p in model.parameters()], before)
 
 
+@pytest.mark.usefixtures("loud")
+def test_an_encoder_without_a_graph_leaves_when_it_has_run() -> None:
+    wanted = steps(*built("frozen"))
+    model, x = built("frozen")
+    names = {name for name, _ in model.named_parameters() if name.startswith("frozen") and name.endswith("weight")}
+    plan = moved("frozen")
+    front = [move.resident for move in plan.decided.weights if move.stage < 0]
+    assert {name for resident in front for name in resident.names} == names
+    seen: list[set[str]] = []
+
+    def look(*_: object) -> None:
+        seen.append(names & {name for name, p in model.named_parameters() if is_away(p)})
+
+    model.head[0].register_forward_hook(look)  # type: ignore[index, union-attr]
+    model.head[0].weight.register_hook(look)  # type: ignore[index, union-attr]
+    with ckptplan.apply(model, plan, check="always") as handle:
+        assert same(steps(model, x, between=look), wanted)
+        assert seen == [names] * 9
+        assert not away(model)
+        with torch.no_grad():
+            twice = [model(x), model(x)]
+        assert same(twice[:1], twice[1:])
+        with handle.resident():
+            model(x).square().mean().backward()
+        assert not any(seen[9:])
+
+
+def test_an_encoder_that_a_trained_layer_calls_again_stays() -> None:
+    """What is read behind the first stage too can't be away then."""
+
+    class Twice(Frozen):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + self.frozen[0](x)
+
+    model = Twice()
+    found = ckptplan.profile(model, torch.randn(4, WIDTH), menus=False).residents
+    assert [r.names for r in found if not r.users] == [("frozen.1.0.weight",)]
+
+
 def test_removed_between_forward_and_backward() -> None:
     model, x = built("adapted")
     torch.manual_seed(3)
@@ -380,6 +420,22 @@ def _interrupted_at(count: int, run: Callable[[], Any]) -> bool:
         sys.settrace(None)
         torch.set_grad_enabled(True)  # Python leaves a `with torch.no_grad()` unended where its end is interrupted
     return left <= 0
+
+
+@pytest.mark.parametrize("between", [0, PARTS])
+def test_an_interrupt_in_the_end_of_no_grad_leaves_gradients_on(between: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(self: object, *_: object) -> None:
+        if torch.is_grad_enabled():
+            return
+        raise KeyboardInterrupt
+
+    model, x = built("adapted")
+    with ckptplan.apply(model, moved("adapted", "weights", between), check="always"):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.no_grad, "__exit__", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                model(x)
+        assert torch.is_grad_enabled()
 
 
 @pytest.mark.parametrize("between", [0, PARTS])

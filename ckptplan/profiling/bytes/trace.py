@@ -74,12 +74,12 @@ class BytesBeside:
     ----------
     resident : int
         Those on the device before the step: parameters, buffers, gradients, optimizer state, inputs.
-    update : int
-        Those that the optimizer's update adds to the ones live after backward.
+    update : int or None
+        Those that the optimizer's update adds to the ones live after backward; None without an optimizer.
     """
 
     resident: int
-    update: int
+    update: int | None = None
 
 
 class Replayed(Protocol):
@@ -574,12 +574,13 @@ class _Tracing:
             )
         if self.not_measured:
             self.notes.append(f"temporaries not measured for: {', '.join(sorted(self.not_measured))}")
+        residents = self._residents()
         traced = Traced(
             stages=tuple(stages),
             storages=tuple(self.storages),
             base_forward_bytes=tuple(bases.forward),
             base_backward_bytes=tuple(bases.backward),
-            update_peak_bytes=self.resident_bytes + self.kept.end_bytes + self.update_bytes,
+            update_peak_bytes=self.resident_bytes + self.kept.end_bytes + self._update_bytes(residents),
             resident_bytes=self.resident_bytes,
             notes=tuple(self.notes),
             outside=self.found.outside,
@@ -593,9 +594,18 @@ class _Tracing:
             written=tuple(self.kept.written),
             places=self._places(),
             rerun_shares=self.rerun_shares,
-            residents=self._residents(),
+            residents=residents,
         )
         return traced, times
+
+    def _update_bytes(self, residents: Sequence[Resident]) -> int:
+        """Bytes of the update beside those that are live after backward.
+
+        What may return for the update returns while autograd still holds the loss's gradient.
+        """
+        returns = self.update_bytes is not None or any(not resident.users for resident in residents)
+        at_end = sum(self.kept.sizes[sid] for sid in self.kept.results.get("loss", ())) if returns else 0
+        return max(self.update_bytes or 0, at_end)
 
     def _residents(self) -> tuple[Resident, ...]:
         """The parameters, buffers and gradients that may be away within the step (NOTE [Offloaded weights])."""
@@ -612,13 +622,17 @@ class _Tracing:
         for name, t in named:
             if not is_traceable_wrapper_subclass(t) and t.layout is torch.strided:
                 parts.setdefault(t.untyped_storage()._cdata, []).append((name, t))
+        graph = self.kept.backward.get(0)
+        front = [0] if self.segments[0] == 0 and (graph is None or not graph.ops) else None
         found = []
         for part in parts.values():
             names, nbytes = tuple(name for name, _ in part), part[0][1].untyped_storage().nbytes()
             used = sorted(set().union(*(users.get(name, ()) for name in names)))
             is_written = not written.isdisjoint(_NUMBERS_OF.sub("#", name) for name in names)
-            if used and fixed.isdisjoint(used) and nbytes >= max(self.target.least_moved_bytes, 1) and not is_written:
-                found.append(Resident(names, nbytes, tuple(used), any(t.requires_grad for _, t in part)))
+            able = used == front or (used and fixed.isdisjoint(used))
+            if able and nbytes >= max(self.target.least_moved_bytes, 1) and not is_written:
+                readers = () if used == front else tuple(used)
+                found.append(Resident(names, nbytes, readers, any(t.requires_grad for _, t in part)))
         if self.step.accumulates and not self.step.parallel.kind:
             found += self._gradients(users, fixed)
         return tuple(found)
@@ -673,7 +687,7 @@ class _Tracing:
 
         None if they hold what no hook sees, since that adds up over layers.
         """
-        found, beside = FoundStages(folding.stages, ()), BytesBeside(self.resident_bytes, 0)
+        found, beside = FoundStages(folding.stages, ()), BytesBeside(self.resident_bytes)
         few = _Tracing(self.step, found, self.target, beside, self.choices, folding.replay_few, self.report)
         few_bases = few._bases()
         runs = few._runs(few_bases, alike := few._alike(few_bases))

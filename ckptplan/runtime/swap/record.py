@@ -102,7 +102,8 @@ class _LeavingGroup:
             self._finished = True
 
     def __del__(self) -> None:
-        self.store.free(self.ticket)
+        if hasattr(self, "ticket"):  # no interrupt ended `__init__`
+            self.store.free(self.ticket)
 
 
 class _ReturnBatch:

@@ -112,6 +112,7 @@ class Weights:
         self._bench: Bench | None = None
         self.in_ddp = False
         self.optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
+        self._moves_state = any(move.resident.kind == "optimizer" for move in moves)
         alike: dict[tuple[Any, ...], list[_Weight]] = {}
         first_of: dict[tuple[Any, ...], WeightMove] = {}
         used: dict[int, list[tuple[Any, ...]]] = {}
@@ -154,7 +155,7 @@ class Weights:
     def misses(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether it moves optimizer state and doesn't know this optimizer, which has some."""
         unknown = all(known() is not optimizer for known in self.optimizers)
-        return unknown and any(group.stage < 0 for group in self.groups) and bool(optimizer.state)
+        return unknown and self._moves_state and bool(optimizer.state)
 
     def open(self) -> None:
         """The model follows the plan from now on, or again."""
