@@ -12,6 +12,7 @@ stages saves more makes a difference, too.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -108,23 +109,27 @@ class Job:
         """
         if not self.more:
             return self._solved(budget_bytes)
-        kept_s, found, bounds = self.profile.baseline_step_s, list[tuple[float, int, Job]](), list[float]()
+        kept_s, found, bounds = self.profile.baseline_step_s, list[tuple[float, int, Job]](), dict[int, float]()
         for number, job in enumerate(self.each(replace(self.limits, on_plan=None))):
             if found and min(found)[0] <= kept_s * (1 + self.limits.gap):
-                bounds.append(kept_s)
+                bounds[number] = kept_s
                 break
+            search = functools.partial(solve_profile, job.profile, limits=job.limits, on_progress=job._progress())
             try:
-                plan = solve_profile(job.profile, budget_bytes, job.limits, on_progress=job._progress())
+                plan = search(budget_bytes)
             except InfeasibleBudgetError as error:
-                bounds += [] if job._is_infeasible(budget_bytes, error) else [kept_s]
+                if not job._is_infeasible(budget_bytes, error):  # a bound for more bytes is one for less
+                    bounds[number] = _from(error.min_peak_bytes, search).lower_bound_s
             else:
-                bounds.append(plan.lower_bound_s)
+                bounds[number] = plan.lower_bound_s
                 found.append((plan.step_s, number, job))
-        for _, _, job in sorted(found):
+        for _, number, job in sorted(found):
             with contextlib.suppress(InfeasibleBudgetError):  # with the allocator's fragments
                 plan = replace(job, limits=self.limits)._solved(budget_bytes)
                 if self._fits_the_host(plan):
-                    return plan.within(plan.budget_bytes, min(bounds))
+                    if plan.budget_bytes == budget_bytes:
+                        bounds[number] = max(bounds[number], plan.lower_bound_s)
+                    return plan.within(plan.budget_bytes, min(bounds.values()))
         plan = self.leanest._solved(budget_bytes)
         return plan if self._fits_the_host(plan) else replace(self, more=())._solved(budget_bytes)
 

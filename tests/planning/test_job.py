@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from random_chains import homogeneous_chain
@@ -11,6 +12,7 @@ import ckptplan
 from ckptplan import api
 from ckptplan.core.measured import DeviceBytes
 from ckptplan.core.request import Limits
+from ckptplan.core.resident import PARTS, Resident
 from ckptplan.planning import job as jobs
 
 pytestmark = pytest.mark.planning
@@ -147,3 +149,31 @@ def test_a_slowdown_on_cuda_is_proven_for_the_budget_that_is_named() -> None:
     plan = api._solved(job, None, None, 0.2)
     assert plan.budget_bytes == plan.reserved_bytes == 2 * plan.peak_bytes
     assert plan.lower_bound_s <= ckptplan.solve(chain, plan.budget_bytes / 2**30).step_s
+
+
+def test_a_share_of_the_weights_that_may_fit_is_bounded_by_its_smallest_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it isn't proven that nothing fits, the bound isn't the time of keeping everything."""
+    times, sizes = ([0.01] * 4, [0.02] * 4), ([1 << 10] * 4, [8 << 10] * 4)
+    chain = ckptplan.Profile.from_chain(*times, *sizes, input_bytes=1 << 10, out_bytes_per_s=1e6, in_bytes_per_s=1e6)
+    chain = with_weights(chain, 16 << 10)
+    proven = ckptplan.solve(chain, budget="0%", offload="all")
+    assert proven.between == PARTS
+    assert proven.status == "optimal"
+    monkeypatch.setattr(jobs.Job, "_is_infeasible", lambda *_: False)
+    plan = ckptplan.solve(chain, budget="0%", offload="all")
+    assert plan.step_s == proven.step_s
+    assert chain.baseline_step_s * 1.1 < plan.lower_bound_s < plan.step_s
+
+
+def with_weights(chain: ckptplan.Profile, nbytes: int) -> ckptplan.Profile:
+    """The chain with a frozen weight in each stage."""
+    weights = tuple(Resident((f"w{i}",), nbytes, (i,), trained=False) for i in range(len(chain.stages)))
+    held = nbytes * len(weights)
+    return replace(
+        chain,
+        base_forward_bytes=tuple(nbytes + held for nbytes in chain.base_forward_bytes),
+        base_backward_bytes=tuple(nbytes + held for nbytes in chain.base_backward_bytes),
+        update_peak_bytes=chain.update_peak_bytes + held,
+        resident_bytes=chain.resident_bytes + held,
+        residents=weights,
+    )
