@@ -65,7 +65,9 @@ def llama(*, batch: int = 4, length: int = 128, tied: bool = False) -> tuple[nn.
 def t5() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     from transformers import T5Config, T5ForConditionalGeneration
 
-    config = T5Config(d_model=128, d_kv=32, d_ff=384, num_layers=3, num_heads=4, vocab_size=512)
+    config = T5Config(
+        d_model=128, d_kv=32, d_ff=384, num_layers=3, num_heads=4, vocab_size=512, decoder_start_token_id=0
+    )
     tokens = torch.randint(0, 512, (2, 48))
     return T5ForConditionalGeneration(config).train(), {"input_ids": tokens, "labels": tokens.clone()}
 
