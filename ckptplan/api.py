@@ -25,7 +25,7 @@ from ckptplan.referee.validate import examine
 from ckptplan.report.explain import Explanation, Worth
 from ckptplan.report.explain import explain as explanation
 from ckptplan.solving.bound.pricing import lower_bound
-from ckptplan.solving.frontier import frontier_profile, smallest_within
+from ckptplan.solving.frontier import frontier_profile
 from ckptplan.solving.peak import plan_space_of
 from ckptplan.solving.room import Room
 
@@ -194,26 +194,13 @@ def _solved(job: Job, budget_bytes: int | None, share: float | None, max_overhea
             raise
         return _with_range(job, plan)
     assert max_overhead is not None
-    plan = _smallest_within(job, max_overhead)
+    plan = job.smallest_within(max_overhead)
     # No budget was named that a replay could exceed, so the plan names the one it keeps.
     plan = job.reserving(plan)
     needs = job.needs(plan)
     if needs > plan.budget_bytes:  # the bound is one for fewer bytes
         plan = plan.within(needs, plan.baseline_step_s)
     return _with_range(job, plan)
-
-
-def _smallest_within(job: Job, max_overhead: float) -> Plan:
-    """Return the plan with the smallest peak within a slowdown, over all shares of the weights away between steps."""
-    found: list[Plan] = []
-    for each in job.each(job.limits):
-        try:
-            found.append(each.sound(smallest_within(each.profile, max_overhead, each.handing_out)))
-        except InfeasibleBudgetError:  # the weights alone, on their way back, make the step slower
-            if not found:
-                raise
-    bounds = [plan.peak_bound_bytes for plan in found if plan.peak_bound_bytes is not None]
-    return replace(min(found, key=lambda plan: plan.peak_bytes), peak_bound_bytes=min(bounds) if bounds else None)
 
 
 def _with_range(job: Job, plan: Plan) -> Plan:

@@ -26,7 +26,6 @@ from ckptplan.profiling.bytes.operations import TensorSpec
 from ckptplan.profiling.profiler import profile_step, traced_bytes
 from ckptplan.profiling.target import Target, find_target
 from ckptplan.runtime.verify import Verification, verify
-from ckptplan.solving.frontier import smallest_within
 from ckptplan.solving.peak import smallest_peak
 from ckptplan.state.parameters import ParameterState
 from ckptplan.state.process import in_own_context
@@ -418,7 +417,7 @@ class _Search:
                 return self.batches.sizes.reserved(step)
             if self.max_overhead is not None:
                 profile = profile_step(step, self.target, optimizer=self.optimizer, menus=False)
-                return smallest_within(profile, self.max_overhead, self.peak_limits).peak_bytes
+                return Job.of(profile, self.peak_limits).smallest_within(self.max_overhead).peak_bytes
             chain = Job.of(traced_bytes(step, self.optimizer, self.target), self.limits).leanest.profile
             least = smallest_peak(chain, self.peak_limits)
         except _TooLarge:

@@ -11,7 +11,7 @@ import bisect
 import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
@@ -28,12 +28,11 @@ from ckptplan.distributed.absent import sharded
 from ckptplan.distributed.collectives import with_collectives
 from ckptplan.fitting.batch import LIMIT, Batches, MakeInputs, largest
 from ckptplan.memory.estimate import TrainingBytes
+from ckptplan.planning.job import Job
 from ckptplan.profiling.profiler import planned_profiles
 from ckptplan.profiling.target import find_target
-from ckptplan.referee import validate
 from ckptplan.solving.cost import Evaluator
 from ckptplan.solving.peak import smallest_peak
-from ckptplan.solving.planner import solve_profile
 
 _SPREAD = 8
 """Ratio of the second batch traced to the user's."""
@@ -150,6 +149,7 @@ class _AlikeDevices:
     _reference: tuple[tuple[int, ...], tuple[Segment, ...]] | None = None
     _least: dict[int, int] = field(default_factory=dict)
     _share: float = 1.0
+    _loaded_bytes: int = 0
 
     def chain(self, n: int, name: str) -> Profile:
         """Return the chain of a batch on one of the devices, traced or interpolated from two traced ones."""
@@ -184,31 +184,39 @@ class _AlikeDevices:
                 self.devices,
                 report=lambda text: self.tell(f"{tracing}: {text}"),
             )
-            moving = (p.offloading(self.offload) for p in profiles)
-            self.chains[n] = {device.name: p for device, p in zip(self.devices, moving, strict=True)}
+            self.chains[n] = {device.name: p for device, p in zip(self.devices, profiles, strict=True)}
         return self.chains[n]
 
     def least_bytes(self, n: int) -> int:
         """Return the smallest budget of a batch, with the plan whose peak is smallest at the second traced batch."""
         if self._reference is None:
             self._reference = self._refer()
-        name = self.devices[0].name
-        chain = self.chain(n, name)
-        if _shape(chain) == _shape(self._traced(_SPREAD * self.batch)[name]):
+        chain = self._leanest(n)
+        if _shape(chain) == _shape(self._leanest(_SPREAD * self.batch)):
             peak_bytes = Evaluator(chain).peak(*self._reference)
         else:  # the options differ: small tensors aren't worth moving
             if n not in self._least:
-                self._least[n] = smallest_peak(chain, Limits(time_limit_s=4 * self.time_limit_s)).peak_bytes
+                self._least[n] = smallest_peak(chain, self._limits(4 * self.time_limit_s)).peak_bytes
             peak_bytes = self._least[n]
-        return math.ceil(peak_bytes * self._share)
+        return max(math.ceil(peak_bytes * self._share), self._loaded_bytes)
+
+    def _leanest(self, n: int) -> Profile:
+        """Return the chain of a batch on the first device from which most weights are away."""
+        return Job.of(self.chain(n, self.devices[0].name), self._limits(self.time_limit_s)).leanest.profile
+
+    def _limits(self, time_limit_s: float) -> Limits:
+        return Limits(offload=self.offload, time_limit_s=time_limit_s)
 
     def _refer(self) -> tuple[tuple[int, ...], tuple[Segment, ...]]:
         """Return the plan with the smallest peak at the second traced batch, and set the ratio of reserved bytes."""
-        n = _SPREAD * self.batch
-        chain = self._traced(n)[self.devices[0].name]
-        least = smallest_peak(chain, Limits(time_limit_s=4 * self.time_limit_s))
+        n, limits = _SPREAD * self.batch, self._limits(4 * self.time_limit_s)
+        job = Job.of(self.chain(n, self.devices[0].name), limits)
+        least = smallest_peak(job.leanest.profile, limits)
         if self.batches.target.is_cuda:
-            plan = self._solved(chain, least.peak_bytes)
+            # Weights that are away between steps are on the device once, and would count in the ratio.
+            self._loaded_bytes = self.batches.sizes.loaded_bytes(self.batches.step(n))
+            budget_bytes = smallest_peak(job.profile, limits).peak_bytes if job.more else least.peak_bytes
+            plan = self._solved(replace(job, limits=self._limits(self.time_limit_s), more=()), budget_bytes)
             if plan is not None:
                 reserved = self.batches.sizes.reserved(self.batches.step(n), plan)
                 self._share = max(1.0, reserved / plan.peak_bytes)
@@ -217,14 +225,14 @@ class _AlikeDevices:
     def plan(self, device: Device, n: int, budget_bytes: int) -> Plan | None:
         """Return the fastest plan found for a batch, with more time in a second try; None if there is none."""
         chain, limit = self.chain(n, device.name), int(budget_bytes / self._share)
-        return self._solved(chain, limit) or self._solved(chain, limit, 4 * self.time_limit_s)
+        jobs = (Job.of(chain, self._limits(times * self.time_limit_s)) for times in (1, 4))
+        return next(filter(None, (self._solved(job, limit) for job in jobs)), None)
 
-    def _solved(self, chain: Profile, budget_bytes: int, time_limit_s: float | None = None) -> Plan | None:
+    def _solved(self, job: Job, budget_bytes: int) -> Plan | None:
         try:
-            plan = solve_profile(chain, budget_bytes, Limits(time_limit_s=time_limit_s or self.time_limit_s))
+            return job.solved(budget_bytes)
         except InfeasibleBudgetError:
             return None
-        return None if validate(chain, plan, budget_bytes) else plan
 
     def fit(self, device: Device, budget_bytes: int) -> DeviceFit:
         """Return the batches that fit one of the devices."""
@@ -291,7 +299,7 @@ def between_batches(a: Profile, n_a: int, b: Profile, n_b: int, n: int) -> Profi
         }
         if any(p != q for name, (p, q) in fields.items() if name in _SAME):
             raise _Differs
-        return dataclasses.replace(x, **values)  # type: ignore[type-var]
+        return replace(x, **values)  # type: ignore[type-var]
 
     try:
         chain = mixed(a, b)

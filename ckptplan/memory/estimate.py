@@ -277,6 +277,12 @@ class TrainingBytes:
         """Return the peak of the reserved bytes in the first steps, updates included; on the CPU that of tensors."""
         return self.peaks(step, plan).reserved_bytes
 
+    def loaded_bytes(self, step: TrainingStep) -> int:
+        """Return the reserved bytes when the model has been put on the device, inputs and optimizer state aside."""
+        ledger = Ledger()
+        _Run([step], self.target, None)._load(ledger, [])
+        return int(Account.of(ledger, self._settings).reserved.max())
+
     @in_own_context
     def peaks(self, step: TrainingStep, plan: Plan | None = None) -> DeviceBytes:
         """Return the peaks of the first steps, updates included; on the CPU the three are equal."""

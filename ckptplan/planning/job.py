@@ -34,6 +34,7 @@ from ckptplan.core.units import GIB, format_bytes
 from ckptplan.planning.by_rules import SHARE, examined, plans_by_rules
 from ckptplan.planning.points import away_longest
 from ckptplan.referee.simulate import simulate
+from ckptplan.solving.frontier import smallest_within
 from ckptplan.solving.peak import nothing_fits, plan_space_of
 from ckptplan.solving.planner import OnProgress, smallest_peak, solve_profile
 from ckptplan.solving.room import Room
@@ -218,6 +219,18 @@ class Job:
         plan = _from(budget_bytes, self.solved, most_bytes)
         least = min(range_bytes[0], plan.peak_bytes)
         return replace(plan, budget_share=share, least_peak_bytes=least, most_peak_bytes=range_bytes[1])
+
+    def smallest_within(self, max_overhead: float) -> Plan:
+        """Return the plan with the smallest peak within a slowdown, for any share of weights away between steps."""
+        found: list[Plan] = []
+        for each in self.each(self.limits):
+            try:
+                found.append(each.sound(smallest_within(each.profile, max_overhead, each.handing_out)))
+            except InfeasibleBudgetError:  # the weights alone, on their way back, make the step slower
+                if not found:
+                    raise
+        bounds = [plan.peak_bound_bytes for plan in found if plan.peak_bound_bytes is not None]
+        return replace(min(found, key=lambda plan: plan.peak_bytes), peak_bound_bytes=min(bounds) if bounds else None)
 
     def _infeasible(
         self, budget_bytes: int, attempts: Sequence[Plan], failures: Sequence[InfeasibleBudgetError]

@@ -249,6 +249,68 @@ def test_survey_agrees_with_estimates_and_plans(model: nn.Module) -> None:
     assert (found.batch, found.measured_peak_bytes) == (row.most_kept, None)
 
 
+class Adapted(nn.Module):
+    """A frozen layer of 4 MiB with an adapter, as in LoRA."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(1024, 1024, bias=False).requires_grad_(False)
+        self.down, self.up = nn.Linear(1024, 8, bias=False), nn.Linear(8, 1024, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.base(x) + self.up(self.down(x)))
+
+
+def adapted() -> nn.Module:
+    with torch.device("meta"):
+        return nn.Sequential(*(Adapted() for _ in range(4)))
+
+
+def test_frozen_weights_that_do_not_fit_at_once_fit_in_parts() -> None:
+    device = replace(find_device("t4"), compute_capability=None)  # its bytes are those of tensors
+    model, budget = adapted(), 11 * MIB
+    [row] = survey(model, lambda n: torch.zeros(n, 1024), [device], 16, budget_bytes=budget, offload=("weights",))
+    plan = ckptplan.solve(
+        model, budget_gb=budget / GIB, inputs=torch.zeros(16, 1024), device=device, offload="weights", menus=False
+    )
+    assert sum(p.nbytes for p in model.parameters() if not p.requires_grad) > budget
+    assert row.planned_bytes <= budget < row.kept_bytes
+    assert row.plan is not None
+    assert row.plan.between == plan.between > 0
+    assert row.plan.step_s == pytest.approx(plan.step_s, rel=0.01)  # the gap at which a search ends
+    assert row.most_planned > 16
+    assert row.most_plan is not None
+    assert f"plan {row.plan.overhead:+.1%}" in list(fit_table([row], batch=16).columns[2].cells)
+
+
+def test_weights_have_to_fit_when_they_are_loaded() -> None:
+    model, target = adapted(), find_target(adapted(), "t4")
+    batches = Batches(lambda n: torch.zeros(n, 1024), TrainingBytes(model, target))
+    loaded = batches.sizes.loaded_bytes(batches.step(16))
+    assert loaded >= sum(p.nbytes for p in model.parameters())
+    [row] = survey(
+        model,
+        batches.make_inputs,
+        [find_device("t4")],
+        16,
+        budget_bytes=11 * MIB,
+        offload=("weights",),
+        time_limit_s=0.2,
+    )
+    assert (row.planned_bytes, row.plan, row.most_planned) == (loaded, None, 0)
+
+
+def test_a_slowdown_limits_plans_that_move_weights() -> None:
+    device = replace(find_device("t4"), compute_capability=None)
+    limits: dict[str, Any] = {"device": device, "max_overhead": 50.0, "limit": 8, "time_limit_s": 1.0}
+    found = ckptplan.max_batch_size(
+        adapted(), lambda n: torch.zeros(n, 1024), 11 * MIB / GIB, offload="weights", **limits
+    )
+    assert found.plan is not None
+    assert found.plan.between > 0
+    assert found.plan.overhead <= 50.0
+
+
 # --- the commands ---
 
 
