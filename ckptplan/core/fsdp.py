@@ -13,6 +13,11 @@ _DTYPES = (None, "bfloat16", "float16", "float32")
 _MOST_RANKS = 1 << 16
 
 
+def is_sharding(kind: str) -> bool:
+    """Whether a kind of training (`Fingerprint.parallel`) is that of a sharded model."""
+    return kind.startswith("fsdp")
+
+
 @dataclass(frozen=True, slots=True)
 class FSDP:
     """Settings with which a model is to be sharded (FSDP2, `torch.distributed.fsdp.fully_shard`).

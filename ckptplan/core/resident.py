@@ -14,7 +14,7 @@ NOTE [Offloaded weights]
 5. The optimizer's state is needed by the update alone. So a stage is put in front of the others (`UPDATE`), whose
    forward does nothing and whose backward is the update: it saves the state, in parts. The state leaves from the
    beginning of forward on, is copied out in each step, and is back when the last backward has ended. In the first step
-   of a training there is none yet, and the plan counts it all the same.
+   of a training there is none yet, and the plan counts it all the same. Of a sharded parameter it is a rank's part.
 6. Frozen weights may be away between steps as well, so that not all of them have to fit at once: from their first
    user's backward on, until they return for its forward in the next step. A storage of the chain says that by its
    birth: it is made in the step in front of `Resident.returns`, the stage at whose start it is allocated, as late as
@@ -41,6 +41,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from ckptplan.core.checks import check_fields, is_int, short_repr
 from ckptplan.core.errors import InvalidInputError
+from ckptplan.core.fsdp import is_sharding
 from ckptplan.core.lanes import Copy, lane
 from ckptplan.core.option import DISCARD, Option
 from ckptplan.core.stage import Stage
@@ -58,13 +59,18 @@ _NONE: dict[Kind, str] = {
     ),
     "optimizer": (
         "offload= has no optimizer state to move: pass optimizer= to profile and solve; of its state, what is large "
-        "enough and a plain tensor of a parameter moves"
+        "enough and a plain or sharded tensor of a parameter moves"
     ),
     "gradients": (
         "offload= has no gradients to move: none exist when a step starts (pass accumulate=True if they do), or they "
         "are small or lie in buckets"
     ),
 }
+_OF_UNITS: tuple[Kind, ...] = ("weights", "gradients")
+_STAYS_SHARDED = (
+    "offload= leaves weights and gradients of sharded units to FSDP2, which gathers and frees them; their activations "
+    "and their optimizer state can move"
+)
 ACTIVATIONS: tuple[Kind, ...] = ("activations",)
 """What moves if nothing else is said."""
 GRADIENT_OF = "gradient of "
@@ -185,8 +191,11 @@ def offloading(profile: Profile, offload: Sequence[Kind], between: int = 0) -> P
             f"{between}; take the one that ckptplan.profile made"
         )
     found = {resident.kind for resident in profile.residents}
-    missing = [why for kind, why in _NONE.items() if kind in kinds and kind not in found]
+    own = _OF_UNITS if is_sharding(profile.fingerprint.parallel) else ()
+    missing = [why for kind, why in _NONE.items() if kind in kinds and kind not in (*found, *own)]
     notes = (*profile.notes, *(missing if kinds != KINDS or not found else ()))
+    if not set(own).isdisjoint(kinds):
+        notes = (*notes, _STAYS_SHARDED)
     profile = replace(profile, offload=kinds, notes=notes, between=between)
     if any(not resident.users for resident in profile.moving):
         profile = _with_update(profile)

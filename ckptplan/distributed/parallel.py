@@ -35,6 +35,7 @@ from torch import nn
 from ckptplan.core.ddp import DDP
 from ckptplan.core.device import Device
 from ckptplan.core.errors import PlanMismatchError, UnsupportedModelError
+from ckptplan.core.fsdp import is_sharding
 from ckptplan.core.profile import Profile
 from ckptplan.distributed.rates import Links, Unit, bytes_per_s, ring_s
 from ckptplan.tensors.private import SUPPORTED, is_fake
@@ -46,9 +47,10 @@ _OF_STATES = """_auto_reshard_after_forward _comm_ctx _fsdp_param_groups _lazy_i
 _OF_GROUPS = """_all_gather_comm _all_gather_process_group _all_reduce_hook _post_forward_indices _reduce_scatter_comm
     _to_sharded _training_state all_reduce_grads comm_ctx device fsdp_params is_unsharded mesh_info modules
     offload_policy post_forward_mesh_info reduce_grads unshard wait_for_unshard"""
-_OF_PARAMETERS = """_orig_size _setattr_on_modules _sharded_local_tensor _sharded_param_data _unsharded_inner_tensors
-    all_gather_outputs free_unsharded_param fsdp_placement init_all_gather_outputs init_unsharded_param is_dtensor
-    mp_policy padded_sharded_param_size sharded_param sharded_size to_sharded_dtensor"""
+_OF_PARAMETERS = """_module_info _orig_size _setattr_on_modules _sharded_local_tensor _sharded_param_data
+    _unsharded_inner_tensors all_gather_outputs free_unsharded_param fsdp_placement init_all_gather_outputs
+    init_unsharded_param is_dtensor mp_policy padded_sharded_param_size sharded_param sharded_size
+    to_sharded_dtensor"""
 """Attributes of the engine's states, groups and parameters that are used here (seen in PyTorch 2.9 to 2.15)."""
 _OF_FORWARD = ("_training_state", "iter_forward_root", "_post_forward_indices", "post_forward_order")
 """Attributes in which they have where a forward is."""
@@ -104,10 +106,6 @@ def gathering(units: list[Any], stage: nn.Module) -> Iterator[None]:
 def class_of(model: nn.Module) -> type[nn.Module]:
     """Return a model's class, without the subclass that `fully_shard` makes of it."""
     return next(c for c in type(model).__mro__ if not c.__module__.startswith("torch.distributed.fsdp"))
-
-
-def _is_sharding(kind: str) -> bool:
-    return kind.startswith("fsdp")
 
 
 def _alike(kind: str, other: str) -> bool:
@@ -273,7 +271,8 @@ class Parallel:
         for group in self.groups:
             gather, reduce = type(group._all_gather_comm).__name__, type(group._reduce_scatter_comm).__name__
             whys = {
-                "its CPUOffloadPolicy keeps shards, gradients and optimizer state on the host":
+                "its CPUOffloadPolicy keeps shards, gradients and optimizer state on the host; leave offload_policy= "
+                "out, and solve with offload='optimizer', by which state is away until the update":
                 type(group.offload_policy).__name__ == "CPUOffloadPolicy",
                 f"it gathers by {gather}, whose memory plans don't know": gather != "DefaultAllGather",
                 f"it reduces by {reduce}, whose memory plans don't know": reduce != "DefaultReduceScatter",
@@ -338,11 +337,11 @@ class Parallel:
 
         Whether micro-batches leave whole gradients changes from one to the next; `GradientGuard` looks at that.
         """
-        return ("parallel",) if _is_sharding(planned) != self.in_step or _alike(planned, self.kind) else ()
+        return ("parallel",) if is_sharding(planned) != self.in_step or _alike(planned, self.kind) else ()
 
     def require(self, planned: str) -> None:
         """Raise `PlanMismatchError` if a plan of this kind is for a sharded model, and this one isn't sharded so."""
-        if _is_sharding(planned) and not _alike(found := self.kind, planned):
+        if is_sharding(planned) and not _alike(found := self.kind, planned):
             raise PlanMismatchError(
                 f"the plan was made for a model in {planned!r}, and this one is "
                 + (f"in {found!r}" if found else "not sharded")
@@ -374,6 +373,26 @@ class Parallel:
     def shards(self) -> list[nn.Parameter]:
         """Return the parameters of which this rank has a part."""
         return [p.sharded_param for p in self.parameters]
+
+    @functools.cached_property
+    def _named(self) -> list[tuple[str, Any]]:
+        """Each qualified name of a parameter, with what FSDP2 keeps of that."""
+        paths: dict[nn.Module, list[str]] = {}
+        for path, module in self.model.named_modules(remove_duplicate=False):
+            paths.setdefault(module, []).append(path and f"{path}.")
+        places = [
+            (p, module, name)
+            for p in self.parameters
+            for info in (p._module_info,)
+            for module, name in zip(
+                (info.module, *info.shared_modules), (info.param_name, *info.shared_param_names), strict=True
+            )
+        ]
+        return [(f"{path}{name}", p) for p, module, name in places for path in paths.get(module, ())]
+
+    def named_shards(self) -> dict[str, nn.Parameter]:
+        """Return the parameters of which this rank has a part, by each of their names, gathered now or not."""
+        return {name: p.sharded_param for name, p in self._named} if self.groups else {}
 
     def gathered(self) -> list[torch.Tensor]:
         """Return the tensors in whose storages parameters are gathered, empty or not."""

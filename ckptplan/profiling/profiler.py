@@ -54,7 +54,7 @@ from ckptplan.state.process import in_own_context
 from ckptplan.state.restore import restored
 from ckptplan.tensors.accelerator import empty_cache, is_accelerator
 from ckptplan.tensors.private import is_fake, is_traceable_wrapper_subclass
-from ckptplan.tensors.storages import storages_of, unique_bytes
+from ckptplan.tensors.storages import local_part, storages_of, unique_bytes
 from ckptplan.training.gradients import accumulates, starting_gradient_bytes
 from ckptplan.training.inputs import input_tensors
 from ckptplan.training.measure import Outside, collection_off, held_tensors
@@ -592,9 +592,12 @@ _STATE_PARTS = 16
 def _state_parts(
     optimizer: torch.optim.Optimizer, stand_ins: StandIns, model: nn.Module, target: Target
 ) -> list[Resident]:
-    """The tensors of an optimizer's state that may be away between updates, in parts in the parameters' order."""
+    """The tensors of an optimizer's state that may be away between updates, in parts in the parameters' order.
+
+    Of distributed tensors (DTensor) they are this rank's parts, as of all stand-ins.
+    """
     names: dict[torch.Tensor, str]
-    names = {p: name for name, p in model.named_parameters() if not is_traceable_wrapper_subclass(p)}
+    names = {p: name for name, p in model.named_parameters() if not is_traceable_wrapper_subclass(local_part(p))}
     seen = {twin.untyped_storage()._cdata for _, twin in stand_ins.parameters}
     found: list[tuple[str, int]] = []
     for p, twin in stand_ins.parameters:

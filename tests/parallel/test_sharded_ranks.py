@@ -28,6 +28,7 @@ from ckptplan.training.gradients import starting_gradients
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 WAYS: dict[str, dict[str, Any]] = {
     "resharded": {},
+    "resharded, and the model too": {"reshard_after_forward": True},
     "whole until backward": {"reshard_after_forward": False},
     "prefetching and accumulating": {},
     "whole gradients": {"mp_policy": HALF},  # of micro-batches that don't reduce them

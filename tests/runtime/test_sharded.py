@@ -202,7 +202,9 @@ def test_what_is_not_planned(mesh: Any) -> None:
     model, inputs = build("transformer")
     fsdp.fully_shard(model, mesh=mesh, offload_policy=fsdp.CPUOffloadPolicy(pin_memory=False))
     for call in (ckptplan.solve, ckptplan.profile, ckptplan.estimate):
-        with pytest.raises(UnsupportedModelError, match="its CPUOffloadPolicy keeps shards"):
+        with pytest.raises(
+            UnsupportedModelError, match=r"its CPUOffloadPolicy keeps shards.*; leave offload_policy= out"
+        ):
             call(model, inputs=inputs)
     model, inputs = build("mlp")
     parallelize_module(model, mesh, {"0.0": ColwiseParallel()})
@@ -253,3 +255,59 @@ def test_distributed_checkpoints(mesh: Any, tmp_path: Path) -> None:
             dcp.load(loaded, checkpoint_id=tmp_path / "planned")
             set_model_state_dict(other, loaded)
         assert all(torch.equal(p.full_tensor(), trained[name]) for name, p in other.named_parameters())
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+def test_residents_of_a_plan_from_before_the_model_was_sharded(mesh: Any, gathered: bool) -> None:
+    """Optimizer state leaves; weights stay, with a warning, since FSDP2 gathers and frees them."""
+
+    def trained(*, planned: bool) -> tuple[list[torch.Tensor], Any]:
+        torch.manual_seed(0)
+        layers = (nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)) for _ in range(3))
+        model, x, handle = nn.Sequential(*layers), torch.randn(64, 64), None
+        for layer in model:
+            layer[2].requires_grad_(False)  # type: ignore[index]
+        chain = ckptplan.profile(model, x, optimizer="adamw", menus=False).offloading(("weights", "optimizer"))
+        names = [next(n for n in ("optimizer", "weights", "keep") if stage.find(n)) for stage in chain.stages]
+        plan = plan_of(chain, names)  # type: ignore[arg-type]
+        for layer in model:
+            fsdp.fully_shard(layer, mesh=mesh)
+        fsdp.fully_shard(model, mesh=mesh)
+        model.set_reshard_after_backward(not gathered)  # type: ignore[operator]
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
+        if planned:
+            handle = apply(model, plan)
+        found = []
+        for _ in range(3):
+            loss = model(x).square().mean()
+            loss.backward()
+            found.append(loss.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+        states = [v for state in optimizer.state.values() for v in state.values() if hasattr(v, "to_local")]
+        stats = None if handle is None else handle.stats()
+        if handle is not None:
+            handle.remove()
+        state = [t.to_local() for t in states]
+        assert stats is None or stats.swapped_in_bytes >= 2 * sum(t.nbytes for t in state if t.dim() == 2)
+        return [*found, *state], stats
+
+    plain, _ = trained(planned=False)
+    with pytest.warns(RuntimeWarning, match=r"\d.\d.weight stays: its memory is that of FSDP2"):
+        found, stats = trained(planned=True)
+    assert_same(found, plain)
+    assert set(stats.differences) == {"weights sharded"}
+
+
+def test_shards_have_all_names_of_their_parameters_gathered_or_not(mesh: Any) -> None:
+    model = nn.Sequential(nn.Embedding(8, 8), nn.Sequential(nn.Linear(8, 8)), nn.Linear(8, 8))
+    model[2].weight = model[0].weight
+    fsdp.fully_shard(model[1], mesh=mesh)
+    fsdp.fully_shard(model, mesh=mesh)
+    wanted = dict(model.named_parameters(remove_duplicate=False))
+    for _ in range(2):
+        found = parallel_of(model).named_shards()
+        assert set(found) == set(wanted)
+        assert all(found[name] is p for name, p in wanted.items())
+        model.unshard()  # type: ignore[operator]
+    assert parallel_of(nn.Linear(2, 2)).named_shards() == {}

@@ -615,12 +615,12 @@ class _Tracing:
         }
         written = {_NUMBERS_OF.sub("#", name) for name in (*self.kept.written, *self.kept.written_buffers)}
         parts: dict[int, list[tuple[str, torch.Tensor]]] = {}
-        model = self.step.model
+        model, sharded = self.step.model, self.step.parallel.named_shards()
         named: list[tuple[str, torch.Tensor]] = [*model.named_parameters(remove_duplicate=False)]
         if not self.step.parallel.kind:  # DistributedDataParallel sends buffers where each forward begins
             named += model.named_buffers(remove_duplicate=False)
         for name, t in named:
-            if not is_traceable_wrapper_subclass(t) and t.layout is torch.strided:
+            if name not in sharded and not is_traceable_wrapper_subclass(t) and t.layout is torch.strided:
                 parts.setdefault(t.untyped_storage()._cdata, []).append((name, t))
         graph = self.kept.backward.get(0)
         front = [0] if self.segments[0] == 0 and (graph is None or not graph.ops) else None

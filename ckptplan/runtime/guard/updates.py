@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ckptplan.core.units import format_bytes
+from ckptplan.distributed import parallel_of
 from ckptplan.runtime.applied import Applied
 from ckptplan.runtime.patching import COPIES
 from ckptplan.tensors.private import is_fake
@@ -57,7 +58,7 @@ def noticing_updates(applied: Applied) -> Iterator[None]:
         seen = every.get(optimizer)
         if seen is None or seen.groups != len(groups):
             updated = _updated_by(optimizer)
-            ours = not updated.isdisjoint(map(id, applied.model.parameters()))
+            ours = not updated.isdisjoint(_own(applied.model))
             alone = ours and not any(of.ours for other, of in every.items() if other is not optimizer)
             first = alone and not (seen is not None and seen.ours)
             seen = every[optimizer] = _Seen(ours, len(groups))
@@ -79,7 +80,7 @@ def noticing_updates(applied: Applied) -> Iterator[None]:
         applied = watched()
         if applied is None or not applied.is_on or optimizer in every:
             return
-        ours = applied.controller.weights.misses(optimizer) and {id(p) for p in applied.model.parameters()}
+        ours = applied.controller.weights.misses(optimizer) and _own(applied.model)
         if ours and not ours.isdisjoint(_updated_by(optimizer)):
             applied.controller.counters.differences.note(
                 "weights state",
@@ -98,6 +99,11 @@ def noticing_updates(applied: Applied) -> Iterator[None]:
 def _updated_by(optimizer: torch.optim.Optimizer) -> set[int]:
     """Return the identities of an optimizer's parameters."""
     return {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+
+def _own(model: nn.Module) -> set[int]:
+    """Return the identities of a model's parameters, and of their shards, where a backward leaves them gathered."""
+    return {id(p) for p in (*model.parameters(), *parallel_of(model).shards())}
 
 
 def _is_of_copy(updated: set[int], model: nn.Module) -> bool:

@@ -29,6 +29,9 @@ where the type has one; their versions don't move. A `_Stay` has the storage, an
    weights; autograd saves neither. Before autograd adds to a gradient, a hook of its parameter brings it back. State is
    looked for where each forward begins, in the optimizers that are known: the one given to `apply`, and each that has
    updated the model. It leaves when the forward begins, and is back when a backward has ended.
+8. State of a sharded parameter is a distributed tensor (DTensor), whose local part has the memory: that lies on the
+   placeholder, and both have classes of their own. Ranks may have parts of other sizes than the one that was planned
+   for; each moves its own. Sharded parameters themselves, and their gradients, are left to FSDP2.
 
 Example: layer 0 of a chain has a frozen weight of 8 MiB. At the end of its first forward the weight is copied out;
 before layer 1 its memory is freed. The loss is computed, and a logger reads `layer.weight.norm()`: the weight comes
@@ -55,13 +58,20 @@ from ckptplan.core.link import Tier
 from ckptplan.core.plan import WeightMove
 from ckptplan.core.resident import GRADIENT_OF, Resident
 from ckptplan.distributed import runs_replicated
+from ckptplan.distributed.parallel import Parallel
 from ckptplan.runtime.guard.check import Checks, Spots
 from ckptplan.runtime.guard.digests import Bench, undisturbed
 from ckptplan.runtime.observe.counters import Counters
 from ckptplan.runtime.swap.stores import Store, Ticket
 from ckptplan.runtime.swap.stores.base import memory_of
 from ckptplan.tensors.accelerator import current_stream, is_accelerator, is_capturing
-from ckptplan.tensors.private import DisableTorchFunctionSubclass, storage_use_count, transform
+from ckptplan.tensors.private import (
+    DisableTorchFunctionSubclass,
+    is_traceable_wrapper_subclass,
+    storage_use_count,
+    transform,
+)
+from ckptplan.tensors.storages import local_part
 from ckptplan.tensors.views import Memory, modified_error, on_storage, version_of
 from ckptplan.training.measure import RENEWED
 
@@ -94,6 +104,8 @@ class Weights:
     in_ddp : bool
         Whether the model is in `DistributedDataParallel`, whose reducer owns parameters, and which sends buffers where
         each of its forwards begins.
+    shards : dict of str to nn.Parameter
+        The parameters that FSDP2 gathers, by name.
     """
 
     def __init__(
@@ -111,6 +123,8 @@ class Weights:
         self.stays = False  # inside `Handle.resident`
         self._bench: Bench | None = None
         self.in_ddp = False
+        self.model, self.shards = model, dict[str, nn.Parameter]()
+        self._parallel: Parallel | None = None
         self.optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
         self._moves_state = any(move.resident.kind == "optimizer" for move in moves)
         alike: dict[tuple[Any, ...], list[_Weight]] = {}
@@ -122,7 +136,7 @@ class Weights:
             points = move.stage, move.release, move.prefetch, move.tier, resident.returns, first
             key = *points, resident.trained, resident.kind
             first_of.setdefault(key, move)
-            alike.setdefault(key, []).extend(self._held(model, resident))
+            alike.setdefault(key, []).extend(self._held(resident))
             for i in resident.users:
                 used.setdefault(i, []).append(key)
         made = {key: Group(self, held, stores[first_of[key].tier], first_of[key]) for key, held in alike.items()}
@@ -137,14 +151,14 @@ class Weights:
         for group in self._between:
             self.returning.setdefault(group.returns, []).append(group)  # type: ignore[arg-type]
 
-    def _held(self, model: nn.Module, resident: Resident) -> list[_Weight]:
+    def _held(self, resident: Resident) -> list[_Weight]:
         """Return the places of what a resident has."""
         if resident.kind == "optimizer":
             named = zip(resident.names, resident.sizes, strict=True)
-            return [_State(model, name, nbytes, self.optimizers) for name, nbytes in named]
+            return [_State(self, name, nbytes) for name, nbytes in named]
         if resident.kind == "gradients":
-            return [_Gradient(model, resident.names[0], resident.nbytes)]
-        return [_Weight(model, resident)]
+            return [_Gradient(self, resident.names[0], resident.nbytes)]
+        return [_Weight(self, resident)]
 
     def knows(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer's state is that of the model's parameters."""
@@ -173,6 +187,9 @@ class Weights:
         self.bring_back_within()
         self.checks = checks
         self.in_ddp = self.in_ddp or runs_replicated()
+        if self._parallel is None or not self._parallel.in_step:  # it may have been sharded since
+            self._parallel = Parallel(self.model)
+        self.shards = self._parallel.named_shards()
         if is_capturing(self.device):  # a graph would go on reading the memory of this forward
             self.bring_back()
             for group in self.groups:
@@ -306,7 +323,7 @@ class Weights:
                 for stay in group.stays:
                     values = stay.whole.clone()
                     stay.storage.resize_(0)
-                    stay.storage.resize_(stay.weight.nbytes)
+                    stay.storage.resize_(stay.nbytes)
                     stay.whole.copy_(values)
         for group in self._between:
             group.leave_between()
@@ -324,9 +341,10 @@ class Weights:
 class _Weight:
     """The places of the parameters and buffers that share a storage."""
 
-    def __init__(self, model: nn.Module, resident: Resident) -> None:
+    def __init__(self, owner: Weights, resident: Resident) -> None:
         self.name, self.nbytes, self.trained = resident.names[0], resident.nbytes, resident.trained
-        self._places = [_place(model, name) for name in resident.names]
+        self._owner, self._names = owner, resident.names
+        self._places = [_place(owner.model, name) for name in resident.names]
 
     def found(self) -> list[Any]:
         """Return what is in these places now."""
@@ -342,16 +360,27 @@ class _Weight:
     def returned(self) -> None:
         """It is back."""
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether it is a parameter that FSDP2 gathers, or one that has been parallelized by tensors, or quantised."""
+        wrapped = any(isinstance(t, torch.Tensor) and is_traceable_wrapper_subclass(t) for t in self.found())
+        return wrapped or not self._owner.shards.keys().isdisjoint(self._names)
+
     def tensors(self) -> list[torch.Tensor] | None:
-        """Return the tensors that are there now, if all lie on one storage as large as planned; otherwise None."""
+        """Return the tensors that are there now, if all lie on one storage as large as planned; otherwise None.
+
+        The local parts of distributed ones do, and may be of another size than those of the rank that was planned for.
+        """
         found = {id(t): t for t in self.found() if isinstance(t, torch.Tensor) and t.layout is torch.strided}
-        storages = {t.untyped_storage()._cdata for t in found.values()}
-        tensors = list(found.values())
-        if len(storages) != 1 or self.nbytes % tensors[0].itemsize:
+        tensors, parts = list(found.values()), list(map(local_part, found.values()))
+        wrapped = any(map(is_traceable_wrapper_subclass, parts))
+        storages = {} if wrapped else {p.untyped_storage()._cdata: p.untyped_storage() for p in parts}
+        if len(storages) != 1:
             return None
-        storage = tensors[0].untyped_storage()
-        able = storage.resizable() and not any(t.is_inference() for t in tensors)
-        return tensors if able and storage.nbytes() == self.nbytes else None
+        (storage,) = storages.values()
+        planned = storage.nbytes() == self.nbytes or (storage.nbytes() > 0 and parts[0] is not tensors[0])
+        able = storage.resizable() and not any(t.is_inference() for t in parts)
+        return tensors if able and planned and storage.nbytes() % parts[0].itemsize == 0 else None
 
 
 def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
@@ -362,9 +391,10 @@ def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 class _Gradient(_Weight):
     """The place of a gradient from before the step."""
 
-    def __init__(self, model: nn.Module, name: str, nbytes: int) -> None:
+    def __init__(self, owner: Weights, name: str, nbytes: int) -> None:
         self.name, self.nbytes, self.trained = name, nbytes, True
-        self._parameter = _place(model, name.removeprefix(GRADIENT_OF))
+        self._owner, self._names = owner, (name.removeprefix(GRADIENT_OF),)
+        self._parameter = _place(owner.model, self._names[0])
         self._hook: Any = None
 
     def found(self) -> list[Any]:
@@ -390,16 +420,18 @@ class _Gradient(_Weight):
 class _State(_Weight):
     """The place of a tensor of an optimizer's state."""
 
-    def __init__(
-        self, model: nn.Module, name: str, nbytes: int, optimizers: Sequence[weakref.ref[torch.optim.Optimizer]]
-    ) -> None:
-        self.name, self.nbytes, self.trained, self._optimizers = name, nbytes, True, optimizers
-        parameter, _, self._key = name.rpartition(": ")
-        self._parameter = _place(model, parameter)
+    def __init__(self, owner: Weights, name: str, nbytes: int) -> None:
+        self.name, self.nbytes, self.trained, self._owner = name, nbytes, True, owner
+        self._of, _, self._key = name.rpartition(": ")
+        self._parameter = _place(owner.model, self._of)
+
+    @property
+    def is_sharded(self) -> bool:
+        return False  # state of a sharded parameter moves
 
     def found(self) -> list[Any]:
-        parameter, found = getattr(*self._parameter, None), []
-        for known in self._optimizers:
+        parameter, found = self._owner.shards.get(self._of, getattr(*self._parameter, None)), []
+        for known in self._owner.optimizers:
             optimizer = known()
             state = None if optimizer is None or parameter is None else optimizer.state.get(parameter)
             found.append(state.get(self._key) if isinstance(state, Mapping) else None)
@@ -411,6 +443,9 @@ class _Stay:
 
     Attributes
     ----------
+    found, tensors : list of torch.Tensor
+        Those that are in its places, and those that lie on the storage: the same, or their local parts.
+    nbytes : int
     whole : torch.Tensor
         Its storage as one dimension, with a version counter of its own; empty while it is away.
     digest
@@ -420,13 +455,16 @@ class _Stay:
     """
 
     def __init__(self, group: Group, weight: _Weight, tensors: list[torch.Tensor]) -> None:
-        self.group, self.weight, self.tensors = group, weight, tensors
-        self.kinds = [type(t) for t in tensors]
-        self.memory = [Memory.of(t) for t in tensors]
+        self.group, self.weight, self.found = group, weight, tensors
+        self.tensors = list(map(local_part, tensors))
+        self._all = [*self.tensors, *(t for t, part in zip(tensors, self.tensors, strict=True) if t is not part)]
+        self.kinds = [type(t) for t in self._all]
+        self.memory = [Memory.of(t) for t in self.tensors]
         self.versions: list[int] = []
         self.digest: Any = None
         self.fixed = False
-        self.whole = on_storage(tensors[0].untyped_storage(), tensors[0].dtype)
+        self.whole = on_storage(self.tensors[0].untyped_storage(), self.tensors[0].dtype)
+        self.nbytes = self.storage.nbytes()
 
     @property
     def storage(self) -> torch.UntypedStorage:
@@ -435,8 +473,18 @@ class _Stay:
 
     def is_of(self, tensors: list[torch.Tensor]) -> bool:
         """Whether it is of these tensors as they lie now."""
-        same = list(map(id, tensors)) == list(map(id, self.tensors))
-        return same and all(memory.is_of(t) for memory, t in zip(self.memory, tensors, strict=True))
+        same = list(map(id, tensors)) == list(map(id, self.found))
+        parts = map(local_part, tensors)
+        return same and all(memory.is_of(part) for memory, part in zip(self.memory, parts, strict=True))
+
+    def versions_now(self) -> list[int]:
+        """Return the versions of its tensors; those of a distributed one count its writes, not those of its part."""
+        return list(map(version_of, self._all))
+
+    def home(self, tensor: torch.Tensor) -> Memory | None:
+        """Return where one of its tensors, or its part, lies when it is back; None if it is another's."""
+        places = zip(self.found, self.tensors, self.memory, strict=True)
+        return next((memory for t, part, memory in places if tensor is t or tensor is part), None)
 
     @property
     def is_away(self) -> bool:
@@ -447,7 +495,7 @@ class _Stay:
     def is_in_place(self) -> bool:
         """Whether its tensors are still the parameters and buffers that it is of."""
         now = {id(t) for t in self.weight.found() if isinstance(t, torch.Tensor)}
-        return now == set(map(id, self.tensors))
+        return now == set(map(id, self.found))
 
     @property
     def has_others(self) -> bool:
@@ -459,20 +507,22 @@ class _Stay:
         if storage_use_count(self.storage._cdata) > len(self.tensors) + 2:
             return True
         owners, in_ddp = self.weight.owners, self.group.owner.in_ddp
-        return any(t._use_count() > owners(t, in_ddp=in_ddp) for t in self.tensors)  # type: ignore[attr-defined]
+        return any(t._use_count() > owners(t, in_ddp=in_ddp) for t in self._all)  # type: ignore[attr-defined]
 
     def leave(self, classes: Sequence[type]) -> None:
         """Give its tensors the placeholder and these classes, and free the memory."""
-        for tensor, away in zip(self.tensors, classes, strict=True):
+        for tensor, away in zip(self._all, classes, strict=True):
             tensor.__class__ = away
+        for tensor in self.tensors:
             tensor.data = placeholder(tensor.dtype, tensor.device).expand(tensor.shape)
         self.storage.resize_(0)
         self.weight.left(self.group)
 
     def come_back(self) -> None:
         """Let its tensors lie on its storage, which is filled, with their own classes."""
-        for tensor, memory, kind in zip(self.tensors, self.memory, self.kinds, strict=True):
+        for tensor, memory in zip(self.tensors, self.memory, strict=True):
             tensor.data = memory.tensor()
+        for tensor, kind in zip(self._all, self.kinds, strict=True):
             tensor.__class__ = kind
         self.weight.returned()
 
@@ -573,13 +623,16 @@ class Group:
         former = {stay.weight: stay for stay in self.stays}
         self.stays = []
         for weight in self._weights:
+            if weight.is_sharded:
+                self._note("sharded", f"{weight.name} stays: its memory is that of FSDP2, or of a tensor subclass")
+                continue
             tensors, stay = weight.tensors(), former.get(weight)
             buffer = type(weight) is _Weight and not any(isinstance(t, nn.Parameter) for t in tensors or ())
             sent = self.owner.in_ddp and buffer
             if tensors is not None and not sent:  # an earlier graph and this one share the stay of an unchanged weight
                 self.stays.append(stay if stay is not None and stay.is_of(tensors) else _Stay(self, weight, tensors))
                 self.stays[-1].fixed = False
-                self.stays[-1].versions = list(map(version_of, tensors))
+                self.stays[-1].versions = self.stays[-1].versions_now()
 
     def forget_old(self) -> None:
         """Free the copy on the host, unless it is that of frozen weights as they are now, or the only one."""
@@ -597,7 +650,7 @@ class Group:
         """
         if self._ticket is None:
             return
-        written = any(list(map(version_of, stay.tensors)) != stay.versions for stay in self.stays)
+        written = any(stay.versions_now() != stay.versions for stay in self.stays)
         frozen = [stay for stay in self.stays if not stay.weight.trained]
         if not written and not is_accelerator(self.owner.device):
             digests = self.owner.digests(frozen)
@@ -634,7 +687,7 @@ class Group:
                 return
             self._forget_if_written()
             for stay in self.stays:
-                stay.versions = list(map(version_of, stay.tensors))
+                stay.versions = stay.versions_now()
                 stream = current_stream(owner.device)
                 if stream is not None:
                     stay.whole.record_stream(stream)
@@ -677,7 +730,7 @@ class Group:
             return
         if stay.has_others:
             return self._note("alias", f"{name} stays: another tensor, an array or a graph shares its memory")
-        if stay.versions != list(map(version_of, stay.tensors)):
+        if stay.versions != stay.versions_now():
             return self._note("written", f"{name} stays: it was written to between its stage and its release")
         try:
             classes = [self._away_class(kind) for kind in stay.kinds]
@@ -706,13 +759,13 @@ class Group:
             assert self._ticket is not None
             places = {weight: part for part, (weight, _) in enumerate(self._copied)}
             for stay in self._away:
-                stay.storage.resize_(stay.weight.nbytes)
+                stay.storage.resize_(stay.nbytes)
             targets = [stay.whole for stay in self._away]
             parts = [places[stay.weight] for stay in self._away]
             self._waited = []
             self._done = self._store.start_in(self._ticket, *targets, parts=parts)
             self._targets = targets
-            owner.counters.swapped_in_bytes += sum(stay.weight.nbytes for stay in self._away)
+            owner.counters.swapped_in_bytes += sum(stay.nbytes for stay in self._away)
 
     def need(self) -> None:
         """Have the values there for what the current stream does next."""
@@ -755,8 +808,7 @@ class Group:
 
     def home(self, tensor: torch.Tensor) -> Memory:
         """Return where a tensor that is away lies when it is back."""
-        places = [place for stay in self._away for place in zip(stay.tensors, stay.memory, strict=True)]
-        return next(memory for t, memory in places if t is tensor)
+        return next(memory for stay in self._away if (memory := stay.home(tensor)) is not None)
 
     def _note(self, kind: str, text: str, error: CkptPlanError | None = None) -> None:
         self.owner.counters.differences.note(f"weights {kind}", text, error)
@@ -780,13 +832,20 @@ def _away_class(group: Group, kind: type) -> type:
         group.read("pickle")
         return self.__reduce_ex__(protocol)
 
-    names = {
+    def __getattribute__(self: torch.Tensor, name: str) -> Any:
+        if name == "_local_tensor":
+            group.read("a use of its local part")
+        return object.__getattribute__(self, name)
+
+    names: dict[str, Any] = {
         "home": staticmethod(group.home),
         "__torch_function__": classmethod(__torch_function__),
         "__deepcopy__": __deepcopy__,
         "__reduce_ex__": __reduce_ex__,
         "__module__": kind.__module__,
     }
+    if hasattr(kind, "_local_tensor"):
+        names["__getattribute__"] = __getattribute__
     return type(kind)(kind.__name__, (kind,), names)
 
 
