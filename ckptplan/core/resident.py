@@ -54,8 +54,8 @@ Kind = Literal["activations", "weights", "optimizer", "gradients"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 _NONE: dict[Kind, str] = {
     "weights": (
-        "offload= has no weights to move: none that only stages with a backward read is large enough, plain (no shard "
-        "or quantised subclass), and in memory that can be resized"
+        "offload= has no weights to move: none that only stages with a backward read is large enough, no shard, "
+        "and in memory that can be resized"
     ),
     "optimizer": (
         "offload= has no optimizer state to move: pass optimizer= to profile and solve; of its state, what is large "
@@ -116,8 +116,8 @@ class Resident:
     Parameters
     ----------
     names : tuple of str
-        Qualified names of the parameters and buffers that lie in it; "gradient of " and the parameter's; of state,
-        "parameter: key" of each tensor.
+        Qualified names of the parameters and buffers that lie in it, and of a quantized one of the tensors that it
+        consists of or has in attributes; "gradient of " and the parameter's; of state, "parameter: key" of each tensor.
     nbytes : int
     users : tuple of int
         Stages whose forward reads it, in order. Of a gradient, the stage whose backward adds to it; of state, the
@@ -129,7 +129,8 @@ class Resident:
         Compute time and launching time that moving it takes, as of an option.
     kind : "weights", "optimizer" or "gradients"
     sizes : tuple of int
-        Of state, the bytes of each tensor; () for others, which are one storage.
+        Of state and of a quantized weight, the bytes of each tensor's storage, 0 where that is the one of the tensor
+        before; () for others, which are one storage.
     returns : int or None
         Of a weight that is away between steps, the stage at the start of whose forward it is allocated again.
     """
@@ -143,6 +144,15 @@ class Resident:
     kind: Kind = "weights"
     sizes: tuple[int, ...] = ()
     returns: int | None = None
+
+    @property
+    def storages(self) -> list[tuple[tuple[str, ...], int]]:
+        """The names of the tensors on each of its storages, and its bytes."""
+        starts = [n for n, nbytes in enumerate(self.sizes) if nbytes] or [0]
+        ends = (*starts[1:], len(self.names))
+        return [
+            (self.names[a:b], self.sizes[a] if self.sizes else self.nbytes) for a, b in zip(starts, ends, strict=True)
+        ]
 
     def behind(self, first: int) -> Resident:
         """Return it for a chain that lacks the first stages."""

@@ -54,7 +54,8 @@ from ckptplan.state.process import in_own_context
 from ckptplan.state.restore import restored
 from ckptplan.tensors.accelerator import empty_cache, is_accelerator
 from ckptplan.tensors.private import is_fake, is_traceable_wrapper_subclass
-from ckptplan.tensors.storages import local_part, storages_of, unique_bytes
+from ckptplan.tensors.quantized import tensor_at
+from ckptplan.tensors.storages import local_part, plain_tensors, storages_of, unique_bytes
 from ckptplan.training.gradients import accumulates, starting_gradient_bytes
 from ckptplan.training.inputs import input_tensors
 from ckptplan.training.measure import Outside, collection_off, held_tensors
@@ -390,7 +391,7 @@ def _timed(
         )
     kinds = [stage.kind for stage in traced.stages if not stage.is_glue]
     few = {folding.stages[s]: kind for s, kind in zip(folding.positions, kinds, strict=False)}
-    parameters = ParameterState(step.model.get_parameter(name) for name in traced.written)
+    parameters = ParameterState(tensor_at(step.model, name) for name in traced.written)
     with parameters.restored(), folding.shortened():
         real = RealStorages(step.model, target.device, target.round_to)
         work = StageWork(few, Counter(kinds), again, traced.rerun_shares, {d.stage for d in traced.differentiated})
@@ -640,7 +641,7 @@ def outside_tensors(step: TrainingStep, target: Target) -> tuple[list[torch.Tens
     found = [
         t
         for t in mode.tensors
-        if not is_fake(t)
+        if not any(map(is_fake, plain_tensors(t)))
         and known.isdisjoint(s._cdata for s in storages_of(t))
         and not (t.dim() == 0 and t.device.type == "cpu")  # a tracker counts these itself
     ]

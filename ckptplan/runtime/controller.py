@@ -484,9 +484,10 @@ class Controller:
                 current.checks.stage_ended()
             for enter in self._enter:
                 enter(index, args, kwargs)
+            first = made_nodes()
             output = self._run_choice(current, self._planned[index], original, args, kwargs, again=again)
             del args, kwargs
-            self.weights.stage_ends(index)
+            self.weights.stage_ends(index, output, first)
             for place in self._release_after.get(index, ()):
                 current.session.release(*place)
             for group in self._weights_after.get(index, ()):

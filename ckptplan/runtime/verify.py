@@ -321,18 +321,21 @@ class _VerifiedSteps:
         self._rewind()
         return timed(run or self._run, self.device)
 
-    def compared(self) -> _Compared:
-        """Run a step and return what is compared of it."""
+    def compared(self, resident: Callable[[], contextlib.AbstractContextManager[None]]) -> _Compared:
+        """Run a step and return what is compared of it, which is read inside of `resident`."""
         losses: list[torch.Tensor] = []
         took_s = self.seconds(lambda: losses.append(self._run()))
         left = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
         left.update({f"buffer {name}": buffer for name, buffer in self.model.named_buffers()})
-        results = {name: local_part(tensor).detach().to("cpu", copy=True) for name, tensor in left.items()}
+        with resident():
+            results = {name: local_part(tensor).detach().to("cpu", copy=True) for name, tensor in left.items()}
         return _Compared(took_s, losses[0].cpu(), results)
 
     def peaks(self) -> StepPeaks:
         """Return the peaks of a step, with the optimizer's update."""
         self._rewind_all()
+        for each in list(measure.RENEWED):  # what is away between steps, and was read since the last one, leaves again
+            each.renew()
         held = [*measure.held_tensors(self.model), *measure.optimizer_tensors(self.optimizer), *self._outside]
         held_bytes = unique_bytes(held, self.device) + self.training.parallel.unseen_bytes()
         del held
@@ -348,7 +351,7 @@ def _verified(
     if plain:
         with contextlib.suppress(torch.OutOfMemoryError), handle.paused():
             tell("running a plain step, whose gradients are compared")
-            reference = steps.compared()
+            reference = steps.compared(handle.resident)
             tell("measuring the peak of a plain step")
             plain_peaks = steps.peaks()
     if plain_peaks is None:
@@ -357,7 +360,7 @@ def _verified(
         empty_cache(steps.device)
     before = handle.stats()
     tell("running a planned step, whose gradients are compared")
-    found = steps.compared()
+    found = steps.compared(handle.resident)
     stats = handle.stats().since(before)
     steps.parameters.settle()
     tell("measuring the peak of a planned step")
@@ -368,7 +371,7 @@ def _verified(
     plain_differing: tuple[str, ...] = ()
     if reference is not None and not equal:
         with handle.paused():
-            plain_differing = reference.differing(steps.compared())
+            plain_differing = reference.differing(steps.compared(handle.resident))
     return Verification(
         budget_bytes=plan.budget_bytes,
         predicted_peak_bytes=plan.peak_bytes,

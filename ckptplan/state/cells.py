@@ -53,7 +53,7 @@ from torch import nn
 from ckptplan.state.generators import KINDS as GENERATORS
 from ckptplan.state.put_back import Steps, put_back
 from ckptplan.tensors.modules import below
-from ckptplan.tensors.private import is_traceable_wrapper_subclass
+from ckptplan.tensors.private import FakeTensor, is_traceable_wrapper_subclass
 
 SEARCH_LIMIT = 4096  # objects that one search examines; a trainer may refer to millions
 ARRAY_LIMIT = 1 << 20  # bytes; larger arrays aren't copied, since copies are made at every call
@@ -156,6 +156,26 @@ def _write_object(value: Any, contents: Mapping[str, Any]) -> None:
     _write_names(table, table.keys(), {name: item for name, item in contents.items() if name not in slots})
 
 
+def _attributes_of_parameter(parameter: torch.Tensor) -> dict[str, Any]:
+    """Return the attributes of a parameter with a class of its own (the scales of a quantized one), without PyTorch's.
+
+    Fake ones have further attributes of their own.
+    """
+    internal = _OF_FAKE if isinstance(parameter, FakeTensor) else ()
+    table = vars(parameter).items()
+    return {name: value for name, value in table if not name.startswith("_") and name not in internal}
+
+
+_OF_FAKE = ("fake_mode", "constant", "pytype", "dispatch_keys", "real_tensor")
+
+
+def _write_parameter(parameter: torch.Tensor, contents: Mapping[str, Any]) -> None:
+    table = vars(parameter)
+    for name in _attributes_of_parameter(parameter).keys() - contents.keys():
+        del table[name]
+    table.update(contents)
+
+
 def _closure_of(function: types.FunctionType) -> dict[str, Any]:
     """Return the closure variables of a function by name."""
     return dict(inspect.getclosurevars(function).nonlocals)
@@ -176,6 +196,8 @@ _ARRAY = Kind(np.copy, lambda cell, contents: operator.setitem(cell, Ellipsis, c
 OBJECT = Kind(_object_of, _write_object, _values_of)
 CLASS = Kind(_data_of, _write_class, _values_of)
 CLOSURE = Kind(_closure_of, _write_closure, _values_of)
+_PARAMETER = Kind(_attributes_of_parameter, _write_parameter, _values_of)
+_PLAIN_PARAMETERS = (type(None), nn.Parameter, torch.Tensor, FakeTensor)
 _TUPLE, _MODULE, _TENSOR, _GENERATOR, _OTHER = "tuple", "module", "tensor", "generator", "other"
 _ITERATOR = "iterator"
 _ITERATORS = tuple(map(type, (itertools.count(), iter([]), iter(()), iter(range(0)), iter(""))))
@@ -351,6 +373,9 @@ class Snapshot:
             is_replaced = any(isinstance(value, _REPLACED) for value in values)
             values = [self._keep(name, value) for name, value in zip(names, values, strict=True)]
         self._attributes.append((module, all_names, names, values_in, values, is_replaced))
+        for parameter in table.get("_parameters", {}).values():
+            if type(parameter) not in _PLAIN_PARAMETERS and id(parameter) not in self._cells:
+                self._add("parameter", parameter, _PARAMETER)
 
     def _keep(self, name: str, value: Any) -> Any:
         """Examine a value and return what the snapshot stores for it.
@@ -406,7 +431,7 @@ class Snapshot:
         if not ATOMS.issuperset(map(type, inside)):
             found.contents = replaced(contents, functools.partial(self._keep_inside, name))
             found.is_replaced = any(isinstance(x, _REPLACED) for x in inside)
-            if kind not in (OBJECT, CLASS, CLOSURE) and not _same(found.contents, contents):
+            if kind not in (OBJECT, CLASS, CLOSURE, _PARAMETER) and not _same(found.contents, contents):
                 found.cell = copy.copy(value)  # the original would keep graphs alive
                 kind.write(found.cell, found.contents)
                 self.differs = True

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from ckptplan.tensors.storages import is_away, local_part
+from ckptplan.tensors.storages import is_away, local_part, plain_tensors
 from ckptplan.tensors.views import Memory
 
 
@@ -15,7 +15,7 @@ class ParameterState:
     """The memory of parameters, and copies of their values on the host, as they are at construction."""
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
-        own = [local_part(p) for p in parameters]
+        own = [plain for p in parameters for plain in plain_tensors(local_part(p))]
         self._found = [(p, Memory.of(p), p.detach().to("cpu", copy=True)) for p in own if not p.is_meta]
 
     @contextlib.contextmanager

@@ -21,7 +21,7 @@ from ckptplan.state.process import Hooks, Leaves, Switches
 from ckptplan.tensors.accelerator import keep_generators
 from ckptplan.tensors.modules import below
 from ckptplan.tensors.private import disable_current_modes, is_fake, is_traceable_wrapper_subclass
-from ckptplan.tensors.storages import local_part
+from ckptplan.tensors.storages import is_away, local_part
 from ckptplan.tensors.views import Memory
 
 
@@ -78,7 +78,7 @@ def tensor_state(tensors: Iterable[torch.Tensor]) -> Callable[[], None]:
         memory()
         with torch.no_grad():
             for tensor, value in saved:
-                if not _equal(tensor.cpu(), value):
+                if not is_away(tensor) and not _equal(tensor.cpu(), value):  # one that is away has its values
                     tensor.copy_(value)
         versions.__exit__()
 

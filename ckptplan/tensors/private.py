@@ -17,7 +17,6 @@ SUPPORTED = "2.9 to 2.15"
 """The versions of PyTorch in which these names were seen."""
 
 OF_ONE_FILE = (
-    "Tensor._make_subclass",
     "UntypedStorage._new_with_weak_ptr",
     "_C.DispatchKey.ADInplaceOrView",
     "_C.DispatchKey.AutocastCPU",
@@ -101,6 +100,8 @@ try:
     from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
     from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 
+    make_subclass = torch.Tensor._make_subclass
+
     for _name in OF_ONE_FILE:
         pkgutil.resolve_name(f"torch.{_name}")
 except (ImportError, AttributeError) as error:
@@ -125,6 +126,7 @@ __all__ = [
     "function_modes",
     "is_fake",
     "is_traceable_wrapper_subclass",
+    "make_subclass",
     "neg_view",
     "next_sequence_number",
     "saved_tensors_hooks",

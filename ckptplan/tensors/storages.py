@@ -26,7 +26,8 @@ def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
 
     One that is away has none.
     """
-    return [] if is_away(tensor) else [plain.untyped_storage() for plain in plain_tensors(tensor)]
+    plains = [] if is_away(tensor) else plain_tensors(tensor)
+    return [plain.untyped_storage() for plain in plains if not is_away(plain)]
 
 
 def is_away(tensor: torch.Tensor) -> bool:

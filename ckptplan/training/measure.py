@@ -24,6 +24,7 @@ from torch.autograd.profiler import profile, record_function
 from ckptplan.distributed import parallel_of
 from ckptplan.tensors import accelerator
 from ckptplan.tensors.private import TorchDispatchMode
+from ckptplan.tensors.quantized import named_inside
 from ckptplan.tensors.storages import storages_of, tensors_in
 from ckptplan.training.step import TrainingStep
 
@@ -41,10 +42,14 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer | None) -> list[torch.Ten
 
 
 def held_tensors(model: nn.Module) -> list[torch.Tensor]:
-    """Return the model's parameters, buffers and gradients, also those that a sharded model hasn't reduced."""
+    """Return the model's parameters, buffers and gradients, also those that a sharded model hasn't reduced.
+
+    With them come the tensors that quantized parameters have in attributes.
+    """
     parameters = list(model.parameters())
     gradients = [p.grad for p in parameters if p.grad is not None] + parallel_of(model).whole_gradients()
-    return [*parameters, *model.buffers(), *gradients]
+    beside = [t for _, t, whole in named_inside(model, buffers=False) if t is not whole]
+    return [*parameters, *model.buffers(), *gradients, *beside]
 
 
 @contextlib.contextmanager

@@ -49,9 +49,11 @@ from ckptplan.profiling.values.answers import (
 )
 from ckptplan.profiling.values.compiled import compiled_as_noted
 from ckptplan.profiling.values.constants import Constants
+from ckptplan.profiling.workload.stand_ins import READ_LIMIT
 from ckptplan.state.modes import Stacks
 from ckptplan.state.restore import beside
-from ckptplan.tensors.private import FakeTensor, FakeTensorMode, TorchDispatchMode, current_node, is_fake
+from ckptplan.tensors.private import FakeTensor, FakeTensorMode, TorchDispatchMode, current_node, is_fake, make_subclass
+from ckptplan.tensors.quantized import attributes_beside
 from ckptplan.tensors.storages import tensors_in
 
 _MISREPORTED = {
@@ -101,8 +103,12 @@ def _fake_kind(kind: Any) -> Any:
     """The subclass of a plain subclass of tensors whose objects are fake."""
     if issubclass(kind, FakeTensor):
         return kind
+    if kind in (torch.Tensor, nn.Parameter):
+        return FakeTensor
     fake: Any = type(kind.__name__, (kind, FakeTensor), {})
-    fake.__torch_function__ = classmethod(kind.__torch_function__.__func__)  # that of a fake tensor keeps no subclass
+    function = getattr(kind.__torch_function__, "__func__", None)
+    if function is not None:
+        fake.__torch_function__ = classmethod(function)  # that of a fake tensor keeps no subclass
     return fake
 
 
@@ -114,7 +120,17 @@ def _as_subclass(tensor: torch.Tensor, kind: type) -> torch.Tensor:
     if not is_fake(tensor):
         return _plain_subclass(tensor, kind)
     made = torch.ops.aten.alias.default(tensor)
-    made.__class__ = FakeTensor if kind is torch.Tensor else _fake_kind(kind)
+    made.__class__ = _fake_kind(kind)
+    return made
+
+
+def _make_subclass(kind: Any, data: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """`data` as one of a subclass, as constructors of parameters make it."""
+    if not is_fake(data) or issubclass(kind, FakeTensor):
+        return make_subclass(kind, data, *args, **kwargs)
+    requires_grad = args[0] if args else kwargs.get("require_grad", False)
+    made = torch.ops.aten.alias.default(data.detach()).requires_grad_(requires_grad)
+    made.__class__ = _fake_kind(kind)
     return made
 
 
@@ -199,6 +215,7 @@ class FakeWorld(TorchDispatchMode):
             stack.enter_context(mock.patch.object(_LOG, "disabled", True))  # an error is raised, and answered or told
             stack.enter_context(reading_watched(self._array, by_item=lambda: self._answers is not None or self._drew))
             stack.enter_context(mock.patch.object(torch.Tensor, "as_subclass", _as_subclass))
+            stack.enter_context(mock.patch.object(torch.Tensor, "_make_subclass", staticmethod(_make_subclass)))
             stack.enter_context(self.fake_mode)
             super().__enter__()
             self._outer = stack.pop_all()
@@ -492,6 +509,30 @@ def _kept_by_to() -> Iterator[None]:
         nn.Module._apply = original  # type: ignore[method-assign]
 
 
+def _dress(
+    twin: torch.Tensor, module: nn.Module, name: str, world: FakeWorld
+) -> list[tuple[dict[str, Any], str, torch.Tensor]]:
+    """Give a parameter's fake twin its class and attributes, with fake twins of the tensors there.
+
+    Those in objects, which both have, are returned as the object's attributes, the name and the real tensor.
+    """
+    parameter: Any = getattr(module, name)
+    kind: Any = type(parameter)
+    if is_fake(parameter) or not is_fake(twin):
+        return []  # a wrapping class, whose own tensors are fake
+    vars(twin).update(vars(parameter))
+    twin.__class__ = _fake_kind(kind)
+    replaced = []
+    for table, key, _, tensor in attributes_beside(module, name):
+        if tensor.numel() > READ_LIMIT and not is_fake(tensor):
+            if table is vars(parameter):
+                table = vars(twin)
+            else:
+                replaced.append((table, key, tensor))
+            table[key] = world.fake(tensor)
+    return replaced
+
+
 @contextlib.contextmanager
 def fake_parameters(
     model: nn.Module, world: FakeWorld, others: Iterable[Any] = (), *, accumulating: bool = False
@@ -536,6 +577,7 @@ def fake_parameters(
                         elif accumulating and tensor.requires_grad:
                             with world.fake_mode:
                                 twin.grad = torch.empty_like(twin, requires_grad=False)
+                        saved += _dress(twin, module, name, world)
                     table[name] = twins[id(tensor)]  # type: ignore[assignment]
         shards.enter_context(parallel.faked(world.fake, world.making(), accumulating=accumulating))
         with beside(model, others) as found:  # drops fake tensors that a forward leaves

@@ -15,7 +15,7 @@ import torch
 from torch.utils._mode_utils import no_dispatch
 
 from ckptplan.profiling.bytes.operations import Operands, TensorSpec
-from ckptplan.tensors.private import FakeTensor, FakeTensorMode
+from ckptplan.tensors.private import FakeTensor, FakeTensorMode, make_subclass
 
 _UNTOLD_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 """Tags of operations whose results, or whose operands' layouts afterwards, don't follow from the key of the call."""
@@ -123,9 +123,7 @@ class Layouts:
             made = FakeTensor(mode, meta, device)
             self._attributes[device] = {name: each for name, each in vars(made).items() if each is not mode}
             return made
-        made = torch.Tensor._make_subclass(
-            FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device
-        )
+        made = make_subclass(FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device)
         if mode._allow_unsafe_data_ptr_access:
             torch._C._set_warn_deprecated_on_mutable_data_ptr(made)
         else:

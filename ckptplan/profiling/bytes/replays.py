@@ -48,6 +48,7 @@ from ckptplan.tensors.modules import below
 from ckptplan.tensors.objects import tensors_in_objects
 from ckptplan.tensors.positions import has_position
 from ckptplan.tensors.private import current_graph_task
+from ckptplan.tensors.quantized import named_inside
 from ckptplan.tensors.storages import storages_of, tensors_in
 from ckptplan.training.inputs import stage_inputs
 from ckptplan.training.measure import collection_off
@@ -285,7 +286,7 @@ class _Watcher(Observer):
         self._replay = replay
         self._saves = saves
         self._forward = True
-        self._whole = WatchedTensors(model.named_parameters())
+        self._whole = WatchedTensors((name, t) for name, t, _ in named_inside(model, buffers=False))
         self._buffers = WatchedTensors(model.named_buffers())
         self._model = model
         self._starts_with = self._gradients()
@@ -473,12 +474,13 @@ class _Before:
         """Find the storages, and tell `tracker` which of them it doesn't count."""
         own = [*model.parameters(), *model.buffers()]
         parallel = parallel_of(model)  # of the layers that run
-        for tensor in (*own, *(p.grad for p in own if p.grad is not None), *parallel.whole_gradients()):
+        inside = [t for _, t, whole in named_inside(model) if t is not whole]
+        for tensor in (*own, *inside, *(p.grad for p in own if p.grad is not None), *parallel.whole_gradients()):
             tracker.outside(tensor)
         gathered = parallel.gathered()
         for tensor in gathered:
             tracker.gathers(tensor)
-        return cls([s for t in own for s in storages_of(t)], gathered)
+        return cls([s for t in (*own, *inside) for s in storages_of(t)], gathered)
 
     @property
     def addresses(self) -> set[int]:

@@ -55,6 +55,7 @@ from ckptplan.profiling.target import Target
 from ckptplan.profiling.times.timing import Times
 from ckptplan.profiling.workload.discover import FoundStages
 from ckptplan.tensors.private import is_traceable_wrapper_subclass
+from ckptplan.tensors.quantized import named_inside
 from ckptplan.training.gradients import starting_gradients
 from ckptplan.training.step import TrainingStep, default_loss
 
@@ -614,28 +615,46 @@ class _Tracing:
             k for k, g in enumerate(self.segments) if g % 2 == 0 or g in self.ended or g in self.kept.differentiated
         }
         written = {_NUMBERS_OF.sub("#", name) for name in (*self.kept.written, *self.kept.written_buffers)}
-        parts: dict[int, list[tuple[str, torch.Tensor]]] = {}
-        model, sharded = self.step.model, self.step.parallel.named_shards()
-        named: list[tuple[str, torch.Tensor]] = [*model.named_parameters(remove_duplicate=False)]
-        if not self.step.parallel.kind:  # DistributedDataParallel sends buffers where each forward begins
-            named += model.named_buffers(remove_duplicate=False)
-        for name, t in named:
-            if name not in sharded and not is_traceable_wrapper_subclass(t) and t.layout is torch.strided:
-                parts.setdefault(t.untyped_storage()._cdata, []).append((name, t))
         graph = self.kept.backward.get(0)
         front = [0] if self.segments[0] == 0 and (graph is None or not graph.ops) else None
         found = []
-        for part in parts.values():
-            names, nbytes = tuple(name for name, _ in part), part[0][1].untyped_storage().nbytes()
+        for weight in self._weights():
+            parts = [part for part in weight if part[0][1].untyped_storage().nbytes() >= self._least_bytes]
+            names = tuple(name for part in parts for name, _ in part)
+            nbytes = sum(part[0][1].untyped_storage().nbytes() for part in parts)
             used = sorted(set().union(*(users.get(name, ()) for name in names)))
             is_written = not written.isdisjoint(_NUMBERS_OF.sub("#", name) for name in names)
-            able = used == front or (used and fixed.isdisjoint(used))
-            if able and nbytes >= max(self.target.least_moved_bytes, 1) and not is_written:
-                readers = () if used == front else tuple(used)
-                found.append(Resident(names, nbytes, readers, any(t.requires_grad for _, t in part)))
+            if is_written or not (used == front or (used and fixed.isdisjoint(used))):
+                continue
+            trained = any(t.requires_grad for part in parts for _, t in part)
+            sizes = tuple(t.untyped_storage().nbytes() * (not n) for part in parts for n, (_, t) in enumerate(part))
+            readers = () if used == front else tuple(used)
+            found.append(Resident(names, nbytes, readers, trained, sizes=sizes if len(parts) > 1 else ()))
         if self.step.accumulates and not self.step.parallel.kind:
             found += self._gradients(users, fixed)
         return tuple(found)
+
+    @property
+    def _least_bytes(self) -> int:
+        return max(self.target.least_moved_bytes, 1)
+
+    def _weights(self) -> Iterable[list[list[tuple[str, torch.Tensor]]]]:
+        """The parameters and buffers, by their storages; of a quantized one, these are several.
+
+        Storages that several quantized parameters share (a table of codes) are left out.
+        """
+        by_storage: dict[int, list[tuple[str, torch.Tensor, torch.Tensor]]] = {}
+        sharded = self.step.parallel.named_shards()
+        # DistributedDataParallel sends buffers where each forward begins.
+        for name, t, whole in named_inside(self.step.model, buffers=not self.step.parallel.kind):
+            is_plain = name not in sharded and t.layout is torch.strided
+            if is_plain and (t is whole or not whole.requires_grad):
+                by_storage.setdefault(t.untyped_storage()._cdata, []).append((name, t, whole))
+        weights: dict[int, list[list[tuple[str, torch.Tensor]]]] = {}
+        for part in by_storage.values():
+            if all(t is whole for _, t, whole in part) or len({id(whole) for *_, whole in part}) == 1:
+                weights.setdefault(id(part[0][2]), []).append([(name, t) for name, t, _ in part])
+        return weights.values()
 
     def _gradients(self, users: Mapping[str, Set[int]], fixed: Set[int]) -> Iterator[Resident]:
         """The gradients that exist when the step starts and that stages' backwards add to."""
@@ -647,7 +666,7 @@ class _Tracing:
             used = set[int]().union(*(users.get(name, ()) for name in same))
             nbytes = sizes.get(same[0], 0)
             plain = p.layout is torch.strided and not is_traceable_wrapper_subclass(p)
-            if plain and used and fixed.isdisjoint(used) and nbytes >= max(self.target.least_moved_bytes, 1):
+            if plain and used and fixed.isdisjoint(used) and nbytes >= self._least_bytes:
                 yield Resident((GRADIENT_OF + same[0],), nbytes, (min(used),), trained=True, kind="gradients")
 
     def _readers(self) -> dict[str, set[int]]:
@@ -657,8 +676,8 @@ class _Tracing:
             names = {name for op in self.program.forward[g].ops for name, *_ in op.reads if isinstance(name, str)}
             if g % 2 and self.program.forward[g].is_compiled:
                 stage = segment_name(self.names, g).partition("#")[0]
-                module = self.step.model.get_submodule(stage)
-                names.update(f"{stage}.{name}" for name, _ in (*module.named_parameters(), *module.named_buffers()))
+                inside = named_inside(self.step.model.get_submodule(stage))
+                names.update(f"{stage}.{name}" for name, *_ in inside)
             for name in names:
                 users.setdefault(name, set()).add(k)
         return users

@@ -41,6 +41,7 @@ from ckptplan.tensors.private import (
     next_sequence_number,
     storage_use_count,
 )
+from ckptplan.tensors.quantized import named_inside
 from ckptplan.tensors.storages import local_part, tensors_in
 
 Sid = tuple[str, int, int]
@@ -562,7 +563,7 @@ class Tracker(FakeWorld):
     def _operands(self, given: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], ...]:
         """`OpTrace.reads` of an operation."""
         if not self._named and self._model is not None:  # fake tensors are in place of the model's now
-            for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers()):
+            for name, tensor, _ in named_inside(self._model):
                 self._named.setdefault(id(tensor.untyped_storage()), name)
                 self._twins.append(tensor)
         return tuple(

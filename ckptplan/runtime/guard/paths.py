@@ -118,14 +118,23 @@ class Paths:
         return sum(min(nbytes, parts[key]) for key, nbytes in wholes.items())
 
 
-def _saved_behind(output: Any, first: int) -> Iterator[torch.Tensor]:
-    """Yield the tensors that the nodes behind an output hold without hooks, back to the node number `first`."""
+def nodes_behind(output: Any, first: int) -> Iterator[Any]:
+    """Yield the nodes behind an output, back to the node number `first`."""
     found = {t.grad_fn for t in tensors_in(output)} - {None}
     left = [*found]
     while left:
         node: Any = left.pop()
         if node._sequence_nr() < first:
             continue
+        yield node
+        new = {after for after, _ in node.next_functions if after is not None} - found
+        found |= new
+        left += new
+
+
+def _saved_behind(output: Any, first: int) -> Iterator[torch.Tensor]:
+    """Yield the tensors that the nodes behind an output hold without hooks, back to the node number `first`."""
+    for node in nodes_behind(output, first):
         for name in dir(node):
             if name.startswith("_raw_saved_"):
                 slots: Any = ()
@@ -135,6 +144,3 @@ def _saved_behind(output: Any, first: int) -> Iterator[torch.Tensor]:
                     # Older versions of PyTorch don't tell of hooks: nothing is counted there.
                     if getattr(slot, "unpack_hook", slot) is None and isinstance(slot.data, torch.Tensor):
                         yield slot.data
-        new = {after for after, _ in node.next_functions if after is not None} - found
-        found |= new
-        left += new

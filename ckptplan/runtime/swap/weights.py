@@ -32,6 +32,11 @@ where the type has one; their versions don't move. A `_Stay` has the storage, an
 8. State of a sharded parameter is a distributed tensor (DTensor), whose local part has the memory: that lies on the
    placeholder, and both have classes of their own. Ranks may have parts of other sizes than the one that was planned
    for; each moves its own. Sharded parameters themselves, and their gradients, are left to FSDP2.
+9. A quantized weight has several storages: those of the tensors that a wrapping class consists of, and those of scales
+   in attributes. They move together. While any is away the wrapping tensor has a class of its own as well, since its
+   own code reads the inner ones below PyTorch's functions. A custom Function that keeps a view of a weight as an
+   attribute of its node (bitsandbytes), not through `save_for_backward`, reads it in its own backward alone: such views
+   lie on the same storage again by then, and don't count as other owners.
 
 Example: layer 0 of a chain has a frozen weight of 8 MiB. At the end of its first forward the weight is copied out;
 before layer 1 its memory is freed. The loss is computed, and a logger reads `layer.weight.norm()`: the weight comes
@@ -61,6 +66,7 @@ from ckptplan.distributed import runs_replicated
 from ckptplan.distributed.parallel import Parallel
 from ckptplan.runtime.guard.check import Checks, Spots
 from ckptplan.runtime.guard.digests import Bench, undisturbed
+from ckptplan.runtime.guard.paths import nodes_behind
 from ckptplan.runtime.observe.counters import Counters
 from ckptplan.runtime.swap.stores import Store, Ticket
 from ckptplan.runtime.swap.stores.base import memory_of
@@ -71,7 +77,8 @@ from ckptplan.tensors.private import (
     storage_use_count,
     transform,
 )
-from ckptplan.tensors.storages import local_part
+from ckptplan.tensors.quantized import attributes_beside, lie_together, tensor_at
+from ckptplan.tensors.storages import local_part, tensors_in
 from ckptplan.tensors.views import Memory, modified_error, on_storage, version_of
 from ckptplan.training.measure import RENEWED
 
@@ -154,11 +161,10 @@ class Weights:
     def _held(self, resident: Resident) -> list[_Weight]:
         """Return the places of what a resident has."""
         if resident.kind == "optimizer":
-            named = zip(resident.names, resident.sizes, strict=True)
-            return [_State(self, name, nbytes) for name, nbytes in named]
+            return [_State(self, name, nbytes) for (name,), nbytes in resident.storages]
         if resident.kind == "gradients":
             return [_Gradient(self, resident.names[0], resident.nbytes)]
-        return [_Weight(self, resident)]
+        return [_Weight(self, names, nbytes, trained=resident.trained) for names, nbytes in resident.storages]
 
     def knows(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer's state is that of the model's parameters."""
@@ -206,7 +212,7 @@ class Weights:
                 stay.digest = digest
             for group in self.groups:
                 group.forget_old()
-        self.stage_ends(-1)
+        self._start_leaving(-1)
         for group in self._between:
             if group.returns:
                 group.leave_between()
@@ -241,8 +247,19 @@ class Weights:
         stay = self._by_storage.get(storage._cdata)
         return None if stay is None else SavedPart(stay, saved)
 
-    def stage_ends(self, index: int) -> None:
-        """Start the copies out of what leaves after a stage."""
+    def stage_ends(self, index: int, output: Any, first: int) -> None:
+        """Start the copies out of what leaves after a stage, whose nodes in the graph have numbers from `first` on."""
+        if self.on_move is None and index in self._used:
+            owned = {s.storage._cdata: s for group in self._used[index] for s in group.stays if s.has_others}
+            for node in nodes_behind(output, first) if owned else ():
+                for tensor in tensors_in(getattr(node, "__dict__", {})):
+                    storage = Memory.of(tensor).storage
+                    stay = None if storage is None else owned.get(storage._cdata)
+                    if stay is not None:
+                        stay.is_kept_by(node, tensor)
+        self._start_leaving(index)
+
+    def _start_leaving(self, index: int) -> None:
         for group in self._of_stage.get(index, ()):
             group.start_leaving()
 
@@ -339,16 +356,32 @@ class Weights:
 
 
 class _Weight:
-    """The places of the parameters and buffers that share a storage."""
+    """The places of the parameters and buffers, and of tensors that quantized ones hold, that share a storage."""
 
-    def __init__(self, owner: Weights, resident: Resident) -> None:
-        self.name, self.nbytes, self.trained = resident.names[0], resident.nbytes, resident.trained
-        self._owner, self._names = owner, resident.names
-        self._places = [_place(owner.model, name) for name in resident.names]
+    _places: Sequence[tuple[nn.Module, str]] = ()
+
+    def __init__(self, owner: Weights, names: Sequence[str], nbytes: int, *, trained: bool) -> None:
+        self.name, self.nbytes, self.trained = names[0], nbytes, trained
+        self._owner, self._names = owner, names
+        self._places = [_place(owner.model, name) for name in names]
 
     def found(self) -> list[Any]:
-        """Return what is in these places now."""
-        return [getattr(module, name, None) for module, name in self._places]
+        """Return what is in these places now, and beside a quantized parameter on its storage."""
+        found = [tensor_at(module, path) for module, path in self._places]
+        for module, path in self._places:
+            if "." not in path:
+                whole: Any = getattr(module, path, None)
+                found += [each.tensor for each in attributes_beside(module, path) if lie_together(each.tensor, whole)]
+        return found
+
+    def wholes(self) -> list[torch.Tensor]:
+        """Return the tensors of wrapping classes that have these inside."""
+        found = []
+        for module, path in self._places:
+            parts = path.split(".")
+            owners = (tensor_at(module, ".".join(parts[:n])) for n in range(1, len(parts)))
+            found += [t for t in owners if isinstance(t, torch.Tensor) and is_traceable_wrapper_subclass(t)]
+        return found
 
     def owners(self, tensor: torch.Tensor, *, in_ddp: bool) -> int:
         """Return how many owners a tensor has if only its places, autograd and `DistributedDataParallel` hold it."""
@@ -384,8 +417,12 @@ class _Weight:
 
 
 def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    owner, _, attribute = name.rpartition(".")
-    return model.get_submodule(owner), attribute
+    """Return the module that a name leads to, and the path of attributes from there."""
+    module, path = model, name.split(".")
+    while isinstance(inner := getattr(module, path[0], None), nn.Module):
+        module = inner
+        del path[0]
+    return module, ".".join(path)
 
 
 class _Gradient(_Weight):
@@ -457,14 +494,22 @@ class _Stay:
     def __init__(self, group: Group, weight: _Weight, tensors: list[torch.Tensor]) -> None:
         self.group, self.weight, self.found = group, weight, tensors
         self.tensors = list(map(local_part, tensors))
-        self._all = [*self.tensors, *(t for t, part in zip(tensors, self.tensors, strict=True) if t is not part)]
-        self.kinds = [type(t) for t in self._all]
+        self.kinds = [type(t) for t in self.tensors]
+        distributed = [t for t, part in zip(tensors, self.tensors, strict=True) if t is not part]
+        self._all = [*self.tensors, *distributed]
+        self._wholes = {id(t): (t, type(t)) for t in (*weight.wholes(), *distributed)}
         self.memory = [Memory.of(t) for t in self.tensors]
         self.versions: list[int] = []
         self.digest: Any = None
         self.fixed = False
+        self._kept: list[weakref.ref[torch.Tensor]] = []
         self.whole = on_storage(self.tensors[0].untyped_storage(), self.tensors[0].dtype)
         self.nbytes = self.storage.nbytes()
+
+    @property
+    def all_kinds(self) -> list[type]:
+        """The classes of its tensors, and of those that have them inside."""
+        return [*self.kinds, *(kind for _, kind in self._wholes.values())]
 
     @property
     def storage(self) -> torch.UntypedStorage:
@@ -503,17 +548,38 @@ class _Stay:
 
         Owners of the storage are its tensors, `whole` and the storage's object in Python. Those of a tensor are its
         object and, if it is trained, the node that takes its gradient and, twice, `DistributedDataParallel`'s reducer.
+        Views in the graph's nodes (rule 9) own both.
         """
-        if storage_use_count(self.storage._cdata) > len(self.tensors) + 2:
+        kept = {
+            id(t): t for ref in self._kept if (t := ref()) is not None and all(t is not own for own in self.tensors)
+        }
+        if storage_use_count(self.storage._cdata) > len(self.tensors) + 2 + len(kept):
             return True
         owners, in_ddp = self.weight.owners, self.group.owner.in_ddp
-        return any(t._use_count() > owners(t, in_ddp=in_ddp) for t in self._all)  # type: ignore[attr-defined]
+        based = [view._base for view in kept.values()]
+        return any(
+            t._use_count() > owners(t, in_ddp=in_ddp) + sum(base is t for base in based)  # type: ignore[attr-defined]
+            for t in self._all
+        )
 
-    def leave(self, classes: Sequence[type]) -> None:
-        """Give its tensors the placeholder and these classes, and free the memory."""
-        for tensor, away in zip(self._all, classes, strict=True):
-            tensor.__class__ = away
-        for tensor in self.tensors:
+    def is_kept_by(self, node: Any, tensor: torch.Tensor) -> None:
+        """A node of the graph has an attribute on its storage, which its backward reads."""
+        if all(ref() is not tensor for ref in self._kept):
+            self._kept = [ref for ref in self._kept if ref() is not None]
+            self._kept.append(weakref.ref(tensor))
+        group = self.group
+
+        def needed(gradients: Any) -> None:
+            group.need()
+
+        node.register_prehook(needed)
+
+    def leave(self, away_class: Callable[[type], type]) -> None:
+        """Give its tensors the placeholder and classes for what is away, and free the memory."""
+        for whole, kind in self._wholes.values():
+            whole.__class__ = away_class(kind)
+        for tensor, kind in zip(self.tensors, self.kinds, strict=True):
+            tensor.__class__ = away_class(kind)
             tensor.data = placeholder(tensor.dtype, tensor.device).expand(tensor.shape)
         self.storage.resize_(0)
         self.weight.left(self.group)
@@ -522,9 +588,14 @@ class _Stay:
         """Let its tensors lie on its storage, which is filled, with their own classes."""
         for tensor, memory in zip(self.tensors, self.memory, strict=True):
             tensor.data = memory.tensor()
-        for tensor, kind in zip(self._all, self.kinds, strict=True):
+        for tensor, kind in zip(self.tensors, self.kinds, strict=True):
             tensor.__class__ = kind
         self.weight.returned()
+
+    def ends(self) -> None:
+        """All that left with it is back."""
+        for whole, kind in self._wholes.values():
+            whole.__class__ = kind
 
 
 @functools.cache
@@ -733,7 +804,8 @@ class Group:
         if stay.versions != stay.versions_now():
             return self._note("written", f"{name} stays: it was written to between its stage and its release")
         try:
-            classes = [self._away_class(kind) for kind in stay.kinds]
+            for kind in stay.all_kinds:
+                self._away_class(kind)
         except TypeError:
             return self._note("class", f"{name} stays: its class {type(stay.tensors[0]).__name__} can't have another")
         if owner.checks is not None and within_step:
@@ -742,7 +814,7 @@ class Group:
         if stream is not None:
             stay.whole.record_stream(stream)
         self._away.append(stay)  # first: an interrupt behind it leaves what `need` puts right
-        stay.leave(classes)
+        stay.leave(self._away_class)
 
     def start_returning(self) -> None:
         """Allocate the memory and start the copies in: the prefetch point."""
@@ -793,6 +865,8 @@ class Group:
                 first = self._first.pop(stay.weight, None)
                 if first is not None and owner.checks is not None:
                     owner.checks.compare(first, stay.whole, stay.weight.name, "the weight that was away", _COPY)
+            for stay in self._away:
+                stay.ends()
             self._away = []
             self._waited.append(stream)
 
@@ -838,7 +912,6 @@ def _away_class(group: Group, kind: type) -> type:
         return object.__getattribute__(self, name)
 
     names: dict[str, Any] = {
-        "home": staticmethod(group.home),
         "__torch_function__": classmethod(__torch_function__),
         "__deepcopy__": __deepcopy__,
         "__reduce_ex__": __reduce_ex__,
@@ -846,6 +919,8 @@ def _away_class(group: Group, kind: type) -> type:
     }
     if hasattr(kind, "_local_tensor"):
         names["__getattribute__"] = __getattribute__
+    if hasattr(kind, "_local_tensor") or not hasattr(kind, "__tensor_flatten__"):  # others have no memory of their own
+        names["home"] = staticmethod(group.home)
     return type(kind)(kind.__name__, (kind,), names)
 
 
