@@ -287,17 +287,21 @@ def planned_profiles(
     optimizer: OptimizerLike | None,
     target: Target,
     devices: Sequence[Device],
+    *,
+    menus: bool = False,
     report: Report = ignore_progress,
 ) -> list[Profile]:
-    """Profiles for several devices that aren't in this machine from one trace: stages as wholes, without collectives.
+    """Profiles for several devices that aren't in this machine from one trace, without collectives.
 
     Parameters
     ----------
     target : Target
         One of the devices; they all have its `byte_class`.
+    menus : bool
+        As in `profile`.
     """
     with _untouched(step) as rewind, as_ours(step, "tracing"):
-        traced, times, _ = _traced(step, optimizer, target, menus=False, devices=devices, rewind=rewind, report=report)
+        traced, times, _ = _traced(step, optimizer, target, menus=menus, devices=devices, rewind=rewind, report=report)
     return [
         _planned(step, traced, on_device, dataclasses.replace(target, spec=device), [])
         for device, on_device in zip(devices, times, strict=True)

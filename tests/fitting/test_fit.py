@@ -234,6 +234,16 @@ def test_chains_between_batches_are_those_traced(model: nn.Module) -> None:
     assert between_batches(traced(4), 4, dataclasses.replace(traced(16), storages=bare), 16, 10) == made
 
 
+@pytest.mark.parametrize("menus", [False, True])
+def test_profiles_of_devices_from_one_trace_are_those_of_each(model: nn.Module, menus: bool) -> None:
+    devices = [known_devices()["a100-40gb"], known_devices()["rtx4090"]]
+    target = find_target(model, devices[0])
+    assert target.byte_class == find_target(model, devices[1]).byte_class
+    step = Batches(rows, TrainingBytes(model, target)).step(64)
+    for device, found in zip(devices, planned_profiles(step, None, target, devices, menus=menus), strict=True):
+        assert found == ckptplan.profile(model, rows(64), device=device, menus=menus)
+
+
 def test_survey_agrees_with_estimates_and_plans(model: nn.Module) -> None:
     devices = [known_devices()["t4"], known_devices()["a100-40gb"]]
 
