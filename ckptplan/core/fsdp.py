@@ -11,6 +11,8 @@ from ckptplan.core.errors import InvalidInputError
 
 _DTYPES = (None, "bfloat16", "float16", "float32")
 _MOST_RANKS = 1 << 16
+WITH_WHOLE_GRADIENTS = ", whole gradients"
+"""End of the kind of a sharded model whose gradients stay whole between micro-batches."""
 
 
 def is_sharding(kind: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ckptplan.core.fsdp import WITH_WHOLE_GRADIENTS, is_sharding
 from ckptplan.core.profile import Profile
 from ckptplan.core.units import format_bytes
 
@@ -16,6 +17,14 @@ _WHOLE = "its own, which it needs at once: split it into modules that are called
 _UPDATE = (
     "the update needs weights, gradients and optimizer state at once, and temporaries of its own: fused=True has none, "
     "Adafactor and 8-bit optimizers less state"
+)
+_SUMS = (
+    "among them the sums of gradients over micro-batches, in fp32 as the parameters are under autocast: parameters in "
+    "bfloat16 have half of that, and without accumulation each gradient is made in its layer's backward"
+)
+_WHOLE_SUMS = (
+    "among them the sums of whole gradients over micro-batches, which FSDP2 keeps in its reduce_dtype: with "
+    "set_requires_gradient_sync(True) each micro-batch leaves shards alone"
 )
 
 
@@ -48,4 +57,15 @@ def what_stays(profile: Profile, stage: str, phase: str, nbytes: int) -> str:
         parts.append(f"{format_bytes(own)} in {phase} of {stage!r} are {_CHUNKED if of_loss else _WHOLE}")
     if base[k] >= LEAST_SHARE * nbytes:
         parts.append(f"{format_bytes(base[k])} are weights, gradients, state and inputs that stay")
+        parts += _sums_of_gradients(profile)
     return "; ".join(parts)
+
+
+def _sums_of_gradients(profile: Profile) -> list[str]:
+    """Return what is said of gradients of earlier micro-batches that stay, where they are wider than they need be."""
+    of = profile.fingerprint
+    if not of.accumulates or "gradients" in profile.offload:
+        return []
+    if is_sharding(of.parallel):
+        return [_WHOLE_SUMS] if of.parallel.endswith(WITH_WHOLE_GRADIENTS) else []
+    return [_SUMS] if of.autocast in ("bfloat16", "float16") else []

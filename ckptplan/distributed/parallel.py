@@ -35,7 +35,7 @@ from torch import nn
 from ckptplan.core.ddp import DDP
 from ckptplan.core.device import Device
 from ckptplan.core.errors import PlanMismatchError, UnsupportedModelError
-from ckptplan.core.fsdp import is_sharding
+from ckptplan.core.fsdp import WITH_WHOLE_GRADIENTS, is_sharding
 from ckptplan.core.profile import Profile
 from ckptplan.distributed.rates import Links, Unit, bytes_per_s, ring_s
 from ckptplan.tensors.private import SUPPORTED, is_fake
@@ -57,8 +57,6 @@ _OF_FORWARD = ("_training_state", "iter_forward_root", "_post_forward_indices", 
 _UNPLANNED = "the model is sharded by fully_shard, and plans can't go with it"
 _WHOLE = "ckptplan_keeps_whole_gradients"
 """Attribute of the engine's groups that reduce in a run, though the micro-batches before it don't."""
-WITH_WHOLE_GRADIENTS = ", whole gradients"
-"""Ends what plans are bound to whose micro-batches begin with whole gradients."""
 
 
 def sharded_units(modules: Iterable[nn.Module]) -> list[Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +11,7 @@ from torch.nn import functional as F
 
 import ckptplan
 from ckptplan.core.errors import InfeasibleBudgetError
+from ckptplan.core.fsdp import WITH_WHOLE_GRADIENTS
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 
@@ -67,3 +70,19 @@ def test_what_moves_is_not_named() -> None:
     profile = Profile.from_chain([0.01] * 8, [0.02] * 8, [1 << 20] * 8, [8 << 20] * 8, input_bytes=1 << 10)
     error, _ = refused(profile)
     assert "no plan can move" not in error or "its own" in error
+
+
+@pytest.mark.parametrize(("amp", "named"), [("bfloat16", True), (None, False)])
+def test_sums_of_gradients_in_fp32_are_named(amp: str | None, *, named: bool) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)))
+    error, _ = refused(ckptplan.profile(model, torch.randn(64, 64), accumulate=True, amp=amp, menus=False))
+    assert "gradients, state and inputs that stay" in error
+    assert ("sums of gradients over micro-batches, in fp32" in error) == named
+
+
+def test_whole_sums_of_gradients_of_a_sharded_model_are_named() -> None:
+    profile = ckptplan.Profile.from_chain([0.01] * 2, [0.02] * 2, [1 << 10] * 2, [1 << 20] * 2, input_bytes=1 << 10)
+    kind = replace(profile.fingerprint, parallel="fsdp of 2" + WITH_WHOLE_GRADIENTS, accumulates=True)
+    profile = replace(profile, fingerprint=kind, base_backward_bytes=(1 << 30,) * 2)
+    error, _ = refused(profile)
+    assert "set_requires_gradient_sync" in error

@@ -26,10 +26,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from ckptplan.core.fsdp import WITH_WHOLE_GRADIENTS
 from ckptplan.core.plan import Plan
 from ckptplan.core.units import format_bytes
 from ckptplan.distributed import parallel_of
-from ckptplan.distributed.parallel import WITH_WHOLE_GRADIENTS, Parallel
+from ckptplan.distributed.parallel import Parallel
 from ckptplan.runtime.guard.differences import Differences
 from ckptplan.runtime.observer import Observer
 from ckptplan.tensors.storages import local_part
