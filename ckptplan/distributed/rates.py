@@ -42,7 +42,7 @@ def ring_s(nbytes: float, ranks: int, device: Device | Links) -> float:
     Each device sends and receives (ranks - 1) / ranks of the bytes (Thakur et al., Optimization of Collective
     Communication Operations in MPICH, 2005).
     """
-    return nbytes * (ranks - 1) / ranks / bytes_per_s(ranks, device)
+    return 0.0 if ranks == 1 else nbytes * (ranks - 1) / ranks / bytes_per_s(ranks, device)
 
 
 def bytes_per_s(ranks: int, device: Device | Links) -> float:

@@ -14,7 +14,7 @@ from toy_modules import Lambda, times
 import ckptplan
 from ckptplan.core.device import Device
 from ckptplan.core.errors import InvalidInputError
-from ckptplan.distributed.rates import ring_s
+from ckptplan.distributed.rates import Links, ring_s
 
 RATE = 1e12
 FAST = dataclasses.replace(SIMPLE, peer_bytes_per_s=RATE, machine_devices=4)
@@ -52,6 +52,7 @@ def note(found: ckptplan.Profile) -> str:
 def test_a_ring_sends_all_but_its_own_part() -> None:
     assert ring_s(8e9, 4, FAST) == pytest.approx(8e9 * 3 / 4 / RATE)
     assert ring_s(8e9, 1, FAST) == 0
+    assert ring_s(8e9, 1, Links(0.0)) == 0, "of a mesh with one device a side no rate is measured"
     assert ring_s(8e9, 8, SLOW) == pytest.approx(8e9 * 7 / 8 / 1e2), "over the network, which is slower"
     assert ring_s(8e9, 8, FAST) == pytest.approx(8e9 * 7 / 8 / RATE), "nothing is known of a network"
 
