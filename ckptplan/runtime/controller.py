@@ -475,19 +475,17 @@ class Controller:
             self._release_until(current, index)
             for place in self._release_before.get(index, ()):
                 current.session.release(*place)
-            for group in self._weights_before.get(index, ()):
-                group.leave()
-            for group in self.weights.returning.get(index, ()):
-                group.start_returning()
-            self.weights.ensure(index)
+            if self.weights.groups:
+                self._weights_of(index)
             if current.checks is not None:
                 current.checks.stage_ended()
             for enter in self._enter:
                 enter(index, args, kwargs)
-            first = made_nodes()
+            first = made_nodes() if self.weights.groups else 0
             output = self._run_choice(current, self._planned[index], original, args, kwargs, again=again)
             del args, kwargs
-            self.weights.stage_ends(index, output, first)
+            if self.weights.groups:
+                self.weights.stage_ends(index, output, first)
             for place in self._release_after.get(index, ()):
                 current.session.release(*place)
             for group in self._weights_after.get(index, ()):
@@ -514,6 +512,14 @@ class Controller:
             for ended in self._output:
                 ended(output, ())
         return output
+
+    def _weights_of(self, index: int) -> None:
+        """Weights leave and return that do so before a stage; its own are there."""
+        for group in self._weights_before.get(index, ()):
+            group.leave()
+        for group in self.weights.returning.get(index, ()):
+            group.start_returning()
+        self.weights.ensure(index)
 
     def _note_further_call(self, indices: list[int]) -> None:
         self.counters.differences.note(
