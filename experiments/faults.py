@@ -355,11 +355,14 @@ def left_wrong(subject: Subject, failed: bool) -> list[str]:
         return []
     frozen = [t for t in (*subject.model.parameters(), *subject.model.buffers()) if not t.requires_grad]
     trained, gradients = trained_state(subject.optimizer), [p.grad for p in subject.model.parameters()]
+    present = [t for t in (*frozen, *trained, *gradients) if t is not None]
+    for t in present:  # a copy that the fault has ended is an error of the first read, and is made again by the second
+        with contextlib.suppress(SwapError):
+            t.isnan()
     wrong = ["a frozen weight is wrong"] * (not same(frozen, subject.frozen))
     if failed and subject.phase != "update":
         wrong += ["a weight or a moment is wrong"] * (not same(trained, subject.started))
     # An error in backward leaves them away, for the failed step's activations may still be held: reading brings back.
-    present = [t for t in (*frozen, *trained, *gradients) if t is not None]
     missing = sum(bool(t.isnan().any()) or is_away(t) for t in present)
     wrong += [f"{missing} weights, moments or gradients are not there"] * bool(missing)
     return wrong
