@@ -634,3 +634,82 @@ def test_a_recomputed_stage_whose_weights_began_to_return_before_it() -> None:
     model, x = built("trained")
     with ckptplan.apply(model, plan_with(measured, choices), check="off"):
         assert same(steps(model, x, count=30), wanted)
+
+
+class _Keeping(torch.autograd.Function):
+    """Its node has a view of the weight in an attribute."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
+        ctx.view = view
+        return x @ view.view(WIDTH, WIDTH).T
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        return gradient @ ctx.view.view(WIDTH, WIDTH), None
+
+
+class _Viewed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 10, requires_grad=False)
+        self.add = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.scale = nn.Parameter(torch.ones(WIDTH * WIDTH))
+        self.keeps = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        view = self.weight.view(-1)
+        if self.keeps:
+            self.__dict__["last"] = view
+        return torch.tanh(_Keeping.apply(x, view) + self.add(x) * self.scale.mean())
+
+
+@pytest.mark.filterwarnings("ignore:the peak may exceed")
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_view_in_a_node_of_the_graph_that_others_keep_as_well_keeps_its_weight(*, keeps: bool) -> None:
+    def viewed() -> tuple[nn.Sequential, torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(_Viewed() for _ in range(4)))
+        for layer in model:
+            layer.keeps = keeps  # type: ignore[assignment]
+        return model, torch.randn(24, WIDTH)
+
+    def penalised(plan: Plan | None) -> tuple[list[torch.Tensor], int]:
+        model, x = viewed()
+        handle = None if plan is None else ckptplan.apply(model, plan, check="always")
+        loss = model(x).square().mean()
+        if keeps:
+            loss = loss + sum((layer.last * layer.scale).sum() for layer in model) * 1e-3  # type: ignore[operator, union-attr, misc]
+        loss.backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        return [loss.detach(), *gradients], 0 if handle is None else handle.stats().swapped_in_bytes
+
+    measured = ckptplan.profile(*viewed(), menus=False).offloading(("weights",))
+    plan = plan_of(measured, ["weights" if stage.find("weights") else "keep" for stage in measured.stages])
+    found, moved_bytes = penalised(plan)
+    assert same(found, penalised(None)[0])
+    frozen = 4 * WIDTH * WIDTH * 4
+    all_bytes = sum(move.resident.nbytes for move in plan.decided.weights)
+    assert moved_bytes == all_bytes - frozen * keeps
+
+
+@pytest.mark.filterwarnings("ignore:the peak may exceed")
+def test_weights_in_shared_memory_stay() -> None:
+    wanted = steps(*built("adapted"))
+    model, x = built("adapted")
+    model.share_memory()
+    with ckptplan.apply(model, moved("adapted")) as handle:
+        assert same(steps(model, x), wanted)
+        assert handle.stats().swapped_in_bytes == 0
+        assert "weights memory" in handle.stats().differences
+
+
+class _Slotted(nn.Parameter):
+    __slots__ = ("extra",)
+
+
+def test_a_parameter_with_slots_is_profiled() -> None:
+    model, x = built("adapted")
+    model[1].own.weight = _Slotted(torch.randn(WIDTH, WIDTH), requires_grad=False)  # type: ignore[union-attr, index]
+    found = ckptplan.profile(model, x, menus=False)
+    assert ("1.own.weight",) in [resident.names for resident in found.residents]

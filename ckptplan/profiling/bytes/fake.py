@@ -130,7 +130,8 @@ def _make_subclass(kind: Any, data: torch.Tensor, *args: Any, **kwargs: Any) -> 
         return make_subclass(kind, data, *args, **kwargs)
     requires_grad = args[0] if args else kwargs.get("require_grad", False)
     made = torch.ops.aten.alias.default(data.detach()).requires_grad_(requires_grad)
-    made.__class__ = _fake_kind(kind)
+    with contextlib.suppress(TypeError):
+        made.__class__ = _fake_kind(kind)
     return made
 
 
@@ -521,7 +522,8 @@ def _dress(
     if is_fake(parameter) or not is_fake(twin):
         return []  # a wrapping class, whose own tensors are fake
     vars(twin).update(vars(parameter))
-    twin.__class__ = _fake_kind(kind)
+    with contextlib.suppress(TypeError):  # one with slots can't be the class of a fake tensor
+        twin.__class__ = _fake_kind(kind)
     replaced = []
     for table, key, _, tensor in attributes_beside(module, name):
         if tensor.numel() > READ_LIMIT and not is_fake(tensor):

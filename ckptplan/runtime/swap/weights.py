@@ -49,6 +49,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import sys
 import threading
 import weakref
 import zlib
@@ -412,7 +413,8 @@ class _Weight:
             return None
         (storage,) = storages.values()
         planned = storage.nbytes() == self.nbytes or (storage.nbytes() > 0 and parts[0] is not tensors[0])
-        able = storage.resizable() and not any(t.is_inference() for t in parts)
+        shared = parts[0].device.type == "cpu" and storage.is_shared()  # says that it can be resized, and crashes then
+        able = storage.resizable() and not shared and not any(t.is_inference() for t in parts)
         return tensors if able and planned and storage.nbytes() % parts[0].itemsize == 0 else None
 
 
@@ -550,6 +552,8 @@ class _Stay:
         object and, if it is trained, the node that takes its gradient and, twice, `DistributedDataParallel`'s reducer.
         Views in the graph's nodes (rule 9) own both.
         """
+        if any(_held_elsewhere(ref) for ref in self._kept):
+            return True
         kept = {
             id(t): t for ref in self._kept if (t := ref()) is not None and all(t is not own for own in self.tensors)
         }
@@ -596,6 +600,21 @@ class _Stay:
         """All that left with it is back."""
         for whole, kind in self._wholes.values():
             whole.__class__ = kind
+
+
+class _Alone:
+    """An object that one name refers to."""
+
+
+_ALONE = _Alone()
+_ONE_REFERENCE = sys.getrefcount(weakref.ref(_ALONE)())
+
+
+def _held_elsewhere(ref: weakref.ref[torch.Tensor]) -> bool:
+    """Whether more than the node that keeps a view refers to it: a module, a list, another graph."""
+    if sys.getrefcount(ref()) > _ONE_REFERENCE:
+        return ref() is not None
+    return ref()._use_count() > 1  # type: ignore[union-attr]
 
 
 @functools.cache
@@ -698,6 +717,9 @@ class Group:
                 self._note("sharded", f"{weight.name} stays: its memory is that of FSDP2, or of a tensor subclass")
                 continue
             tensors, stay = weight.tensors(), former.get(weight)
+            if tensors is None and type(weight) is _Weight and any(t is not None for t in weight.found()):
+                why = "its memory can't be resized (a file's, an array's, a shared one), or isn't the profiled one"
+                self._note("memory", f"{weight.name} stays: {why}")
             buffer = type(weight) is _Weight and not any(isinstance(t, nn.Parameter) for t in tensors or ())
             sent = self.owner.in_ddp and buffer
             if tensors is not None and not sent:  # an earlier graph and this one share the stay of an unchanged weight
