@@ -119,8 +119,10 @@ class Job:
             try:
                 plan = search(budget_bytes)
             except InfeasibleBudgetError as error:
-                if not job._is_infeasible(budget_bytes, error):  # a bound for more bytes is one for less
-                    bounds[number] = _from(error.min_peak_bytes, search).lower_bound_s
+                if not job._is_infeasible(budget_bytes, error):
+                    bounds[number] = kept_s
+                    with contextlib.suppress(InfeasibleBudgetError):  # a bound for more bytes is one for less
+                        bounds[number] = _from(error.min_peak_bytes, search).lower_bound_s
             else:
                 bounds[number] = plan.lower_bound_s
                 found.append((plan.step_s, number, job))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from random_chains import homogeneous_chain
@@ -163,6 +164,27 @@ def test_a_share_of_the_weights_that_may_fit_is_bounded_by_its_smallest_peak(mon
     plan = ckptplan.solve(chain, budget="0%", offload="all")
     assert plan.step_s == proven.step_s
     assert chain.baseline_step_s * 1.1 < plan.lower_bound_s < plan.step_s
+
+
+def test_a_share_whose_smallest_peak_is_not_found_again_leaves_the_others_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    chain = with_weights(homogeneous_chain(3, link_ratio=1.0), 1 << 30)
+    wanted = ckptplan.solve(chain, budget="0%", offload="all")
+    monkeypatch.setattr(jobs.Job, "_is_infeasible", lambda *_: False)
+    found = jobs.solve_profile
+
+    def searched(profile: ckptplan.Profile, *args: Any, **kwargs: Any) -> ckptplan.Plan:
+        return (
+            found(profile, 1, *args[1:], **kwargs)
+            if profile.between < wanted.between
+            else found(profile, *args, **kwargs)
+        )
+
+    budget = wanted.budget_bytes
+    job = jobs.Job.of(chain, Limits(offload=wanted.offload))
+    monkeypatch.setattr(jobs, "solve_profile", searched)
+    plan = job.solved(budget)
+    assert plan.step_s == wanted.step_s
+    assert plan.lower_bound_s <= wanted.lower_bound_s
 
 
 def with_weights(chain: ckptplan.Profile, nbytes: int) -> ckptplan.Profile:
