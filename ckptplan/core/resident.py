@@ -54,8 +54,8 @@ Kind = Literal["activations", "weights", "optimizer", "gradients"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 _NONE: dict[Kind, str] = {
     "weights": (
-        "offload= has no weights to move: none that only stages with a backward read is large enough, no shard, "
-        "and in memory that can be resized"
+        "offload= has no weights to move: of those that stages with a backward alone read, or layers in front of them, "
+        "none is large enough, plain or quantized (no shard), and in memory that can be resized"
     ),
     "optimizer": (
         "offload= has no optimizer state to move: pass optimizer= to profile and solve; of its state, what is large "

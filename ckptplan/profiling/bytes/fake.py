@@ -106,6 +106,8 @@ def _fake_kind(kind: Any) -> Any:
     if kind in (torch.Tensor, nn.Parameter):
         return FakeTensor
     fake: Any = type(kind.__name__, (kind, FakeTensor), {})
+    if fake.__basicsize__ != FakeTensor.__basicsize__:  # it has slots, and can't be the class of a fake tensor
+        return FakeTensor
     function = getattr(kind.__torch_function__, "__func__", None)
     if function is not None:
         fake.__torch_function__ = classmethod(function)  # that of a fake tensor keeps no subclass
@@ -130,8 +132,7 @@ def _make_subclass(kind: Any, data: torch.Tensor, *args: Any, **kwargs: Any) -> 
         return make_subclass(kind, data, *args, **kwargs)
     requires_grad = args[0] if args else kwargs.get("require_grad", False)
     made = torch.ops.aten.alias.default(data.detach()).requires_grad_(requires_grad)
-    with contextlib.suppress(TypeError):
-        made.__class__ = _fake_kind(kind)
+    made.__class__ = _fake_kind(kind)
     return made
 
 
@@ -522,8 +523,7 @@ def _dress(
     if is_fake(parameter) or not is_fake(twin):
         return []  # a wrapping class, whose own tensors are fake
     vars(twin).update(vars(parameter))
-    with contextlib.suppress(TypeError):  # one with slots can't be the class of a fake tensor
-        twin.__class__ = _fake_kind(kind)
+    twin.__class__ = _fake_kind(kind)
     replaced = []
     for table, key, _, tensor in attributes_beside(module, name):
         if tensor.numel() > READ_LIMIT and not is_fake(tensor):

@@ -394,18 +394,17 @@ class _Weight:
     def returned(self) -> None:
         """It is back."""
 
-    @property
-    def is_sharded(self) -> bool:
-        """Whether it is a parameter that FSDP2 gathers, or one that has been parallelized by tensors, or quantised."""
-        wrapped = any(isinstance(t, torch.Tensor) and is_traceable_wrapper_subclass(t) for t in self.found())
+    def is_sharded(self, found: Sequence[Any]) -> bool:
+        """Whether it is a parameter that FSDP2 gathers, or a distributed tensor by now."""
+        wrapped = any(isinstance(t, torch.Tensor) and is_traceable_wrapper_subclass(t) for t in found)
         return wrapped or not self._owner.shards.keys().isdisjoint(self._names)
 
-    def tensors(self) -> list[torch.Tensor] | None:
-        """Return the tensors that are there now, if all lie on one storage as large as planned; otherwise None.
+    def tensors(self, there: Sequence[Any]) -> list[torch.Tensor] | None:
+        """Return the tensors of what is there, if all lie on one storage as large as planned; otherwise None.
 
         The local parts of distributed ones do, and may be of another size than those of the rank that was planned for.
         """
-        found = {id(t): t for t in self.found() if isinstance(t, torch.Tensor) and t.layout is torch.strided}
+        found = {id(t): t for t in there if isinstance(t, torch.Tensor) and t.layout is torch.strided}
         tensors, parts = list(found.values()), list(map(local_part, found.values()))
         wrapped = any(map(is_traceable_wrapper_subclass, parts))
         storages = {} if wrapped else {p.untyped_storage()._cdata: p.untyped_storage() for p in parts}
@@ -464,8 +463,7 @@ class _State(_Weight):
         self._of, _, self._key = name.rpartition(": ")
         self._parameter = _place(owner.model, self._of)
 
-    @property
-    def is_sharded(self) -> bool:
+    def is_sharded(self, found: Sequence[Any]) -> bool:
         return False  # state of a sharded parameter moves
 
     def found(self) -> list[Any]:
@@ -590,9 +588,8 @@ class _Stay:
 
     def come_back(self) -> None:
         """Let its tensors lie on its storage, which is filled, with their own classes."""
-        for tensor, memory in zip(self.tensors, self.memory, strict=True):
+        for tensor, memory, kind in zip(self.tensors, self.memory, self.kinds, strict=True):
             tensor.data = memory.tensor()
-        for tensor, kind in zip(self.tensors, self.kinds, strict=True):
             tensor.__class__ = kind
         self.weight.returned()
 
@@ -713,11 +710,12 @@ class Group:
         former = {stay.weight: stay for stay in self.stays}
         self.stays = []
         for weight in self._weights:
-            if weight.is_sharded:
+            there = weight.found()
+            if weight.is_sharded(there):
                 self._note("sharded", f"{weight.name} stays: its memory is that of FSDP2, or of a tensor subclass")
                 continue
-            tensors, stay = weight.tensors(), former.get(weight)
-            if tensors is None and type(weight) is _Weight and any(t is not None for t in weight.found()):
+            tensors, stay = weight.tensors(there), former.get(weight)
+            if tensors is None and type(weight) is _Weight and any(t is not None for t in there):
                 why = "its memory can't be resized (a file's, an array's, a shared one), or isn't the profiled one"
                 self._note("memory", f"{weight.name} stays: {why}")
             buffer = type(weight) is _Weight and not any(isinstance(t, nn.Parameter) for t in tensors or ())
