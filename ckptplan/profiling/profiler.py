@@ -575,11 +575,11 @@ def _update_bytes(
     made = make_optimizer(optimizer, model)
     tracker = Tracker(target.without_answers)
     live: dict[str, int] = {}
-    peaks: dict[str, int] = {}
+    segments: dict[str, int] = {}
 
     def begin(part: str, stand_ins: StandIns) -> None:
-        peaks[part], live[part] = tracker.peak_bytes, tracker.live_bytes
-        tracker.peak_bytes = tracker.live_bytes
+        live[part], segments[part] = tracker.live_bytes, 1 + len(segments)
+        tracker.enter_segment(segments[part])
 
     with traced_updates(made, tracker, target, own=[*held_tensors(model), *outside], begin=begin) as stand_ins:
         begin("over", stand_ins)
@@ -587,7 +587,18 @@ def _update_bytes(
     weights = live["gradients 1"] - live["weights"]
     state = max(live[part] - weights for part in ("gradients 1", "gradients 2", "over"))
     gradients = live["update 1"] - live["gradients 1"]
-    return state, max(peaks["dropped 1"], peaks["dropped 2"]) - gradients - weights - state, parts
+    updates = [tracker.forward[segments[part]] for part in ("update 1", "update 2")]
+    extra, *_ = target.workspaces(op.key for update in updates for op in update.ops if _runs_alone(op.key, target))
+    peak_bytes = max(update.start_bytes + update.rise(extra) for update in updates)
+    return state, peak_bytes - gradients - weights - state, parts
+
+
+def _runs_alone(key: Any, target: Target) -> bool:
+    """Whether an operation of an update can run alone: operands of one on lists may not fit beside the model.
+
+    On an accelerator those work in place.
+    """
+    return key is not None and not (target.is_cuda and str(key[0]).startswith(("aten._foreach", "aten._fused")))
 
 
 _STATE_PARTS = 16

@@ -312,9 +312,7 @@ class _VerifiedSteps:
         self._put_state()
 
     def _run_whole(self) -> None:
-        self._run()
-        if self.optimizer is not None:
-            self.optimizer.step()
+        run_step(self.training, None if self.optimizer is None else self.optimizer.step)
 
     def seconds(self, run: Callable[[], Any] | None = None) -> float:
         """Return the time of one step."""

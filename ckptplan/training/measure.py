@@ -271,10 +271,12 @@ def step_peaks(
     return StepPeaks(requested, peak.allocated_bytes - other, peak.reserved_bytes - other, other, workspace)
 
 
-def run_step(step: TrainingStep) -> torch.Tensor:
-    """Run forward, loss and backward, holding the output until the end like a caller's variable; return the loss."""
+def run_step(step: TrainingStep, update: Callable[[], object] | None = None) -> torch.Tensor:
+    """Run forward, loss, backward and `update`, holding the output until the end like a caller's; return the loss."""
     output, loss = step.forward()
     loss.backward()
+    if update is not None:
+        update()
     del output
     return loss.detach()
 

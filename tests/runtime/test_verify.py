@@ -60,7 +60,7 @@ def test_fewer_steps_are_timed_where_they_are_long(
     monkeypatch.setattr(verifying, "TIMED_S", {"none": 2.9, "all": 9.0}[allowed])  # the first two take 3
     ran: list[TrainingStep] = []
     real = verifying.run_step
-    monkeypatch.setattr(verifying, "run_step", lambda step, **how: ran.append(step) or real(step, **how))
+    monkeypatch.setattr(verifying, "run_step", lambda *args: ran.append(args[0]) or real(*args))
     told: list[str] = []
     found = verify(model, planned("mlp", "recompute"), inputs, on_progress=told.append)
     assert found.gradients_equal
@@ -352,6 +352,27 @@ def test_a_measured_step_has_the_optimizer_s_state_and_its_update(kind: Any, *, 
     now = optimizer.state_dict()["state"]
     assert now.keys() == state.keys()
     assert all(torch.equal(now[i][name], value) for i, of in state.items() for name, value in of.items())
+
+
+class Clipped(torch.optim.SGD):
+    """Gradients are clipped to the middle of their sizes, which the kernel finds in a copy of its own."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            most = p.grad.flatten().kthvalue(p.numel() // 2).values
+            p.sub_(p.grad.clamp(max=most))
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, Clipped])
+def test_the_peak_of_an_update_is_known_to_the_byte(kind: Any) -> None:
+    """With what operations hold beside their results, and the output, which the training's variable holds."""
+    model = nn.Sequential(nn.Linear(16, 512), nn.Linear(512, 512), nn.Linear(512, 16))
+    optimizer, x = kind(model.parameters()), torch.randn(4, 16)
+    plan = ckptplan.solve(model, budget="100%", inputs=x, optimizer=optimizer, time_limit_s=0.2)
+    found = verify(model, plan, x, optimizer=optimizer, repeats=1)
+    assert found.within_budget
+    assert found.measured_peak_bytes == found.predicted_peak_bytes == plan.peak_bytes
 
 
 def test_an_update_that_runs_the_step_itself_is_an_error() -> None:

@@ -1023,13 +1023,7 @@ class _Tracing:
         What a stage before `k` may hold counts as there until the step's end: this replay may free it before the peak,
         but it is there under a plan in which that stage holds it.
         """
-        trace = table[self.segments[k]]
-        changes = (
-            0 if not exists and self.first_holders.get(sid, k) < k else nbytes for sid, nbytes, exists in trace.changes
-        )
-        live = list(accumulate(changes, initial=trace.start_bytes))
-        peaks = (max(live[last], live[first] + extra.get(op.key, 0)) for op in trace.ops for first, last in [op.at])
-        return max([max(trace.start_bytes, 0), *peaks]) - trace.start_bytes
+        return table[self.segments[k]].rise(extra, lambda sid: self.first_holders.get(sid, k) < k)
 
     def _places(self) -> dict[int, Places]:
         """Where the storages of each segment are in the chain."""

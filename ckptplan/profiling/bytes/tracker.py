@@ -14,8 +14,9 @@ import functools
 import operator
 import sys
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -157,6 +158,21 @@ class SegmentTrace:
     written_outside: set[int] = field(default_factory=set, compare=False)
     changes: list[Change] = field(default_factory=list, compare=False)
     wrapped_bytes: int = 0
+
+    def rise(self, extra: Mapping[Hashable, int], stays: Callable[[Sid], bool] = lambda sid: False) -> int:
+        """Most bytes above those at its start.
+
+        Parameters
+        ----------
+        extra : mapping
+            Operation key -> most bytes that it allocates at once, its results included (`Target.workspaces`).
+        stays : callable
+            Whether a storage counts as there to the end though it is freed before.
+        """
+        changes = (0 if not exists and stays(sid) else nbytes for sid, nbytes, exists in self.changes)
+        live = list(accumulate(changes, initial=self.start_bytes))
+        peaks = (max(live[last], live[first] + extra.get(op.key, 0)) for op in self.ops for first, last in [op.at])
+        return max([max(self.start_bytes, 0), *peaks]) - self.start_bytes
 
     @property
     def is_compiled(self) -> bool:
