@@ -552,7 +552,8 @@ class _PlanSearch:
         def refused(found: Schedule, instead_of: Schedule) -> bool:
             return complexity(found) > complexity(instead_of) or beaten(found)
 
-        found = self.changed(best).within_error(self.incumbent.still, beaten, self.parameters)
+        most_s = self.incumbent.bound_s * (1 + self.incumbent.gap)
+        found = self.changed(best).within_error(self.incumbent.still, beaten, most_s, self.parameters)
         return self.descent(refused).run(found, self.soon(_after(self.parameters.small_share, self.deadline)))
 
     def descent(self, refused: Callable[[Schedule, Schedule], bool] | None = None) -> Descent:

@@ -56,22 +56,22 @@ class Simpler:
         return self.best
 
     def within_error(
-        self, still: Schedule | None, beaten: Callable[[Schedule], bool], parameters: Parameters
+        self, still: Schedule | None, beaten: Callable[[Schedule], bool], most_s: float, parameters: Parameters
     ) -> Schedule:
         """The simplest schedule that is slower than the best by no more than the error of what the best changes.
 
-        What is faster by less may not be faster at all. No more than `near` of the step is given up: where times are
-        hardly known, a plan that is slower by all that is known is no better. Fewer bytes moved are simpler, then fewer
+        What is faster by less may not be faster at all. No more than `near` of the step is given up (where times are
+        hardly known, a plan that is slower by all that is known is no better), and none of it beyond `most_s`, up to
+        which a step is within the gap that was asked for. Fewer bytes moved are simpler, then fewer
         decisions. Candidates are `still`, which moves nothing, and the best with one change after the other that keeps
         a stage, moves less of it, or recomputes it in place of moving. At last, transfers of one stage are joined as
         long as the step stays within that error. Nothing is taken that is `beaten` by another plan at hand.
         """
         best = self.best
         error_s = self.evaluator.profile.error_s(best.step_s, best.host_bytes, best.disk_bytes)
-        error_s = min(error_s, parameters.near * best.step_s)
-        if not error_s:
+        limit_s = min(best.step_s + min(error_s, parameters.near * best.step_s), most_s)
+        if limit_s <= best.step_s:
             return best
-        limit_s = best.step_s + error_s
         if still is not None and still.step_s <= limit_s and not beaten(still):
             self.best = still
         while changes := self._changes(swaps_alone=False, instead=True):
