@@ -265,7 +265,8 @@ class Limits:
         The disk's staging buffers, which are pinned host memory, count for the host. None: no disk. As a keyword:
         `disk_gb`, in units of 2**30 bytes, together with a `host_gb`.
     time_limit_s : float
-        Wall-clock limit of solving, without profiling; small chains take far less.
+        Wall-clock limit of solving, without profiling; small chains take far less. Where weights may be away between
+        steps, of a search of each share of them, then of the fastest one's, and of all those of the others.
     gap : float
         The search ends as soon as its plan's step is proven to be at most this share above the best possible one: 0.01
         for 1 %. 0: it looks for the optimum until it is proven or the time is over.

@@ -66,6 +66,8 @@ class Job:
         What each thread that computes has beside its tensors under every plan: cuBLAS's workspaces. 0: not known.
     more : tuple of Profile
         The profile with more and more of its frozen weights away between steps as well.
+    start : (Plan, float), optional
+        A plan to begin with, and a lower bound that holds for all budgets that are asked for.
     """
 
     profile: Profile
@@ -74,6 +76,7 @@ class Job:
     on_cuda: bool = False
     library_bytes: int = 0
     more: tuple[Profile, ...] = ()
+    start: tuple[Plan, float] | None = None
 
     @staticmethod
     def of(measured: Profile, limits: Limits) -> Job:
@@ -110,31 +113,58 @@ class Job:
         """
         if not self.more:
             return self._solved(budget_bytes)
-        kept_s, found, bounds = self.profile.baseline_step_s, list[tuple[float, int, Job]](), dict[int, float]()
-        for number, job in enumerate(self.each(replace(self.limits, on_plan=None))):
-            if found and min(found)[0] <= kept_s * (1 + self.limits.gap):
-                bounds[number] = kept_s
-                break
-            search = functools.partial(solve_profile, job.profile, limits=job.limits, on_progress=job._progress())
+        surveyed, bounds = self._surveyed(budget_bytes)
+        fastest = min(surveyed, key=lambda number: surveyed[number][0].step_s, default=None)
+        limits, best = self.limits, None
+        # The fastest first, then those that may be faster yet.
+        for number in sorted(surveyed, key=lambda number: (number != fastest, bounds[number])):
+            plan, job = surveyed[number]
+            if best is not None and best.step_s <= bounds[number] * (1 + limits.gap):
+                continue
+            with contextlib.suppress(InfeasibleBudgetError):  # with the allocator's fragments
+                plan = replace(job, limits=limits, start=(plan, bounds[number]))._solved(budget_bytes)
+                if not self._fits_the_host(plan):
+                    continue
+                if plan.budget_bytes == budget_bytes:
+                    bounds[number] = max(bounds[number], plan.lower_bound_s)
+                if best is not None and plan.step_s < best.step_s and self.limits.on_plan is not None:
+                    self.limits.on_plan(plan)
+                best = plan if best is None or plan.step_s < best.step_s else best
+                limits = replace(
+                    self.limits, on_plan=None, time_limit_s=self.limits.time_limit_s / max(len(surveyed) - 1, 1)
+                )
+        if best is not None:
+            return best.within(best.budget_bytes, min(bounds))
+        plan = self.leanest._solved(budget_bytes)
+        return plan if self._fits_the_host(plan) else replace(self, more=())._solved(budget_bytes)
+
+    def _surveyed(self, budget_bytes: int) -> tuple[dict[int, tuple[Plan, Job]], list[float]]:
+        """For each share of the weights a plan, if one is found, and a bound; within the time limit, without replays.
+
+        Where a plan is as fast as keeping everything, further shares have no plan: none of theirs is faster.
+        """
+        kept_s, until = self.profile.baseline_step_s, time.monotonic() + self.limits.time_limit_s
+        jobs = list(self.each(replace(self.limits, on_plan=None)))
+        found, bounds = dict[int, tuple[Plan, Job]](), [kept_s] * len(jobs)
+        for number, job in enumerate(jobs):
+            # Shares that are soon known to be infeasible leave the others more time.
+            left_s = max((until - time.monotonic()) / (len(jobs) - number), job.limits.time_limit_s * SHARE)
+            search = functools.partial(
+                solve_profile, job.profile, limits=replace(job.limits, time_limit_s=left_s), on_progress=job._progress()
+            )
             try:
                 plan = search(budget_bytes)
             except InfeasibleBudgetError as error:
-                if not job._is_infeasible(budget_bytes, error):
-                    bounds[number] = kept_s
+                if job._is_infeasible(budget_bytes, error):
+                    bounds[number] = math.inf
+                else:
                     with contextlib.suppress(InfeasibleBudgetError):  # a bound for more bytes is one for less
                         bounds[number] = _from(error.min_peak_bytes, search).lower_bound_s
-            else:
-                bounds[number] = plan.lower_bound_s
-                found.append((plan.step_s, number, job))
-        for _, number, job in sorted(found):
-            with contextlib.suppress(InfeasibleBudgetError):  # with the allocator's fragments
-                plan = replace(job, limits=self.limits)._solved(budget_bytes)
-                if self._fits_the_host(plan):
-                    if plan.budget_bytes == budget_bytes:
-                        bounds[number] = max(bounds[number], plan.lower_bound_s)
-                    return plan.within(plan.budget_bytes, min(bounds.values()))
-        plan = self.leanest._solved(budget_bytes)
-        return plan if self._fits_the_host(plan) else replace(self, more=())._solved(budget_bytes)
+                continue
+            found[number], bounds[number] = (plan, job), plan.lower_bound_s
+            if plan.step_s <= kept_s * (1 + self.limits.gap):
+                break
+        return found, bounds
 
     def _is_infeasible(self, budget_bytes: int, error: InfeasibleBudgetError) -> bool:
         """Whether it is proven that no plan fits a budget for which none was found."""
@@ -252,7 +282,8 @@ class Job:
         if not self.on_cuda or self.replayed is None or "recompute" not in actions:
             return
         # Without `on_plan`: each search begins anew, with plans slower than those handed out.
-        still = replace(self, limits=replace(self.limits, actions=actions, segments=False, on_plan=None))
+        limits = replace(self.limits, actions=actions, segments=False, on_plan=None)
+        still = replace(self, limits=limits, start=None)
         if actions != self.limits.actions or self.limits.segments:
             yield still
         yield replace(still, profile=_plain(self.profile))
@@ -372,7 +403,7 @@ class Job:
 
     def _unbeaten(self, limit: int, limits: Limits) -> Plan:
         """Return the plan of a search, or of a second one from plans of published rules that are faster."""
-        plan = solve_profile(self.profile, limit, limits, on_progress=self._progress())
+        plan = solve_profile(self.profile, limit, limits, start=self.start, on_progress=self._progress())
         if plan.status == "optimal":
             return plan
         self.limits.on_progress("comparing the plan with published rules")

@@ -187,6 +187,25 @@ def test_a_share_whose_smallest_peak_is_not_found_again_leaves_the_others_plan(m
     assert plan.lower_bound_s <= wanted.lower_bound_s
 
 
+def test_shares_of_the_weights_that_may_be_faster_are_searched_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each share has a part of the time at first, which may end with a bound far below its plans."""
+    chain = with_weights(homogeneous_chain(4, link_ratio=1.0), 1 << 30)
+    job = jobs.Job.of(chain, Limits(offload=ckptplan.solve(chain, budget="0%", offload="all").offload))
+    budget, found, starts = job.range_bytes(1.0)[0] * 3 // 2, jobs.solve_profile, list[Any]()
+
+    def searched(profile: ckptplan.Profile, *args: Any, start: Any = None, **kwargs: Any) -> ckptplan.Plan:
+        starts.append(start)
+        plan = found(profile, *args, **kwargs)
+        return plan if start else replace(plan, lower_bound_s=chain.baseline_step_s)
+
+    wanted = job.solved(budget)
+    monkeypatch.setattr(jobs, "solve_profile", searched)
+    plan = job.solved(budget)
+    assert chain.baseline_step_s * 1.1 < wanted.lower_bound_s
+    assert sum(start is not None for start in starts) > 1
+    assert (plan.step_s, plan.lower_bound_s) == (wanted.step_s, wanted.lower_bound_s)
+
+
 def with_weights(chain: ckptplan.Profile, nbytes: int) -> ckptplan.Profile:
     """The chain with a frozen weight in each stage."""
     weights = tuple(Resident((f"w{i}",), nbytes, (i,), trained=False) for i in range(len(chain.stages)))
