@@ -266,7 +266,7 @@ class Limits:
         `disk_gb`, in units of 2**30 bytes, together with a `host_gb`.
     time_limit_s : float
         Wall-clock limit of solving, without profiling; small chains take far less. Where weights may be away between
-        steps, of a search of each share of them, then of the fastest one's, and of all those of the others.
+        steps, shares of them are compared, and it takes up to three times as long.
     gap : float
         The search ends as soon as its plan's step is proven to be at most this share above the best possible one: 0.01
         for 1 %. 0: it looks for the optimum until it is proven or the time is over.

@@ -67,7 +67,7 @@ class Job:
     more : tuple of Profile
         The profile with more and more of its frozen weights away between steps as well.
     start : (Plan, float), optional
-        A plan to begin with, and a lower bound that holds for all budgets that are asked for.
+        A plan to begin with, and a lower bound for the budget that is asked for, and so for smaller ones.
     """
 
     profile: Profile
@@ -115,28 +115,35 @@ class Job:
             return self._solved(budget_bytes)
         surveyed, bounds = self._surveyed(budget_bytes)
         fastest = min(surveyed, key=lambda number: surveyed[number][0].step_s, default=None)
-        limits, best = self.limits, None
+        limits, best = self._told_of_shares(bounds), None
         # The fastest first, then those that may be faster yet.
         for number in sorted(surveyed, key=lambda number: (number != fastest, bounds[number])):
             plan, job = surveyed[number]
             if best is not None and best.step_s <= bounds[number] * (1 + limits.gap):
                 continue
+            if number != fastest:
+                limits = replace(limits, time_limit_s=self.limits.time_limit_s / (len(surveyed) - 1))
             with contextlib.suppress(InfeasibleBudgetError):  # with the allocator's fragments
                 plan = replace(job, limits=limits, start=(plan, bounds[number]))._solved(budget_bytes)
                 if not self._fits_the_host(plan):
                     continue
                 if plan.budget_bytes == budget_bytes:
                     bounds[number] = max(bounds[number], plan.lower_bound_s)
-                if best is not None and plan.step_s < best.step_s and self.limits.on_plan is not None:
-                    self.limits.on_plan(plan)
                 best = plan if best is None or plan.step_s < best.step_s else best
-                limits = replace(
-                    self.limits, on_plan=None, time_limit_s=self.limits.time_limit_s / max(len(surveyed) - 1, 1)
-                )
         if best is not None:
             return best.within(best.budget_bytes, min(bounds))
         plan = self.leanest._solved(budget_bytes)
         return plan if self._fits_the_host(plan) else replace(self, more=())._solved(budget_bytes)
+
+    def _told_of_shares(self, bounds: Sequence[float]) -> Limits:
+        """Return the limits with an `on_plan` that gets a share's plans with the bound of all shares, if they fit."""
+        on_plan = self.limits.on_plan
+
+        def hand_out(plan: Plan) -> None:
+            if on_plan is not None and self._fits_the_host(plan):
+                on_plan(plan.within(plan.budget_bytes, min(bounds)))
+
+        return self.limits if on_plan is None else _each_better(replace(self.limits, on_plan=hand_out))
 
     def _surveyed(self, budget_bytes: int) -> tuple[dict[int, tuple[Plan, Job]], list[float]]:
         """For each share of the weights a plan, if one is found, and a bound; within the time limit, without replays.
@@ -149,9 +156,10 @@ class Job:
         for number, job in enumerate(jobs):
             # Shares that are soon known to be infeasible leave the others more time.
             left_s = max((until - time.monotonic()) / (len(jobs) - number), job.limits.time_limit_s * SHARE)
-            search = functools.partial(
-                solve_profile, job.profile, limits=replace(job.limits, time_limit_s=left_s), on_progress=job._progress()
-            )
+            job = replace(job, limits=replace(job.limits, time_limit_s=left_s))
+            # As if times had no error: no faster plan is given up for a simpler one before the last search.
+            exact = replace(job.profile, step_error=0.0)
+            search = functools.partial(solve_profile, exact, limits=job.limits, on_progress=job._progress())
             try:
                 plan = search(budget_bytes)
             except InfeasibleBudgetError as error:

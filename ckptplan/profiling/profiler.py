@@ -355,13 +355,13 @@ def _traced(
         if step.accumulates:
             resident += starting_gradient_bytes(step.model, target.round_to)
         resident += step.parallel.added_bytes(target.round_to)
-        state_bytes, update_bytes, state = _update_bytes(optimizer, step.model, outside, target)
+        state_bytes, update_bytes, failed, state = _update_bytes(optimizer, step.model, outside, target)
         chain = functools.partial(
             trace_chain,
             step,
             found,
             target,
-            beside=BytesBeside(resident + state_bytes, None if optimizer is None else update_bytes),
+            beside=BytesBeside(resident + state_bytes, None if optimizer is None else update_bytes, failed),
             menus=menus,
             devices=devices,
             report=report,
@@ -568,10 +568,13 @@ def _beaten(option: Option, menu: list[Option], storages: tuple[Storage, ...]) -
 
 def _update_bytes(
     optimizer: OptimizerLike | None, model: nn.Module, outside: Sequence[torch.Tensor], target: Target
-) -> tuple[int, int, list[Resident]]:
-    """Bytes of the optimizer's state once it is complete, those that an update adds at most, and what may be away."""
+) -> tuple[int, int, list[str], list[Resident]]:
+    """Bytes of the optimizer's state once it is complete, and those that an update adds at most.
+
+    Further, operations of which these couldn't be measured, and what may be away.
+    """
     if optimizer is None:
-        return 0, 0, []
+        return 0, 0, [], []
     made = make_optimizer(optimizer, model)
     tracker = Tracker(target.without_answers)
     live: dict[str, int] = {}
@@ -588,15 +591,17 @@ def _update_bytes(
     state = max(live[part] - weights for part in ("gradients 1", "gradients 2", "over"))
     gradients = live["update 1"] - live["gradients 1"]
     updates = [tracker.forward[segments[part]] for part in ("update 1", "update 2")]
-    extra, *_ = target.workspaces(op.key for update in updates for op in update.ops if _runs_alone(op.key, target))
+    extra, failed, _ = target.workspaces(
+        op.key for update in updates for op in update.ops if _runs_alone(op.key, target)
+    )
     peak_bytes = max(update.start_bytes + update.rise(extra) for update in updates)
-    return state, peak_bytes - gradients - weights - state, parts
+    return state, peak_bytes - gradients - weights - state, failed, parts
 
 
 def _runs_alone(key: Any, target: Target) -> bool:
     """Whether an operation of an update can run alone: operands of one on lists may not fit beside the model.
 
-    On an accelerator those work in place.
+    On an accelerator those take nothing beside their results.
     """
     return key is not None and not (target.is_cuda and str(key[0]).startswith(("aten._foreach", "aten._fused")))
 

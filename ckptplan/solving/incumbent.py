@@ -135,7 +135,9 @@ class Incumbent:
             self.bound_s = bound_s
             self.report_now_and_then(self.best)
 
-    def begin_with(self, plan: Plan | MinPeak, bound_s: float, deadline: float) -> None:
+    def begin_with(
+        self, plan: Plan | MinPeak, bound_s: float, deadline: float, *, by_other_rules: bool = False
+    ) -> None:
         """Take a plan if it fits, and a bound that holds."""
         if isinstance(plan, MinPeak):
             self.offer_moves(plan.codes, plan.segments, deadline)
@@ -143,7 +145,8 @@ class Incumbent:
             names = ({option.name: code for code, option in enumerate(s.options)} for s in self.profile.stages)
             codes = [codes.get(choice.option) for codes, choice in zip(names, plan.choices, strict=True)]
             if None not in codes:
-                self.known.append((codes, plan.segments))  # type: ignore[arg-type]
+                if by_other_rules:
+                    self.known.append((codes, plan.segments))  # type: ignore[arg-type]
                 self.offer(codes, plan.segments)  # type: ignore[arg-type]
                 if self._fits(plan):
                     fields = (plan.step_s, plan.peak_bytes, plan.host_bytes, plan.segments, plan.disk_bytes)

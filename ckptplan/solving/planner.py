@@ -95,7 +95,7 @@ def solve_profile(
         if start is not None:
             incumbent.begin_with(*start, deadline)
         for plan in known:
-            incumbent.begin_with(plan, 0.0, deadline)
+            incumbent.begin_with(plan, 0.0, deadline, by_other_rules=True)
         search = _PlanSearch(incumbent, deadline)
         best = search.run()
         simplest = search.simplest(best)

@@ -198,9 +198,12 @@ def test_shares_of_the_weights_that_may_be_faster_are_searched_again(monkeypatch
         plan = found(profile, *args, **kwargs)
         return plan if start else replace(plan, lower_bound_s=chain.baseline_step_s)
 
-    wanted = job.solved(budget)
+    wanted, seen = job.solved(budget), list[ckptplan.Plan]()
     monkeypatch.setattr(jobs, "solve_profile", searched)
-    plan = job.solved(budget)
+    plan = replace(job, limits=replace(job.limits, on_plan=seen.append)).solved(budget)
+    assert seen[-1].step_s == plan.step_s
+    assert all(each.lower_bound_s <= plan.step_s and each.budget_bytes == budget for each in seen)
+    assert all(each.status != "optimal" for each in seen if each.step_s > plan.step_s)
     assert chain.baseline_step_s * 1.1 < wanted.lower_bound_s
     assert sum(start is not None for start in starts) > 1
     assert (plan.step_s, plan.lower_bound_s) == (wanted.step_s, wanted.lower_bound_s)

@@ -499,3 +499,29 @@ def test_a_scripted_container_inside_of_a_stage() -> None:
     """Its class gives no forward, and hooks don't see what it calls."""
     model, x = nn.Sequential(*times(3, with_scripted)), torch.randn(64, 32)
     assert_kept(model, ckptplan.solve(model, budget="50%", inputs=x), x)
+
+
+@torch.library.custom_op("ckptplan_tests::varied", mutates_args=())
+def varied(x: torch.Tensor) -> torch.Tensor:
+    """A copy, where not all values are equal, as those are with which an operation runs alone."""
+    if torch.equal(x, x[:1].expand_as(x)):
+        raise ValueError("all values are equal")
+    return x.clone()
+
+
+@varied.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+class Varied(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            p.sub_(varied(p.grad))
+
+
+def test_operations_of_an_update_that_cannot_run_alone_are_noted() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)), torch.randn(4, 8)
+    profile = ckptplan.profile(model, x, optimizer=Varied(model.parameters(), 0.1), menus=False)
+    assert [note for note in profile.notes if "temporaries not measured for: ckptplan_tests.varied" in note]

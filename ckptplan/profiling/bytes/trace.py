@@ -77,10 +77,13 @@ class BytesBeside:
         Those on the device before the step: parameters, buffers, gradients, optimizer state, inputs.
     update : int or None
         Those that the optimizer's update adds to the ones live after backward; None without an optimizer.
+    not_measured : sequence of str
+        Operations of the update whose temporaries couldn't be measured.
     """
 
     resident: int
     update: int | None = None
+    not_measured: Sequence[str] = ()
 
 
 class Replayed(Protocol):
@@ -237,7 +240,7 @@ class _Tracing:
         self.update_bytes = beside.update
         self.notes: list[str] = []
         self.learned = False
-        self.not_measured: set[str] = set()
+        self.not_measured = set(beside.not_measured)
         self.kinds: dict[int, str] = {}
         # A recomputing stage keeps the state of the CPU's generator in memory that replays don't count.
         self.state_bytes = 0 if target.is_cuda else torch.get_rng_state().numel()

@@ -135,6 +135,8 @@ class Weights:
         self._parallel: Parallel | None = None
         self.optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
         self._moves_state = any(move.resident.kind == "optimizer" for move in moves)
+        for p in model.parameters() if moves and on_move is None else ():
+            placeholder(p.dtype, p.device)  # which lasts, and isn't the first step's
         alike: dict[tuple[Any, ...], list[_Weight]] = {}
         first_of: dict[tuple[Any, ...], WeightMove] = {}
         used: dict[int, list[tuple[Any, ...]]] = {}
