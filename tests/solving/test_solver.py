@@ -320,7 +320,8 @@ def test_what_gains_no_more_than_the_error_is_given_up() -> None:
         for budget in (between(chain, 25), 2 * between(chain, 25)):
             exact = solve_profile(chain, budget)
             for error in (0.02, 0.3):
-                plan = solve_profile(replace(chain, step_error=error), budget)
+                noisy = replace(chain, step_error=error)
+                plan = solve_profile(noisy, budget, Limits(gap=0.01))
                 longest_s = exact.step_s + min(error * changed_s(chain, exact), 0.01 * exact.step_s)
                 assert exact.step_s <= plan.step_s <= longest_s * (1 + 1e-9)  # sums are rounded
                 assert plan.lower_bound_s <= exact.step_s * (1 + 1e-9)
@@ -331,4 +332,9 @@ def test_what_gains_no_more_than_the_error_is_given_up() -> None:
                 given_up += plan.host_bytes < exact.host_bytes
                 told = [note for note in plan.notes if "faster by the profile was found and not taken" in note]
                 assert len(told) == (plan.step_s > exact.step_s * (1 + 1e-9))  # sums are rounded
+                for gap in (0.0, 0.002):
+                    closer = solve_profile(noisy, budget, Limits(gap=gap))
+                    assert (
+                        closer.gap <= max(gap, exact.gap) + 1e-9
+                    )  # no more is given up than the gap that was asked for
     assert given_up
