@@ -332,9 +332,7 @@ def test_what_gains_no_more_than_the_error_is_given_up() -> None:
                 given_up += plan.host_bytes < exact.host_bytes
                 told = [note for note in plan.notes if "faster by the profile was found and not taken" in note]
                 assert len(told) == (plan.step_s > exact.step_s * (1 + 1e-9))  # sums are rounded
-                for gap in (0.0, 0.002):
+                for gap in (0.0, 0.002):  # no more is given up than was asked for
                     closer = solve_profile(noisy, budget, Limits(gap=gap))
-                    assert (
-                        closer.gap <= max(gap, exact.gap) + 1e-9
-                    )  # no more is given up than the gap that was asked for
+                    assert closer.gap <= max(gap, exact.gap) + 1e-9
     assert given_up
