@@ -171,8 +171,10 @@ def copied(output: Any) -> Any:
 
 
 @contextlib.contextmanager
-def apart(model: nn.Module) -> Iterator[None]:
+def apart(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
     """Inside, the model has other parameters in the memory of its own ones, where it may be replicated.
+
+    So has its optimizer, whose updates need their gradients.
 
     Gradients made for these run into none of the hooks by which `DistributedDataParallel` counts and reduces: it would
     wait for others, or take the next step for one that has begun.
@@ -185,10 +187,23 @@ def apart(model: nn.Module) -> Iterator[None]:
     try:
         for module, name, p in places:
             setattr(module, name, twins[id(p)])  # a recurrent module keeps a list of them, too
+        _rename(optimizer, twins)
         yield
     finally:
         for module, name, p in places:
             setattr(module, name, p)
+        _rename(optimizer, {id(twins[id(p)]): p for _, _, p in places})
+
+
+def _rename(optimizer: torch.optim.Optimizer | None, instead: dict[int, nn.Parameter]) -> None:
+    """Let an optimizer have other parameters, by the `id` of those that they stand in for."""
+    if optimizer is None or not instead:
+        return
+    for group in optimizer.param_groups:
+        group["params"] = [instead.get(id(p), p) for p in group["params"]]
+    states = [(instead.get(id(key), key), state) for key, state in optimizer.state.items()]
+    optimizer.state.clear()
+    optimizer.state.update(states)
 
 
 @contextlib.contextmanager

@@ -313,7 +313,7 @@ def trace(
     plan.fingerprint.require(fingerprint(training), ignore=("accumulates",))
     model = training.model
     with (
-        apart(model),
+        apart(model, optimizer),
         ParameterState(model.parameters()).restored(),
         training_config(model),
         restored(model, training.reached()) as rewind,

@@ -251,7 +251,7 @@ def verify(
     ignored = () if plan.fingerprint.parallel else training.parallel.free_fields("")  # measured as it is now
     plan.fingerprint.require(fingerprint(training), ignore=("accumulates", *ignored))
     with (
-        apart(model),
+        apart(model, optimizer),
         ParameterState(model.parameters()).restored() as parameters,
         training_config(model),
         training.parallel.reducing_last(),

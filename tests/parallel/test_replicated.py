@@ -102,6 +102,40 @@ def test_the_same_bits_within_the_budget(two: Ranks, name: str) -> None:
         assert found["verified"] == pytest.approx(found["predicted"], rel=0.03)
 
 
+def updated() -> tuple[int, int, bool, bool]:
+    """Peaks predicted and measured of steps that end with an update, which is the largest moment of the step."""
+    torch.manual_seed(0)
+    wrapped = DistributedDataParallel(nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))))
+    x = torch.randn(2, 64)
+    optimizer = torch.optim.Adam(wrapped.parameters(), foreach=True)
+    wrapped(x).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    before = {name: value.clone() for name, value in wrapped.state_dict().items()}
+    state = optimizer.state_dict()["state"]
+    moments = {i: {name: value.clone() for name, value in of.items()} for i, of in state.items()}
+    plan = ckptplan.solve(wrapped, budget="0%", inputs=x, loss_fn=loss_fn, optimizer=optimizer, offload="all")
+    verified = ckptplan.verify(wrapped, plan, x, loss_fn, optimizer=optimizer, repeats=1)
+    ckptplan.trace(wrapped, plan, x, loss_fn, optimizer=optimizer)
+    state = optimizer.state_dict()["state"]
+    same = all(torch.equal(value, before[name]) for name, value in wrapped.state_dict().items()) and all(
+        torch.equal(value, state[i][name]) for i, of in moments.items() for name, value in of.items()
+    )
+    own = set(map(id, wrapped.parameters()))
+    theirs = [p for group in optimizer.param_groups for p in group["params"]]
+    return (
+        plan.peak_bytes, verified.measured_peak_bytes, same,
+        own == set(map(id, theirs)) == set(map(id, optimizer.state)),
+    )  # fmt: skip
+
+
+def test_the_peak_of_an_update_is_measured(two: Ranks) -> None:
+    for predicted, measured_bytes, same, own in two.good(updated):
+        assert measured_bytes == pytest.approx(predicted, rel=0.01)
+        assert same
+        assert own
+
+
 def either_side() -> tuple[int, int, int]:
     """Peaks of plans: without a wrapper, for one to come, and with it; a plan for one to come goes on either."""
     how: dict[str, Any] = {"budget_gb": 1, "loss_fn": loss_fn, "time_limit_s": 0.2}
