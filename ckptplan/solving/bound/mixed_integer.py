@@ -15,9 +15,10 @@ makes the optimum lower.
 | M[o]      | bytes that stage o moves                                                                           |
 | z[s,k]    | the transfer of storage s, a large one, is done when step k starts; one for each lane              |
 | f[o,k]    | so are those of all large storages that stage o moves; forward alone                               |
-| put[o]    | bytes that the stages before o move                                                                |
-| L[k]      | bytes that a link has carried when step k starts; backward is a lane in reversed time (cost.py),   |
-|           | which what a segment moves joins when its sweep has run                                            |
+| put[o]    | work of a link for what the stages before o move: bytes, and for each of them one latency, of      |
+|           | which small storages have a share                                                                  |
+| L[k]      | work that it has done when step k starts; backward is a lane in reversed time (cost.py), which     |
+|           | what a segment moves joins when its sweep has run                                                  |
 
 Bytes are in units of the budget, seconds in units of the baseline. Its solvers, `scip.py` and `cp_sat.py`, run in
 processes of their own (`process.py`). `PeakModel` asks for the smallest budget instead of the shortest step.
@@ -34,8 +35,8 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -46,7 +47,7 @@ from ckptplan.core.segment import Segment
 from ckptplan.solving.bound.relaxation import unit_of_time
 from ckptplan.solving.chain import Holder
 from ckptplan.solving.enumerate import PlanSpace
-from ckptplan.solving.parameters import CLOSE, ROUNDING
+from ckptplan.solving.parameters import CLOSE, ROUNDING, SOLVER_ERROR
 
 WHOLE = 0.05
 """Share of the budget from which on a storage moves whole or not at all, and its transfer is done or not."""
@@ -82,7 +83,7 @@ class _Holder:
 
 
 class _Part(NamedTuple):
-    """What a stage may move: a large storage, or several small ones of one size.
+    """What a stage may move: a large storage, or small ones with the same holders.
 
     `moves` is the variable that says how much of it moves, `gone` the first forward step in which it may be away, and
     `on_host` whether it leaves without a copy.
@@ -98,7 +99,7 @@ class _Part(NamedTuple):
 
 @dataclass(slots=True)
 class _Group:
-    """Storages of the same kind and size, one if they are large, of which `storage` is the first.
+    """Storages with the same life and holders, one if it is large, of which `storage` is the first.
 
     `holds` are the holders' variables, `held` the OR of those up to each.
     """
@@ -114,6 +115,37 @@ class _Group:
     def storage(self) -> int:
         """The first of them."""
         return self.storages[0]
+
+
+@dataclass(slots=True)
+class _Flow:
+    """What a link has to do in one direction, as the bytes that it would carry meanwhile.
+
+    Attributes
+    ----------
+    per_byte, latency, per_small : float
+        Work of a byte, and of a transfer besides; work of a byte with its part of a latency.
+    most, small : list of float
+        Per stage, the most work, and the bytes of its small storages.
+    work : dict
+        Stage -> its work, of those that may move something.
+    put : list
+        Work that the stages before each one have put in the queue.
+    carried : list
+        Work that is done when each step starts.
+    away : dict
+        Step -> the work that must be done for what is away then, by stage.
+    """
+
+    per_byte: float = 1.0
+    latency: float = 0.0
+    per_small: float = 1.0
+    most: list[float] = field(default_factory=list)
+    small: list[float] = field(default_factory=list)
+    work: dict[int, Any] = field(default_factory=dict)
+    put: list[Any] = field(default_factory=lambda: [0.0])
+    carried: list[Any] = field(default_factory=list)
+    away: dict[int, list[Any]] = field(default_factory=lambda: defaultdict(list))
 
 
 class MixedModel:
@@ -153,8 +185,7 @@ class MixedModel:
         self.backward_s = [stage.backward_s / self.second for stage in profile.stages]
         self.add_plans(host_bytes)
         self.away: list[list[Any]] = []
-        self.done: list[dict[tuple[int, int], list[Any]]] = []
-        stalls = [self.add_lane(lane, away) for lane, away in enumerate((self.away_out, self.away_back))]
+        stalls = [self.add_lane(lane) for lane in range(2)]
         self.add_memory()
         added_s = [seconds * var for terms in self.added_s for seconds, var in terms]
         lanes = sum(self.forward_s) + sum(self.backward_s) + self.sum([*stalls, *added_s])
@@ -172,10 +203,15 @@ class MixedModel:
         self.parts_of: dict[int, int] = {}  # variables that aren't 0 or 1 in a plan -> of how many parts, 0: any
         self.added_s: list[list[tuple[float, Any]]] = [[] for _ in range(self.n)]
         self.launch_s: list[tuple[float, Any]] = []
+        self.done: list[dict[tuple[int, int], list[Any]]] = [{}, {}]
 
     def is_large(self, nbytes: int) -> bool:
         """Whether a storage of this size moves whole or not at all."""
         return nbytes / self.unit >= WHOLE
+
+    def alike(self, s: int) -> int | None:
+        """What tells a storage from others with the same holders: which it is, if it is large."""
+        return s if self.is_large(self.profile.storages[s].nbytes) else None
 
     def add_plans(self, host_bytes: int | None) -> None:
         """What a plan may choose, who holds what then, and what may move."""
@@ -213,9 +249,9 @@ class MixedModel:
         return var
 
     def share(self, parts: int) -> Any:
-        """A variable from 0 to 1 that every plan gives a multiple of 1 / `parts`."""
+        """A variable from 0 to 1 that every plan gives a multiple of 1 / `parts`, or any number if that is 0."""
         var = self.implied()
-        if parts > 1:
+        if parts != 1:
             self.parts_of[var.id] = parts
         return var
 
@@ -392,8 +428,8 @@ class MixedModel:
         for s, holders in self._holders().items():
             storage = self.profile.storages[s]
             size = storage.nbytes / self.unit
-            alone = s if self.is_large(storage.nbytes) else -storage.nbytes
-            key = (storage.born, storage.program_until, storage.stays, storage.on_host, tuple(holders), alone)
+            alike = self.alike(s)
+            key = (storage.born, storage.program_until, storage.stays, storage.on_host, tuple(holders), alike)
             if key in found:
                 found[key].size += size
                 found[key].storages.append(s)
@@ -461,9 +497,10 @@ class MixedModel:
                 ways += moving
                 if isinstance(ways, float) or holder.stage not in self.chain.movers[group.storage]:
                     continue
-                # Of several small ones of one size, any number may move.
+                # Of several small ones any number may move.
                 one = self.is_large(storage.nbytes)
-                var = self.choice() if one else self.share(len(group.storages))
+                of_one_size = len({self.profile.storages[s].nbytes for s in group.storages}) == 1
+                var = self.choice() if one else self.share(len(group.storages) if of_one_size else 0)
                 self.require(var <= ways)
                 if holder.moves_in_segment and holder.linked and holder.in_segment:
                     self.require(var <= ways - moving + self._in(group, holder))
@@ -478,82 +515,119 @@ class MixedModel:
                 gone = rules.there_until(storage, holder.stage, n) + 1
                 part = _Part(tuple(group.storages), group.size, one, var, gone, storage.on_host)
                 self.parts[holder.stage].append(part)
-        self.most_moved, self.moved, put = self.put_by(self.parts)
-        self.most_copied, self.copied_out, put_out = self.most_moved, self.moved, put
+        self.most_moved, self.moved = [0.0] * n, dict[int, Any]()
+        for o, parts in enumerate(self.parts):
+            if parts:
+                self.most_moved[o] = sum(part.size for part in parts)
+                self.moved[o] = self.amount(self.most_moved[o])
+                self.require(self.moved[o] == self.sum([part.size * part.moves for part in parts]))
         self.left: list[list[Any]] = [[] for _ in range(n)]  # per forward step, what has left without a copy
-        on_host = [part for parts in self.parts for part in parts if part.on_host]
-        if on_host:
-            copied = [[part for part in parts if not part.on_host] for parts in self.parts]
-            self.most_copied, self.copied_out, put_out = self.put_by(copied)
-        for part in on_host:
+        for part in [part for parts in self.parts for part in parts if part.on_host]:
             for k in range(part.gone, n):
                 self.left[k].append(part.size * part.moves)
-        self.put = put_out, put  # bytes that join each lane before each stage
         if host_bytes is not None:
-            self.require(put[n] <= host_bytes / self.unit)
+            self.require(self.sum(list(self.moved.values())) <= host_bytes / self.unit)
 
-    def put_by(self, parts: Sequence[Sequence[_Part]]) -> tuple[list[float], dict[int, Any], list[Any]]:
-        """Per stage the most bytes of these parts, how many of them move, and how many of the stages before it do."""
-        most = [sum(part.size for part in of_stage) for of_stage in parts]
-        moved = {}
-        for o, of_stage in enumerate(parts):
-            if of_stage:
-                moved[o] = self.amount(most[o])
-                self.require(moved[o] == self.sum([part.size * part.moves for part in of_stage]))
-        put: list[Any] = [0.0]
+    def add_lane(self, lane: int) -> Any:
+        """What is away by step, which the link has carried before; return the time for which compute waits for it.
+
+        The latency of a stage that has large storages is a time of its own. Of others each byte takes a part of one, as
+        large as the largest of these stages makes it: were parts not alike, what one stage has put in the queue would
+        count for more of another's.
+        """
+        link, latency_s = self.profile.link, self.profile.link.latency_s / self.second
+        bandwidth = (link.out_bytes_per_s, link.in_bytes_per_s)[lane] * self.second / self.unit
+        largest = max(self.most_moved)
+        seconds = latency_s + largest / bandwidth
+        rate = largest / seconds if seconds else math.inf
+        queued = [[part for part in parts if lane or not part.on_host] for parts in self.parts]
+        flow = _Flow(rate / bandwidth, rate * latency_s) if seconds else _Flow()
+        if largest:
+            of_small = [sum(p.size for p in parts) for parts in queued if not any(p.one for p in parts)]
+            flow.per_small = flow.per_byte + flow.latency / max([CLOSE * largest, *of_small])
+        self.put_work(flow, queued)
+        self.away.append(self.away_back(flow) if lane else self.away_out(flow))
+        return self.add_flow(lane, flow, rate * (1 + ROUNDING)) if largest and seconds else 0.0
+
+    def put_work(self, flow: _Flow, queued: Sequence[Sequence[_Part]]) -> None:
+        """The work that stages put in a link's queue, which has these parts of them."""
         before: list[Any] = []
-        for o in range(self.n):
-            before = [*before, moved[o]] if o in moved else before
-            before = [self.equal(before, sum(most))] if before else []
-            put.append(self.sum(before))
-        return most, moved, put
+        for o, parts in enumerate(queued):
+            most = sum(part.size for part in parts)
+            flow.most.append(flow.per_byte * most + flow.latency if parts else 0.0)
+            flow.small.append(sum(part.size for part in parts if not part.one))
+            if parts:
+                work = self.work(flow, o, [(part.size, part.moves, part.one) for part in parts])
+                flow.work[o] = self.amount(flow.most[o])
+                self.require(flow.work[o] == work)
+                before = [self.equal([*before, flow.work[o]], sum(flow.most))]
+            flow.put.append(self.sum(before))
+        flow.carried = [self.amount(sum(flow.most)) for _ in range(self.n + 1)]
 
-    def add_lane(self, lane: int, away: Callable[[list[Any]], list[Any]]) -> Any:
-        """What is away by step, which the link has carried before; return the time for which compute waits."""
-        carried = [self.amount(sum(self.most_moved)) for _ in range(self.n + 1)]
-        self.done.append({})
-        self.away.append(away(carried))
-        largest = int(max(self.most_moved, default=0.0) * self.unit) + 1
-        seconds = (self.profile.link.out_s, self.profile.link.in_s)[lane](largest) / self.second
-        rate = largest / self.unit / seconds * (1 + ROUNDING) if seconds else math.inf
-        return self.add_flow(lane, carried, rate) if self.moved and rate < math.inf else 0.0
+    def work(self, flow: _Flow, o: int, moved: Sequence[tuple[float, Any, bool]]) -> Any:
+        """What the link has to do for some of what stage `o` moves: bytes, and latency once.
 
-    def away_out(self, carried: list[Any]) -> list[Any]:
+        `moved` has sizes and variables, and whether these are 0 or 1. Of a latency, small storages have a share.
+        """
+        nbytes = self.sum([size * var for size, var, _ in moved])
+        large = [var for _, var, one in moved if one]
+        if not large:
+            return flow.per_small * nbytes
+        begun = large[0] if len(moved) == 1 else self.implied()
+        if len(moved) > 1:
+            for var in large:
+                self.require(begun >= var)
+            if flow.small[o]:
+                small = [size * var for size, var, one in moved if not one]
+                self.require(flow.small[o] * begun >= self.sum(small))
+        return flow.per_byte * nbytes + flow.latency * begun
+
+    def away_out(self, flow: _Flow) -> list[Any]:
         """Per forward step, what a copy has away: transfers leave first in, first out, and are done or not."""
         away: list[list[Any]] = [[] for _ in range(self.n)]
-        most_put = [0.0, *accumulate(self.most_copied)]
+        most_put = [0.0, *accumulate(flow.most)]
         for k in range(self.n):
-            ahead: Any = None  # whether all of the stages before is done
-            for o in [o for o in self.copied_out if o < k]:
-                all_done = self.implied()
+            ahead: Any = None  # whether all large ones of the stages before are done
+            for o in [o for o in flow.work if o < k]:
+                all_done: Any = None
+                moved: list[tuple[float, Any, bool]] = []
                 for number, part in enumerate(self.parts[o]):
                     if part.one and not part.on_host:
                         z = self.add_done(0, o, number)
+                        all_done = self.implied() if all_done is None else all_done
                         self.require(all_done + part.moves - z <= 1)
                         if ahead is not None:
                             self.require(z <= ahead)
-                        self.require(carried[k] >= self.put[0][o] + part.size * z - most_put[o] * (1 - z))
+                        work = flow.per_byte * part.size + flow.latency
+                        self.require(flow.carried[k] >= flow.put[o] + work * z - most_put[o] * (1 - z))
                         away[k] += [part.size * z] if k >= part.gone else []
-                away[k] += self.small(part for part in self.parts[o] if k >= part.gone and not part.on_host)
-                if ahead is not None:
-                    self.require(all_done <= ahead)
-                ahead = all_done
+                        moved.append((part.size, z, True))
+                small = self.small(part for part in self.parts[o] if k >= part.gone and not part.on_host)
+                away[k] += small
+                moved += [(1.0, var, False) for var in small]
+                flow.away[k].append(self.work(flow, o, moved))
+                if all_done is not None:
+                    if ahead is not None:
+                        self.require(all_done <= ahead)
+                    ahead = all_done
         return [self.sum(terms) for terms in away]
 
-    def away_back(self, carried: list[Any]) -> list[Any]:
+    def away_back(self, flow: _Flow) -> list[Any]:
         """Per backward step, what is away: in any order, but what a sweep needs is there."""
         away: list[list[Any]] = [[] for _ in range(self.n)]
         for k in range(self.n):
             for o in [o for o in self.moved if o < k]:
-                needed = self.whole(o, k)
+                needed, moved = self.whole(o, k), list[tuple[float, Any, bool]]()
                 for number, part in enumerate(self.parts[o]):
                     if part.one:
                         z = self.add_done(1, o, number)
                         self.require(z + needed <= 1)
-                        away[k].append(part.size * z)
+                        moved.append((part.size, z, True))
                 for var in self.small(self.parts[o]):
                     self.require(var <= var.upper_bound * (1 - needed))
-                    away[k].append(var)
+                    moved.append((1.0, var, False))
+                away[k] += [size * var for size, var, _ in moved]
+                flow.away[k].append(self.work(flow, o, moved))
         return [self.sum(terms) for terms in away]
 
     def add_done(self, lane: int, o: int, number: int) -> Any:
@@ -575,13 +649,13 @@ class MixedModel:
         self.require(var <= self.sum([part.size * part.moves for part in parts]))
         return [var]
 
-    def add_flow(self, lane: int, carried: list[Any], rate: float) -> Any:
-        """The link carries at its rate what has joined; return the time for which compute waits for it."""
-        n, whole = self.n, sum(self.most_moved)
+    def add_flow(self, lane: int, flow: _Flow, rate: float) -> Any:
+        """The link does its work, of what has joined, at its rate; return the time for which compute waits for it."""
+        n, whole, carried = self.n, sum(flow.most), flow.carried
         enforced = rules.enforceable_points(self.profile.stages)[lane]
         compute_s, added_s = ((self.forward_s, [[]] * n), (self.backward_s, self.added_s))[lane]
-        put = self.put[lane] if lane == 0 else [self.sum([put, *self.late(k)]) for k, put in enumerate(self.put[lane])]
-        stalls = [self.amount(whole) for _ in range(n)]  # in bytes that the link carries meanwhile
+        put = [self.sum([put, *self.late(flow, k)]) for k, put in enumerate(flow.put)] if lane else flow.put
+        stalls = [self.amount(whole) for _ in range(n)]  # as work that the link does meanwhile
         self.require(carried[0] == 0)
         for k in range(n):
             # More than everything makes no difference.
@@ -591,20 +665,20 @@ class MixedModel:
             self.require(carried[k + 1] <= put[k] + stalls[k])
             self.require(carried[k + 1] <= put[k + 1])
             # What is away must be when the last point before that the runtime can meet comes.
-            self.require(self.away[lane][k] <= carried[enforced[k - 1] + 1 if k else 0])
-        self.require(carried[enforced[-1] + 1] >= self.put[lane][n])
+            self.require(self.sum(flow.away[k]) <= carried[enforced[k - 1] + 1 if k else 0])
+        self.require(carried[enforced[-1] + 1] >= flow.put[n])
         return self.sum([1 / rate * stall for stall in stalls])
 
-    def late(self, k: int) -> list[Any]:
-        """Minus the bytes of stages before `k` that are back before the backward step of `k` or a later stage.
+    def late(self, flow: _Flow, k: int) -> list[Any]:
+        """Minus the work of stages before `k` that are back before the backward step of `k` or a later stage.
 
         They are needed in its sweep: in reversed time they join when that step has run.
         """
         late = []
-        for o, moved in self.moved.items():
+        for o, work in flow.work.items():
             if o < k and (o, k) in self.sums:
-                var = self.amount(self.most_moved[o])
-                self.require(var >= moved - self.most_moved[o] * (1 - self.whole(o, k)))
+                var = self.amount(flow.most[o])
+                self.require(var >= work - flow.most[o] * (1 - self.whole(o, k)))
                 late.append(-var)
         return late
 
@@ -762,14 +836,22 @@ class MixedModel:
         transfers = []
         for o, parts in enumerate(self.parts):
             for number, part in enumerate(parts):
-                share = values.get(part.moves.id, 0.0)
-                if round(share) if part.one else share > 0:
+                storages = self.share_of(part, values.get(part.moves.id, 0.0))
+                if storages:
                     steps = self.done[1].get((o, number), ())
                     awaited = next((o + k for k, z in enumerate(steps, 1) if z.id in ones), self.n)
-                    transfers.append((awaited, o, list(part.storages)))
+                    transfers.append((awaited, o, storages))
         transfers.sort()
         forest = tuple(_tree(c, inner) for c in outer)
         return Suggestion(codes, forest, [(o, storages) for _, o, storages in transfers])
+
+    def share_of(self, part: _Part, share: float) -> list[int]:
+        """As many storages of a part as have a share of its bytes."""
+        if part.one:
+            return list(part.storages) if round(share) else []
+        wanted = (share - SOLVER_ERROR) * part.size * self.unit
+        before = accumulate((self.profile.storages[s].nbytes for s in part.storages), initial=0)
+        return [s for s, nbytes in zip(part.storages, before, strict=False) if nbytes < wanted]
 
 
 class PeakModel(MixedModel):
@@ -805,8 +887,7 @@ class PeakModel(MixedModel):
         self.room = self.amount(self.most)
         self.require(self.room >= self.profile.update_peak_bytes)
         self.add_plans(host_bytes)
-        self.away = [self.away_out([]), self.away_back([])]
-        self.done = [{}, {}]
+        self.away = [self.most_out(), self.most_back()]
         self.add_memory()
         self.model.minimize(self.room)
 
@@ -826,14 +907,18 @@ class PeakModel(MixedModel):
         """No storage is: how many of one size move is a whole number."""
         return False
 
-    def away_out(self, carried: list[Any]) -> list[Any]:
+    def alike(self, s: int) -> int | None:
+        """Its size."""
+        return self.profile.storages[s].nbytes
+
+    def most_out(self) -> list[Any]:
         """Per forward step, all that is copied out, from where it may be away."""
         copied = [(o, part) for o, parts in enumerate(self.parts) for part in parts if not part.on_host]
         return [
             self.sum([part.size * part.moves for o, part in copied if o < k and k >= part.gone]) for k in range(self.n)
         ]
 
-    def away_back(self, carried: list[Any]) -> list[Any]:
+    def most_back(self) -> list[Any]:
         """Per backward step, all that moves, unless it is needed in a sweep."""
         away: list[list[Any]] = [[] for _ in range(self.n)]
         for o, moved in self.moved.items():
