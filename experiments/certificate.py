@@ -3,10 +3,11 @@
     python experiments/certificate.py --out experiments/results
     python experiments/certificate.py --budgets 0,10 --only unet-45,swin-base
 
-Each chain of `instances.py` and each real model of `real_profiles.py` is planned at several budgets with 30 s up to 100
-stages and 60 s above, in a process of its own, so that its memory can be told, and alone on both cores. The budgets,
-from the smallest peak found (0 %) to everything kept, are the bytes in `budgets.json`: a better search faces the same
-ones. What is promised: a gap of at most 5 % at 0 %, and of at most 1 % from 10 % on.
+Each chain of `instances.py` and each real model of `real_profiles.py`, the models once more with `offload="all"`
+("+all" behind their names), is planned at several budgets with 30 s up to 100 stages and 60 s above, in a process of
+its own, so that its memory can be told, and alone on both cores. The budgets, from the smallest peak found (0 %) to
+everything kept, are the bytes in `budgets.json`: a better search faces the same ones. What is promised: a gap of at
+most 5 % at 0 %, and of at most 1 % from 10 % on.
 """
 
 from __future__ import annotations

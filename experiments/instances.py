@@ -18,6 +18,7 @@ from pathlib import Path
 from ckptplan.core.link import Link
 from ckptplan.core.option import Option
 from ckptplan.core.profile import Profile
+from ckptplan.core.resident import checked_offload
 from ckptplan.core.stage import Stage
 from ckptplan.core.storage import Storage
 
@@ -271,10 +272,11 @@ REAL = Path(__file__).parent / "profiles"
 
 @cache
 def instance(name: str) -> Profile:
-    """The profile of that name."""
+    """The profile of that name; with "+all" behind it, weights, gradients and optimizer state may move as well."""
+    name, _, offload = name.partition("+")
     if name in INSTANCES:
         return INSTANCES[name]()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / f"{name}.json"
         file.write_bytes(gzip.decompress((REAL / f"{name}.json.gz").read_bytes()))
-        return Profile.load(file)
+        return Profile.load(file).offloading(checked_offload(offload or "activations"))

@@ -3,7 +3,8 @@
     python experiments/real_profiles.py --out experiments/profiles
 
 Text, speech and image models of transformers and diffusers at their published sizes, a mixture of experts among them,
-in bfloat16 autocast with AdamW. Bytes come from traced steps and times from the published rates of an RTX 4090.
+in bfloat16 autocast with AdamW, whose weights, gradients and state are in the profile. Bytes come from traced steps and
+times from the published rates of an RTX 4090, with a transfer's latency as measured on another GPU.
 """
 
 from __future__ import annotations
