@@ -1,0 +1,228 @@
+"""Hosts that switch the planning on by a file or a flag: the same bits, within the budget, with something planned.
+
+axolotl and ms-swift aren't installed with the tests. Here are the parts of them that call a plugin or a callback, with
+the names and arguments that their sources had in autumn 2026: axolotl/integrations/base.py, swift/callbacks/base.py and
+swift/callbacks/mapping.py. Where a host is installed, its own are compared with them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import lightning as L
+import pytest
+import yaml
+from pydantic import ValidationError
+from test_lightning import assert_same as assert_same_modules
+from test_lightning import fit
+from test_transformers import assert_as_before, assert_same, trained
+from transformers import TrainerCallback
+
+from ckptplan.core.errors import InvalidInputError
+from ckptplan.integrations.lightning import ActivationPlanner
+from ckptplan.integrations.transformers import ActivationPlanCallback
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"
+)  # Lightning's own
+
+
+class BasePlugin:
+    """axolotl's."""
+
+    def register(self, cfg: dict[str, Any]) -> None: ...
+    def get_input_args(self) -> str | None: ...
+    def add_callbacks_pre_trainer(self, cfg: Any, model: Any) -> list[Any]:
+        return []
+
+    def add_callbacks_post_trainer(self, cfg: Any, trainer: Any) -> list[Any]:
+        return []
+
+
+class SwiftCallback(TrainerCallback):
+    """ms-swift's."""
+
+    def __init__(self, args: Any, trainer: Any) -> None:
+        self.args = args
+        self.trainer = trainer
+
+
+class Missing(dict[str, Any]):
+    """axolotl's `DictDefault`: what isn't there is None."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self.get(name)
+
+
+@pytest.fixture
+def hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """The hosts' modules, in place of theirs, and ms-swift's table of callbacks."""
+    table: dict[str, Any] = {}
+    modules = {
+        "axolotl": {}, "axolotl.integrations": {}, "axolotl.integrations.base": {"BasePlugin": BasePlugin},
+        "swift": {}, "swift.callbacks": {"TrainerCallback": SwiftCallback, "callbacks_map": table},
+    }  # fmt: skip
+    for name, contents in modules.items():
+        module = ModuleType(name)
+        vars(module).update(contents)
+        monkeypatch.setitem(sys.modules, name, module)
+    for name in ("axolotl", "swift"):
+        monkeypatch.delitem(sys.modules, f"ckptplan.integrations.{name}", raising=False)
+    yield table
+    for name in ("axolotl", "swift"):
+        sys.modules.pop(f"ckptplan.integrations.{name}", None)
+
+
+def by_axolotl(file: Path) -> list[TrainerCallback]:
+    """The callbacks that axolotl gives its trainer for a configuration."""
+    given = yaml.safe_load(file.read_text(encoding="utf-8"))
+    plugins = []
+    for name in given["plugins"]:
+        module, _, found = name.rpartition(".")
+        plugins.append(getattr(importlib.import_module(module), found)())
+    for plugin in plugins:
+        plugin.register(given)
+        module, _, found = plugin.get_input_args().rpartition(".")
+        keys = getattr(importlib.import_module(module), found)
+        given |= keys(**given).model_dump(exclude_none=True)
+    cfg = Missing({k: Missing(v) if isinstance(v, dict) else v for k, v in given.items()})
+    return [callback for plugin in plugins for callback in plugin.add_callbacks_post_trainer(cfg, None)]
+
+
+def by_swift(table: dict[str, Any], name: str) -> list[TrainerCallback]:
+    """The callbacks of ms-swift's `--external_plugins` and `--callbacks`."""
+    found = importlib.util.find_spec("ckptplan.integrations.swift")
+    assert found is not None
+    assert found.origin is not None
+    spec = importlib.util.spec_from_file_location("swift_plugin", found.origin)
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    return [table[name](None, None)]
+
+
+def budget_of(plain: Any, share: float) -> str:
+    """A share of the bytes of a training without a plan."""
+    return f"{int(share * max(plain.peaks))}B"
+
+
+AXOLOTL = """
+base_model: some/llama
+sequence_len: 24
+micro_batch_size: 4
+gradient_checkpointing: true
+plugins:
+  - ckptplan.integrations.axolotl.CkptPlanPlugin
+ckptplan:
+  budget: {budget}
+  time_limit_s: 0.2
+"""
+
+
+@pytest.mark.parametrize("host", ["axolotl", "ms-swift", "LLaMA-Factory"])
+def test_trainers_are_planned(
+    tmp_path: Path, hosts: dict[str, Any], monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    plain = trained(tmp_path / "plain")
+    budget = budget_of(plain, 0.85)
+    if host == "axolotl":
+        file = tmp_path / "config.yaml"
+        file.write_text(AXOLOTL.format(budget=budget), encoding="utf-8")
+        callbacks = by_axolotl(file)
+    elif host == "ms-swift":
+        monkeypatch.setenv("CKPTPLAN_BUDGET", budget)
+        monkeypatch.setenv("CKPTPLAN_OPTIONS", '{"time_limit_s": 0.2}')
+        callbacks = by_swift(hosts, "ckptplan")
+    else:
+        callbacks = [ActivationPlanCallback(budget=budget, time_limit_s=0.2)]  # run_exp(callbacks=[...])
+    found = trained(tmp_path / host, *callbacks, options={"activation_checkpointing": True})
+    assert_same(plain, found)
+    assert_as_before(found)
+    assert max(found.peaks[1:]) <= 0.85 * max(plain.peaks)  # type: ignore[attr-defined]
+    (callback,) = callbacks
+    assert isinstance(callback, ActivationPlanCallback)
+    assert callback.handle is not None
+    stats = callback.handle.stats()
+    assert stats.recomputed_stages + stats.swapped_out_bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ("ckptplan: {budget: 20 parsecs}", "can't be read"),
+        ("ckptplan: {budgets: 20GiB}", "did you mean 'budget'"),
+        ("ckptplan: 20GiB", "valid dictionary"),
+    ],
+)
+def test_axolotl_refuses_a_file_when_it_is_read(tmp_path: Path, hosts: dict[str, Any], keys: str, says: str) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(f"plugins: [ckptplan.integrations.axolotl.CkptPlanPlugin]\n{keys}\n", encoding="utf-8")
+    with pytest.raises(ValidationError, match=says):
+        by_axolotl(file)
+
+
+def test_axolotl_without_the_key_has_what_the_device_has_free(tmp_path: Path, hosts: dict[str, Any]) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("plugins: [ckptplan.integrations.axolotl.CkptPlanPlugin]\n", encoding="utf-8")
+    (callback,) = by_axolotl(file)
+    assert isinstance(callback, ActivationPlanCallback)
+    assert str(callback._wanted) == "the device's free memory"
+
+
+@pytest.mark.parametrize("options", ["{offload: all}", '["all"]'])
+def test_options_of_the_environment_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch, options: str) -> None:
+    monkeypatch.setenv("CKPTPLAN_BUDGET", "50%")
+    monkeypatch.setenv("CKPTPLAN_OPTIONS", options)
+    with pytest.raises(InvalidInputError, match=r"\$CKPTPLAN_OPTIONS=.* JSON"):
+        L.Trainer(accelerator="cpu", logger=False)
+
+
+def planners(trainer: L.Trainer) -> list[ActivationPlanner]:
+    return [callback for callback in trainer.callbacks if isinstance(callback, ActivationPlanner)]  # type: ignore[attr-defined]
+
+
+def test_lightning_is_planned_where_the_environment_names_a_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, trainer = fit(tmp_path)
+    assert planners(trainer) == []
+    monkeypatch.setenv("CKPTPLAN_BUDGET", budget_of(plain, 0.93))
+    monkeypatch.setenv("CKPTPLAN_OPTIONS", '{"time_limit_s": 0.2}')
+    module, trainer = fit(tmp_path)
+    assert_same_modules(plain, module)
+    assert max(module.peaks[1:]) <= 0.93 * max(plain.peaks)
+    (planner,) = planners(trainer)
+    assert planner.handle is not None
+    stats = planner.handle.stats()
+    assert stats.recomputed_stages + stats.swapped_out_bytes > 0
+
+
+def test_a_planner_of_ones_own_goes_before_the_environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPTPLAN_BUDGET", "1B")  # in which nothing fits
+    own = ActivationPlanner(1.0, time_limit_s=0.2)
+    _, trainer = fit(tmp_path, own)
+    assert own.handle is not None
+    assert [planner.handle for planner in planners(trainer) if planner is not own] == [None]
+
+
+INTERFACES: dict[str, Callable[..., Any]] = {
+    "axolotl.integrations.base:BasePlugin.get_input_args": BasePlugin.get_input_args,
+    "axolotl.integrations.base:BasePlugin.add_callbacks_post_trainer": BasePlugin.add_callbacks_post_trainer,
+    "swift.callbacks:TrainerCallback.__init__": SwiftCallback.__init__,
+}
+
+
+@pytest.mark.parametrize("name", INTERFACES)
+def test_an_installed_host_calls_what_is_written_here(name: str) -> None:
+    module, _, path = name.partition(":")
+    found: Any = pytest.importorskip(module)
+    for part in path.split("."):
+        found = getattr(found, part)
+    assert list(inspect.signature(found).parameters) == list(inspect.signature(INTERFACES[name]).parameters)
