@@ -9,6 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from ckptplan.cli import device, inspect, plan, report
+from ckptplan.cli.arguments import WHAT_STAGES_SAVE, Offload, TimeLimit, parts_of
 from ckptplan.cli.output import INTERRUPTED, show_error, show_interrupt, show_users_error
 from ckptplan.cli.subject import is_torch
 from ckptplan.core.errors import CkptPlanError, InvalidInputError
@@ -102,6 +103,27 @@ def demo(
         raise typer.Exit(1)
 
 
+def run(
+    script: Annotated[list[str], typer.Argument(metavar="SCRIPT [ARGS]...", help="The script and its arguments.")],
+    budget: Annotated[str, typer.Option(help='"20 GiB", "50%" of the way to everything kept, or "auto".')] = "auto",
+    module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module's name, as for python -m.")] = False,
+    offload: Offload = WHAT_STAGES_SAVE,
+    time_limit: TimeLimit = 10.0,
+) -> None:
+    """Run a training script as it is, and plan what it trains.
+
+    Trainers of transformers and Lightning get their callback. In a plain loop, the first model that is called for
+    training and has the parameters of an optimizer is planned. With torchrun and accelerate: -m ckptplan.run.
+
+    Example: [bold]ckptplan run --budget 20GiB -- train.py --epochs 3[/bold]
+    """
+    # Imported here: it imports torch.
+    from ckptplan.integrations.launch import launch
+
+    how = {"budget": budget, "offload": parts_of(offload), "time_limit_s": time_limit}
+    launch(script[0], script[1:], as_module=module, **how)
+
+
 COMMANDS: dict[str, Callable[..., None]] = {
     "demo": demo,
     "profile": plan.profile,
@@ -119,3 +141,4 @@ COMMANDS: dict[str, Callable[..., None]] = {
 }
 for name, command in COMMANDS.items():
     app.command(name)(command)
+app.command("run", context_settings={"allow_interspersed_args": False})(run)

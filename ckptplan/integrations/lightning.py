@@ -35,7 +35,7 @@ from ckptplan.core.errors import CkptPlanError, PlanMismatchError, UnsupportedMo
 from ckptplan.core.plan import Plan
 from ckptplan.distributed import is_distributed, parallel_of
 from ckptplan.integrations.environment import callback_options
-from ckptplan.integrations.training import PlannedBatch, PlanningCallback, replace, unchanged
+from ckptplan.integrations.training import PlannedBatch, PlanningCallback, Together, replace, unchanged
 from ckptplan.planning.log import say
 from ckptplan.planning.plan_file import optimizer_text, plain_text, settings_of
 from ckptplan.profiling.workload.discover import NothingSavedError
@@ -131,7 +131,7 @@ class ActivationPlanner(PlanningCallback, pl.Callback):
         asked: str,
     ) -> Handle:
         optimizers = [getattr(o, "optimizer", o) for o in trainer.optimizers]
-        optimizer = optimizers[0] if len(optimizers) == 1 else _Together(optimizers) if optimizers else None
+        optimizer = optimizers[0] if len(optimizers) == 1 else Together(optimizers) if optimizers else None
         saved, self._saved = self._saved, {}
         # A checkpoint has the batch of one rank; the others would plan and wait for it. A file goes before it.
         if saved and saved["asked"] == asked and not is_distributed() and self._plan_file is None:
@@ -215,20 +215,6 @@ def from_environment() -> list[pl.Callback]:
 
 class _NoLossError(Exception):
     """Raised where a step that is planned has no loss."""
-
-
-class _Together(torch.optim.Optimizer):
-    """Several optimizers that step one after the other; their groups and states are shared with them."""
-
-    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
-        self.optimizers = optimizers
-        super().__init__([p for o in optimizers for g in o.param_groups for p in g["params"]], {})
-        self.param_groups = [group for o in optimizers for group in o.param_groups]
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Step each of them."""
-        for optimizer in self.optimizers:
-            optimizer.step()
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, ClassVar, Unpack
 
 import torch
 import torch.distributed as dist
@@ -52,12 +52,16 @@ class PlanningCallback:
         The handle of the plan that is applied now, or was last; None before the first batch.
     took_s : float
         Seconds in which that plan was made and applied.
+    plans_applied : int
+        By all callbacks of this process.
 
     Raises
     ------
     InvalidInputError
         If an option can't be used.
     """
+
+    plans_applied: ClassVar[int] = 0
 
     def __init__(
         self,
@@ -176,6 +180,7 @@ class PlanningCallback:
             more |= {"on_larger": "replan", "loss_fn": training.get("loss_fn"), "optimizer": training.get("optimizer")}
         self.handle = apply(model, plan, swap_dir=self._swap_dir, check=self._check, **more)
         self.took_s = time.perf_counter() - begin
+        PlanningCallback.plans_applied += 1
         if is_told:
             say(in_words(plan, self.took_s))
         return self.handle
@@ -195,6 +200,20 @@ class PlanningCallback:
             f"{stats.recomputed_stages} stages recomputed, {format_bytes(stats.swapped_out_bytes)} swapped, "
             f"{len(self.handle.replans)} new plans for larger inputs"
         )
+
+
+class Together(torch.optim.Optimizer):
+    """Several optimizers that step one after the other; their groups and states are shared with them."""
+
+    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        self.optimizers = optimizers
+        super().__init__([p for o in optimizers for g in o.param_groups for p in g["params"]], {})
+        self.param_groups = [group for o in optimizers for group in o.param_groups]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Step each of them."""
+        for optimizer in self.optimizers:
+            optimizer.step()
 
 
 class PlannedBatch:

@@ -55,6 +55,11 @@ class FirstForward(Handle):
         self._made = planner(args if rest else named)
         return getattr(self._model, self._patch.attribute)(*args, **kwargs)
 
+    @property
+    def is_made(self) -> bool:
+        """Whether there is a plan."""
+        return self._made is not None
+
     def _handle(self) -> Handle:
         if self._made is None:
             raise InvalidInputError("there is no plan yet: it is made by the first forward of the model with gradients")

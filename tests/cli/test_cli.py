@@ -52,6 +52,7 @@ def plain(text: str) -> str:
 
 COMMANDS = (
     "demo", "profile", "solve", "frontier", "explain", "show", "simulate", "compare", "calibrate", "estimate", "fit",
+    "run",
 )  # fmt: skip
 
 

@@ -836,22 +836,13 @@ class MixedModel:
         transfers = []
         for o, parts in enumerate(self.parts):
             for number, part in enumerate(parts):
-                storages = self.share_of(part, values.get(part.moves.id, 0.0))
-                if storages:
+                if values.get(part.moves.id, 0.0) > (0.5 if part.one else SOLVER_ERROR):
                     steps = self.done[1].get((o, number), ())
                     awaited = next((o + k for k, z in enumerate(steps, 1) if z.id in ones), self.n)
-                    transfers.append((awaited, o, storages))
+                    transfers.append((awaited, o, list(part.storages)))
         transfers.sort()
         forest = tuple(_tree(c, inner) for c in outer)
         return Suggestion(codes, forest, [(o, storages) for _, o, storages in transfers])
-
-    def share_of(self, part: _Part, share: float) -> list[int]:
-        """As many storages of a part as have a share of its bytes."""
-        if part.one:
-            return list(part.storages) if round(share) else []
-        wanted = (share - SOLVER_ERROR) * part.size * self.unit
-        before = accumulate((self.profile.storages[s].nbytes for s in part.storages), initial=0)
-        return [s for s, nbytes in zip(part.storages, before, strict=False) if nbytes < wanted]
 
 
 class PeakModel(MixedModel):

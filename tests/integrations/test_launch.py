@@ -1,0 +1,281 @@
+"""Scripts as people write them, run by the launcher: the same bits, and something is planned."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckptplan.core.errors import InfeasibleBudgetError, InvalidInputError
+from ckptplan.integrations.launch import launch
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+
+MODEL = """
+import sys, torch
+from torch import nn
+from torch.nn import functional as F
+
+torch.manual_seed(0)
+torch.set_num_threads(1)  # as the tests' own process
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.wide, self.back = nn.LayerNorm(32), nn.Linear(32, 128), nn.Linear(128, 32)
+
+    def forward(self, x):
+        return x + F.dropout(self.back(F.gelu(self.wide(self.norm(x)))), 0.1, self.training)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(64, 32), nn.Linear(32, 64)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, tokens, labels=None):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x)
+        return logits, None if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+def done(model, losses):
+    torch.save([*losses, *model.state_dict().values()], sys.argv[1])
+"""
+
+SCRIPTS = {
+    "a loop as of nanoGPT": """
+model = Net()
+optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+losses = []
+for step in range(3):
+    for micro in range(2):
+        tokens = torch.randint(64, (8, 32))
+        with torch.autocast("cpu", torch.bfloat16):
+            logits, loss = model(tokens, tokens)
+        (loss / 2).backward()
+        losses.append(loss.detach())
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    model.eval()
+    with torch.no_grad():
+        losses.append(model(tokens, tokens)[1])
+    model.train()
+done(model, losses)
+""",
+    "two optimizers, and a loss outside": """
+model = Net()
+matrices = [p for p in model.blocks.parameters() if p.dim() == 2]
+others = [p for p in model.parameters() if all(p is not m for m in matrices)]
+optimizers = [torch.optim.SGD(matrices, 0.1, momentum=0.9), torch.optim.AdamW(others, 1e-3)]
+losses = []
+for step in range(3):
+    tokens = torch.randint(64, (8, 32))
+    loss = F.cross_entropy(model(tokens)[0].flatten(0, 1), tokens.flatten())
+    loss.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    losses.append(loss.detach())
+done(model, losses)
+""",
+    "a frozen encoder beside": """
+encoder, model = Net().requires_grad_(False), Net()
+optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+losses = []
+for step in range(3):
+    tokens = torch.randint(64, (8, 32))
+    with torch.no_grad():
+        soft = encoder(tokens)[0].softmax(-1)
+    loss = F.cross_entropy(model(tokens)[0].flatten(0, 1), soft.flatten(0, 1))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(loss.detach())
+done(model, losses)
+""",
+    "accelerate": """
+from accelerate import Accelerator
+accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+model = Net()
+optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+data = torch.utils.data.TensorDataset(torch.randint(64, (48, 32)))
+model, optimizer, loader = accelerator.prepare(model, optimizer, torch.utils.data.DataLoader(data, 8))
+losses = []
+for (tokens,) in loader:
+    with accelerator.accumulate(model):
+        loss = model(tokens, tokens)[1]
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    losses.append(loss.detach())
+done(accelerator.unwrap_model(model), losses)
+""",
+    "diffusers": """
+from diffusers import DDPMScheduler, UNet2DModel
+model = UNet2DModel(sample_size=16, in_channels=3, out_channels=3, layers_per_block=1, block_out_channels=(32, 32),
+                    norm_num_groups=8, down_block_types=("DownBlock2D",) * 2, up_block_types=("UpBlock2D",) * 2).train()
+optimizer, scheduler = torch.optim.AdamW(model.parameters(), 1e-3), DDPMScheduler(100)
+losses = []
+for step in range(3):
+    images, noise, steps = torch.randn(4, 3, 16, 16), torch.randn(4, 3, 16, 16), torch.randint(100, (4,))
+    predicted = model(scheduler.add_noise(images, noise, steps), steps, return_dict=False)[0]
+    loss = F.mse_loss(predicted, noise)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(loss.detach())
+done(model, losses)
+""",
+    "transformers": """
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=32, n_embd=32, n_layer=3, n_head=2))
+data = [{"input_ids": row, "labels": row} for row in torch.randint(64, (48, 32))]
+args = TrainingArguments(sys.argv[1] + ".d", max_steps=3, per_device_train_batch_size=8, use_cpu=True, logging_steps=1,
+                         disable_tqdm=True, save_strategy="no", report_to=[])
+trainer = Trainer(model, args, train_dataset=data)
+trainer.train()
+done(model, [torch.tensor([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])])
+""",
+    "lightning": """
+import lightning as L
+class Module(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net, self.losses = Net(), []
+    def training_step(self, batch):
+        loss = self.net(batch[0], batch[0])[1]
+        self.losses.append(loss.detach())
+        return loss
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), 1e-3)
+module = Module()
+data = torch.utils.data.TensorDataset(torch.randint(64, (48, 32)))
+trainer = L.Trainer(accelerator="cpu", max_steps=3, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+                    enable_model_summary=False)
+trainer.fit(module, torch.utils.data.DataLoader(data, 8))
+done(module.net, module.losses[-3:])
+""",
+}
+
+
+@pytest.fixture(autouse=True)
+def as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What the launcher leaves as a program may is put back."""
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    call, init, finders = torch.nn.Module.__call__, torch.optim.Optimizer.__init__, [*sys.meta_path]
+    yield
+    assert (torch.nn.Module.__call__, torch.optim.Optimizer.__init__) == (call, init)
+    assert sys.meta_path == finders
+    assert "CKPTPLAN_BUDGET" not in os.environ
+
+
+def written(folder: Path, text: str) -> str:
+    file = folder / "train.py"
+    file.write_text(text, encoding="utf-8")
+    return str(file)
+
+
+def saved(file: Path) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = torch.load(file)
+    return found
+
+
+@pytest.mark.parametrize("kind", SCRIPTS)
+def test_the_same_bits_with_something_planned(tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str) -> None:
+    script = written(tmp_path, MODEL + SCRIPTS[kind])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, script, str(tmp_path / "plain")], check=True, env=environment)
+    with caplog.at_level(logging.INFO, "ckptplan"):
+        launch(script, [str(tmp_path / "planned")], budget="30%", time_limit_s=0.3)
+    plain, planned = saved(tmp_path / "plain"), saved(tmp_path / "planned")
+    assert len(plain) == len(planned) > 10
+    assert all(map(torch.equal, plain, planned))
+    said = [record.message for record in caplog.records if record.name == "ckptplan"]
+    assert any("recomputes" in text or "swaps" in text for text in said)
+    assert not any("nothing was planned" in text for text in said)
+
+
+def test_nothing_to_plan_is_said_and_the_script_is_as_it_was(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    script = written(
+        tmp_path, "import sys\nfrom pathlib import Path\nPath(sys.argv[1]).write_text(__name__ + __file__)\nsys.exit(3)"
+    )
+    with caplog.at_level(logging.INFO, "ckptplan"), pytest.raises(SystemExit) as end:
+        launch(script, [str(tmp_path / "out"), "--lr", "1"], budget="1 GiB")
+    assert end.value.code == 3
+    assert (tmp_path / "out").read_text() == f"__main__{script}"
+    assert sys.argv == [script, str(tmp_path / "out"), "--lr", "1"]
+    assert [r.message.partition(":")[2][:24] for r in caplog.records] == [" nothing was planned: th"]
+
+
+def test_a_trainers_own_callback_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    text = MODEL + SCRIPTS["transformers"].replace(
+        "train_dataset=data)",
+        "train_dataset=data, callbacks=[ActivationPlanCallback(budget='100%', time_limit_s=0.1)])",
+    )
+    script = written(tmp_path, "from ckptplan.integrations.transformers import ActivationPlanCallback\n" + text)
+    with caplog.at_level(logging.INFO, "ckptplan"):
+        launch(script, [str(tmp_path / "out")], budget="1 B")
+    assert any("keeps everything" in record.message for record in caplog.records)
+
+
+def test_errors_are_the_packages_or_the_scripts(tmp_path: Path) -> None:
+    script = written(tmp_path, MODEL + SCRIPTS["a loop as of nanoGPT"])
+    with pytest.raises(InfeasibleBudgetError):
+        launch(script, [str(tmp_path / "out")], budget="1 KiB", time_limit_s=0.1)
+    with pytest.raises(InvalidInputError, match=r"there is no file .none\.py."):
+        launch("none.py", [], budget="1 GiB")
+    with pytest.raises(InvalidInputError, match="can't be read"):
+        launch(script, [], budget="much")
+    with pytest.raises(ZeroDivisionError):
+        launch(written(tmp_path, "1 / 0"), [], budget="1 GiB")
+
+
+RANKS = """
+import torch.distributed as dist
+dist.init_process_group("gloo")
+from torch.nn.parallel import DistributedDataParallel
+model = DistributedDataParallel(Net())
+optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+torch.manual_seed(1 + dist.get_rank())
+losses = []
+for step in range(3):
+    tokens = torch.randint(64, (8, 32))
+    loss = model(tokens, tokens)[1]
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(loss.detach())
+if dist.get_rank() == 0:
+    done(model.module, losses)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_ranks_of_torchrun(tmp_path: Path) -> None:
+    script = written(tmp_path, MODEL + RANKS)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+
+    def run(*command: str) -> str:
+        return subprocess.run(
+            [*torchrun, *command], check=True, env=environment, capture_output=True, text=True, timeout=300
+        ).stderr
+
+    run("--master-port", "29611", script, str(tmp_path / "plain"))
+    ours = ["-m", "ckptplan.run", "--budget", "40%", "--time-limit", "0.3", "--"]
+    said = run("--master-port", "29612", *ours, script, str(tmp_path / "planned"))
+    plain, planned = saved(tmp_path / "plain"), saved(tmp_path / "planned")
+    assert all(map(torch.equal, plain, planned))
+    assert "ckptplan: recomputes" in said or "ckptplan: swaps" in said
