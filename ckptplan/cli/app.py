@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -118,10 +119,17 @@ def run(
     Example: [bold]ckptplan run --budget 20GiB -- train.py --epochs 3[/bold]
     """
     # Imported here: it imports torch.
-    from ckptplan.integrations.launch import launch
+    from ckptplan.integrations.launch import launch, of_script
 
     how = {"budget": budget, "offload": parts_of(offload), "time_limit_s": time_limit}
-    launch(script[0], script[1:], as_module=module, **how)
+    try:
+        launch(script[0], script[1:], as_module=module, **how)
+    except CkptPlanError:
+        raise
+    except Exception as error:  # the script's, which ends as under `python`
+        error = of_script(error)
+        sys.excepthook(type(error), error, error.__traceback__)
+        raise typer.Exit(1) from error
 
 
 COMMANDS: dict[str, Callable[..., None]] = {

@@ -187,15 +187,15 @@ def apart(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> I
     try:
         for module, name, p in places:
             setattr(module, name, twins[id(p)])  # a recurrent module keeps a list of them, too
-        _rename(optimizer, twins)
+        _exchange(optimizer, twins)
         yield
     finally:
         for module, name, p in places:
             setattr(module, name, p)
-        _rename(optimizer, {id(twins[id(p)]): p for _, _, p in places})
+        _exchange(optimizer, {id(twins[id(p)]): p for _, _, p in places})
 
 
-def _rename(optimizer: torch.optim.Optimizer | None, instead: dict[int, nn.Parameter]) -> None:
+def _exchange(optimizer: torch.optim.Optimizer | None, instead: dict[int, nn.Parameter]) -> None:
     """Let an optimizer have other parameters, by the `id` of those that they stand in for."""
     if optimizer is None or not instead:
         return

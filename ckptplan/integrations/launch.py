@@ -1,14 +1,16 @@
 """A training script, run as it is, with the memory of its training planned.
 
 NOTE [What of a script is planned]
-1. A `transformers.Trainer`, of TRL's too, gets an `ActivationPlanCallback` when it is made, unless it has one. Its
-   module is watched for on the import path, since the script imports it later, or never.
-2. Lightning's `Trainer` gets an `ActivationPlanner` by the entry point that `environment.py` speaks of. Ranks that
-   Lightning starts itself, without this launcher, have the variables, too.
-3. In a plain loop, the first module that is called for training, and that has all parameters of an optimizer, is
+1. A `transformers.Trainer`, of TRL's too, gets an `ActivationPlanCallback` when it begins to train, and Lightning's an
+   `ActivationPlanner`, unless it has one. Their modules are watched for on the import path, since the script imports
+   them later, or never. Ranks that Lightning starts itself, without this launcher, have the variables of
+   `environment.py`.
+2. In a plain loop, the first module that is called for training, and that has all parameters of an optimizer, is
    planned for this call's inputs (`ckptplan.apply`). Until then every call of a module is looked at; from then on none.
+   The plan is taken off when a Trainer begins.
 
-Several optimizers whose parameters the module has count together. Where there is a Trainer, no plain loop is planned.
+Several optimizers whose parameters the module has count together. What can't be planned is said, and runs without a
+plan; a budget below the smallest peak ends the script.
 """
 
 from __future__ import annotations
@@ -27,18 +29,16 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
 
-from ckptplan.core.errors import InvalidInputError
-from ckptplan.integrations.environment import BUDGET, OPTIONS
+from ckptplan.core.errors import CkptPlanError, InfeasibleBudgetError, InvalidInputError
+from ckptplan.integrations.environment import BUDGET, OPTIONS, callback_options
 from ckptplan.integrations.training import PlanningCallback, Together
 from ckptplan.planning.applying import apply
 from ckptplan.planning.first_forward import FirstForward
-from ckptplan.planning.log import is_first_rank, say
-from ckptplan.runtime.handle import Handle
+from ckptplan.planning.log import is_first_rank
 
 _TRAINER, _LIGHTNING = "transformers.trainer", "lightning.pytorch.trainer.trainer"
 
@@ -77,86 +77,143 @@ class _Watch:
 
     def __init__(self, options: dict[str, Any]) -> None:
         self.options = options
-        self.handle: Handle | None = None
-        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self.has_found = False
+        self._handle: FirstForward | None = None
+        self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
+        self._is_looking = True
         self._loops = ExitStack()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Look for what trains inside."""
+        """While this is entered, look for what trains."""
         with ExitStack() as stack:
-            stack.enter_context(mock.patch.dict(os.environ, self._environment()))
+            options = {name: value for name, value in self.options.items() if name != "budget"}
+            for name, text in ((BUDGET, self.options["budget"]), (OPTIONS, json.dumps(options))):
+                stack.callback(_set_variable, name, os.environ.get(name))
+                _set_variable(name, text)
             stack.enter_context(self._loops)
             call, init = nn.Module.__call__, torch.optim.Optimizer.__init__
 
             @functools.wraps(call)
             def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-                if module.training and torch.is_grad_enabled():
-                    self._look_at(module)
+                if self._is_looking and module.training and torch.is_grad_enabled():
+                    optimizers = self._optimizers_of(module)
+                    if optimizers:
+                        return self._first(call, module, optimizers, args, kwargs)
                 return call(module, *args, **kwargs)
 
             @functools.wraps(init)
             def made(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
                 init(optimizer, *args, **kwargs)
-                self._optimizers.add(optimizer)
+                self._optimizers.append(weakref.ref(optimizer))
 
-            self._loops.enter_context(mock.patch.object(nn.Module, "__call__", called))
-            self._loops.enter_context(mock.patch.object(torch.optim.Optimizer, "__init__", made))
-            for name, then in ((_TRAINER, self._give_trainers), (_LIGHTNING, self._note_lightning)):
+            _put(self._loops, nn.Module, "__call__", called)
+            _put(self._loops, torch.optim.Optimizer, "__init__", made)
+            for name, then in ((_TRAINER, self._plan_trainers), (_LIGHTNING, self._plan_lightning)):
                 if name in sys.modules:
-                    then(sys.modules[name], stack)
+                    then(stack, sys.modules[name])
                     continue
-                finder = _WhenImported(name, functools.partial(then, undo=stack))
+                finder = _WhenImported(name, functools.partial(then, stack))
                 sys.meta_path.insert(0, finder)
                 stack.callback(sys.meta_path.remove, finder)
             yield
 
-    def _environment(self) -> dict[str, str]:
-        options = {name: value for name, value in self.options.items() if name != "budget"}
-        return {BUDGET: self.options["budget"], OPTIONS: json.dumps(options)}
-
-    def _give_trainers(self, module: ModuleType, undo: ExitStack) -> None:
-        """Let every Trainer that is made have a callback."""
+    def _plan_trainers(self, undo: ExitStack, module: ModuleType) -> None:
         from ckptplan.integrations.transformers import ActivationPlanCallback
 
-        def then(trainer: Any) -> None:
+        def give(trainer: Any) -> None:
             if not any(isinstance(c, ActivationPlanCallback) for c in trainer.callback_handler.callbacks):
                 trainer.add_callback(ActivationPlanCallback(**self.options))
 
-        self._after_init(module.Trainer, then, undo)
+        self._before(undo, module.Trainer, "train", give)
 
-    def _note_lightning(self, module: ModuleType, undo: ExitStack) -> None:
-        """Leave Lightning's trainers to their own callback."""
-        self._after_init(module.Trainer, lambda trainer: None, undo)
+    def _plan_lightning(self, undo: ExitStack, module: ModuleType) -> None:
+        from ckptplan.integrations.lightning import ActivationPlanner, AskedFor
 
-    def _after_init(self, cls: Any, then: Callable[[Any], None], undo: ExitStack) -> None:
-        init = cls.__init__
+        def give(trainer: Any) -> None:
+            if not any(isinstance(c, ActivationPlanner) for c in trainer.callbacks):  # the entry point isn't installed
+                trainer.callbacks.append(AskedFor(**self.options))
 
-        @functools.wraps(init)
-        def made(trainer: Any, *args: Any, **kwargs: Any) -> None:
-            init(trainer, *args, **kwargs)
-            self._loops.close()
-            then(trainer)
+        self._before(undo, module.Trainer, "fit", give)
 
-        undo.enter_context(mock.patch.object(cls, "__init__", made))
+    def _before(self, undo: ExitStack, trainers: Any, name: str, give: Callable[[Any], None]) -> None:
+        """Before a method by which trainers train, end what is planned of plain loops, and give them a callback."""
+        original = getattr(trainers, name)
 
-    def _look_at(self, module: nn.Module) -> None:
-        """Plan a module if it has all parameters of an optimizer."""
-        own = {id(p) for p in module.parameters() if p.requires_grad}
-        found = [optimizer for optimizer in self._optimizers if set() < _trained(optimizer) <= own]
-        if not found:
-            return
+        @functools.wraps(original)
+        def train(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+            self._stop_looking()
+            if self._handle is not None:
+                self._handle.remove()
+            give(trainer)
+            return original(trainer, *args, **kwargs)
+
+        _put(undo, trainers, name, train)
+
+    def _stop_looking(self) -> None:
+        self._is_looking = False
         self._loops.close()
-        optimizer = found[0] if len(found) == 1 else Together(found)
-        self.handle = apply(module, optimizer=optimizer, **self.options)
 
-    def has_planned(self) -> bool:
-        """Whether a plan was made for a plain loop."""
-        return isinstance(self.handle, FirstForward) and self.handle.is_made
+    def _optimizers_of(self, module: nn.Module) -> list[torch.optim.Optimizer]:
+        """Return the optimizers whose parameters are all a module's; of those with the same ones the last."""
+        known = [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
+        if not known:
+            return []
+        own = {id(p) for p in module.parameters() if p.requires_grad}
+        found: list[torch.optim.Optimizer] = []
+        for optimizer in reversed(known):  # one that wraps another makes it while it is made
+            trained = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+            if trained and trained <= own:
+                own -= trained
+                found.insert(0, optimizer)
+        return found
+
+    def _first(
+        self,
+        call: Callable[..., Any],
+        module: nn.Module,
+        optimizers: list[torch.optim.Optimizer],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Call a module, which this call plans."""
+        self._stop_looking()
+        self.has_found = True
+        optimizer = optimizers[0] if len(optimizers) == 1 else Together(optimizers)
+        try:
+            handle = apply(module, optimizer=optimizer, **self.options)
+            assert isinstance(handle, FirstForward)
+            self._handle = handle
+            return call(module, *args, **kwargs)
+        except InfeasibleBudgetError:
+            raise
+        except CkptPlanError as error:
+            if self._handle is not None:
+                if self._handle.is_made:
+                    raise
+                self._handle.remove()
+            _tell(f"ckptplan: {type(module).__name__} runs without a plan: {error}")
+        return call(module, *args, **kwargs)
 
 
-def _trained(optimizer: torch.optim.Optimizer) -> set[int]:
-    return {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+def _put(undo: ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Set an attribute of a class until `undo` is closed, or another has been set by then."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    undo.callback(lambda: setattr(owner, name, before) if getattr(owner, name) is value else None)
+
+
+def _set_variable(name: str, text: str | None) -> None:
+    if text is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = text
+
+
+def _tell(text: str) -> None:
+    """Print a line that no setting of the script's logging hides."""
+    if is_first_rank():
+        print(text, file=sys.stderr)
 
 
 def launch(target: str, arguments: Sequence[str], *, as_module: bool = False, **options: Any) -> None:
@@ -169,37 +226,51 @@ def launch(target: str, arguments: Sequence[str], *, as_module: bool = False, **
     arguments : sequence of str
         The script's.
     **options
-        Of the callbacks: `budget`, as text, `offload`, `time_limit_s` and so on.
+        Of the callbacks: `budget`, as text, `offload`, `time_limit_s` and so on. Others of `$CKPTPLAN_OPTIONS` hold.
 
     Raises
     ------
     InvalidInputError
         If there is no such file, or an option can't be used. Whatever the script raises passes.
     """
+    options = {**callback_options(), **options}
     PlanningCallback(**options)  # for its errors, now
     watch, before = _Watch(options), PlanningCallback.plans_applied
-    try:
-        with watch.watching():
+    end: SystemExit | None = None
+    with watch.watching():
+        try:
             _run(target, arguments, as_module=as_module)
-    finally:
-        if is_first_rank() and not watch.has_planned() and PlanningCallback.plans_applied == before:
-            say(
-                "ckptplan: nothing was planned: the script trained no transformers or Lightning Trainer, and called no "
-                "model for training that has the parameters of a torch.optim optimizer"
-            )
+        except SystemExit as error:
+            end = error
+    if not watch.has_found and PlanningCallback.plans_applied == before:
+        _tell(
+            "ckptplan: nothing was planned: no transformers or Lightning Trainer has trained, and no model with all "
+            "parameters of a torch.optim optimizer was called for training"
+        )
+    if end is not None:
+        raise end
 
 
 def _run(target: str, arguments: Sequence[str], *, as_module: bool) -> None:
+    file = os.path.abspath(target)
+    if not as_module and not Path(file).is_file():
+        raise InvalidInputError(f"there is no file {target!r}; give the script that trains, or a module with -m")
     sys.argv = [target, *arguments]
+    if not sys.flags.safe_path:
+        sys.path[0] = os.getcwd() if as_module else os.path.dirname(os.path.realpath(file))
     if as_module:
-        sys.path[0] = os.getcwd()
         runpy.run_module(target, run_name="__main__", alter_sys=True)
         return
-    file = Path(target)
-    if not file.is_file():
-        raise InvalidInputError(f"there is no file {target!r}; give the script that trains, or a module with -m")
-    sys.path[0] = str(file.resolve().parent)
     # It stays the program's, unlike that of `runpy.run_path`: what the script leaves for the end finds its names.
     main = sys.modules["__main__"] = ModuleType("__main__")
-    vars(main).update(__file__=target, __builtins__=builtins)
-    exec(compile(file.read_bytes(), target, "exec", dont_inherit=True), vars(main))
+    vars(main).update(__file__=file, __builtins__=builtins)
+    exec(compile(Path(file).read_bytes(), file, "exec", dont_inherit=True), vars(main))
+
+
+def of_script(error: Exception) -> Exception:
+    """Return an error with the part of its traceback that begins in the script."""
+    trace = error.__traceback__
+    ours = (os.path.dirname(os.path.dirname(__file__)), runpy.__file__, "<frozen runpy>")
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(ours):
+        trace = trace.tb_next
+    return error.with_traceback(trace or error.__traceback__)

@@ -34,7 +34,6 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from ckptplan.core.errors import CkptPlanError, PlanMismatchError, UnsupportedModelError
 from ckptplan.core.plan import Plan
 from ckptplan.distributed import is_distributed, parallel_of
-from ckptplan.integrations.environment import callback_options
 from ckptplan.integrations.training import PlannedBatch, PlanningCallback, Together, replace, unchanged
 from ckptplan.planning.log import say
 from ckptplan.planning.plan_file import optimizer_text, plain_text, settings_of
@@ -195,22 +194,13 @@ class ActivationPlanner(PlanningCallback, pl.Callback):
             applied.remove()
 
 
-class _AskedByEnvironment(ActivationPlanner):
-    """One that leaves the planning to another, if the trainer was given one."""
+class AskedFor(ActivationPlanner):
+    """One that the script didn't make, which leaves the planning to another if the script gave the trainer one."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Prepare for the first batch."""
         if not any(isinstance(other, ActivationPlanner) and other is not self for other in trainer.callbacks):  # type: ignore[attr-defined]
             super().on_train_start(trainer, pl_module)
-
-
-def from_environment() -> list[pl.Callback]:
-    """Return the callback that the environment asks for (`environment.py`), which every `Trainer` gets; or none.
-
-    The entry point `lightning.pytorch.callbacks_factory` names this function.
-    """
-    options = callback_options()
-    return [] if options is None else [_AskedByEnvironment(**options)]
 
 
 class _NoLossError(Exception):

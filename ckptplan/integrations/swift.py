@@ -28,7 +28,7 @@ class CkptPlanCallback(ActivationPlanCallback, TrainerCallback):  # type: ignore
 
     def __init__(self, args: Any, trainer: Any) -> None:
         TrainerCallback.__init__(self, args, trainer)
-        ActivationPlanCallback.__init__(self, **(callback_options() or {}))
+        ActivationPlanCallback.__init__(self, **callback_options())
 
 
 callbacks_map["ckptplan"] = CkptPlanCallback

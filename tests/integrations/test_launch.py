@@ -210,27 +210,83 @@ def test_the_same_bits_with_something_planned(tmp_path: Path, caplog: pytest.Log
     assert not any("nothing was planned" in text for text in said)
 
 
-def test_nothing_to_plan_is_said_and_the_script_is_as_it_was(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+UNPLANNED = {
+    "compiled as a whole": """
+model = torch.compile(Net(), backend="eager")
+optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+loss = model(torch.randint(64, (8, 32)), torch.randint(64, (8, 32)))[1]
+loss.backward()
+optimizer.step()
+done(model, [loss.detach()])
+""",
+    "an update with a closure": """
+model = Net()
+optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+tokens, losses = torch.randint(64, (8, 32)), []
+def closure():
+    optimizer.zero_grad()
+    loss = model(tokens, tokens)[1]
+    loss.backward()
+    losses.append(loss.detach())
+    return loss
+optimizer.step(closure)
+done(model, losses)
+""",
+}
+
+
+@pytest.mark.parametrize("kind", UNPLANNED)
+def test_what_cannot_be_planned_runs_without_a_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    launch(written(tmp_path, MODEL + UNPLANNED[kind]), [str(tmp_path / "out")], budget="50%", time_limit_s=0.3)
+    assert all(tensor.isfinite().all() for tensor in saved(tmp_path / "out"))
+    assert "runs without a plan: " in capsys.readouterr().err
+
+
+def test_a_loop_and_then_a_trainer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Each has a plan, and the Trainer that is made before the loop ends no look at it."""
+    loop = """
+optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+tokens = torch.randint(64, (8, 32))
+model.train()(input_ids=tokens, labels=tokens).loss.backward()
+optimizer.step()
+optimizer.zero_grad()
+trainer.train()"""
+    text = MODEL + SCRIPTS["transformers"].replace("trainer.train()", loop)
+    with caplog.at_level(logging.INFO, "ckptplan"):
+        launch(written(tmp_path, text), [str(tmp_path / "out")], budget="30%", time_limit_s=0.3)
+    said = [record.message for record in caplog.records if "recomputes" in record.message or "swaps" in record.message]
+    assert len(said) == 2
+
+
+def test_nothing_to_plan_is_said_and_the_script_is_as_it_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     script = written(
         tmp_path, "import sys\nfrom pathlib import Path\nPath(sys.argv[1]).write_text(__name__ + __file__)\nsys.exit(3)"
     )
-    with caplog.at_level(logging.INFO, "ckptplan"), pytest.raises(SystemExit) as end:
-        launch(script, [str(tmp_path / "out"), "--lr", "1"], budget="1 GiB")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as end:
+        launch("train.py", [str(tmp_path / "out"), "--lr", "1"], budget="1 GiB")
     assert end.value.code == 3
     assert (tmp_path / "out").read_text() == f"__main__{script}"
-    assert sys.argv == [script, str(tmp_path / "out"), "--lr", "1"]
-    assert [r.message.partition(":")[2][:24] for r in caplog.records] == [" nothing was planned: th"]
+    assert sys.argv == ["train.py", str(tmp_path / "out"), "--lr", "1"]
+    assert capsys.readouterr().err.startswith("ckptplan: nothing was planned: ")
 
 
-def test_a_trainers_own_callback_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    text = MODEL + SCRIPTS["transformers"].replace(
-        "train_dataset=data)",
-        "train_dataset=data, callbacks=[ActivationPlanCallback(budget='100%', time_limit_s=0.1)])",
-    )
-    script = written(tmp_path, "from ckptplan.integrations.transformers import ActivationPlanCallback\n" + text)
+@pytest.mark.parametrize(
+    "way", ["train_dataset=data, callbacks=[callback])", "train_dataset=data)\ntrainer.add_callback(callback)"]
+)
+def test_a_trainers_own_callback_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture, way: str) -> None:
+    own = """
+from ckptplan.integrations.transformers import ActivationPlanCallback
+callback = ActivationPlanCallback(budget="100%", time_limit_s=0.1)
+"""
+    text = MODEL + own + SCRIPTS["transformers"].replace("train_dataset=data)", way)
     with caplog.at_level(logging.INFO, "ckptplan"):
-        launch(script, [str(tmp_path / "out")], budget="1 B")
-    assert any("keeps everything" in record.message for record in caplog.records)
+        launch(written(tmp_path, text), [str(tmp_path / "out")], budget="1 B")
+    assert sum("keeps everything" in record.message for record in caplog.records) == 1
 
 
 def test_errors_are_the_packages_or_the_scripts(tmp_path: Path) -> None:

@@ -123,8 +123,10 @@ class _Flow:
 
     Attributes
     ----------
-    per_byte, latency, per_small : float
-        Work of a byte, and of a transfer besides; work of a byte with its part of a latency.
+    per_byte, latency : float
+        Work of a byte, and of a transfer in addition to its bytes.
+    per_small : float
+        Work of a byte together with its part of a latency, in stages without large storages.
     most, small : list of float
         Per stage, the most work, and the bytes of its small storages.
     work : dict
