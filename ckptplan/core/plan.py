@@ -452,6 +452,32 @@ class Plan(Saved):
             commands=commands, on_progress=on_progress,
         )  # fmt: skip
 
+    def to_context_fn(self) -> dict[str, Callable[[], Any]]:
+        """Return the plan for `torch.utils.checkpoint`, to train without this package: modules, and what each saves.
+
+        For plans that only recompute, module by module (`actions=("keep", "recompute"), segments=False`). Modules that
+        aren't named are kept. Values aren't checked there, and a step that differs from the planned one isn't noticed.
+        Enter autocast anew for each step: with casts of an earlier one, PyTorch takes operations for others.
+
+            for name, context_fn in plan.to_context_fn().items():
+                module = model.get_submodule(name)
+                module.forward = functools.partial(
+                    checkpoint, module.forward, use_reentrant=False, context_fn=context_fn
+                )
+
+        Returns
+        -------
+        dict
+            Name of a module -> its `context_fn`.
+
+        Raises
+        ------
+        InvalidInputError
+            If the plan does what `torch.utils.checkpoint` can't, with the first such stage and the option that leaves
+            it out.
+        """
+        return late("runtime.recompute.contexts", "context_fns")(self)  # type: ignore[no-any-return]
+
     def within(self, budget_bytes: int, bound_s: float, space: str | None = None) -> Plan:
         """Return the plan for another budget, which it keeps, and within which no plan of `space` beats `bound_s`."""
         bound_s = min(bound_s, self.step_s)
