@@ -118,19 +118,21 @@ class _Watch:
                 stack.callback(sys.meta_path.remove, finder)
             yield
 
-    def _plan_trainers(self, undo: ExitStack, module: ModuleType) -> None:
-        from ckptplan.integrations.transformers import ActivationPlanCallback
+    # What follows runs while the framework is imported, so this package's integration is imported by `give`, later.
 
+    def _plan_trainers(self, undo: ExitStack, module: ModuleType) -> None:
         def give(trainer: Any) -> None:
+            from ckptplan.integrations.transformers import ActivationPlanCallback
+
             if not any(isinstance(c, ActivationPlanCallback) for c in trainer.callback_handler.callbacks):
                 trainer.add_callback(ActivationPlanCallback(**self.options))
 
         self._before(undo, module.Trainer, "train", give)
 
     def _plan_lightning(self, undo: ExitStack, module: ModuleType) -> None:
-        from ckptplan.integrations.lightning import ActivationPlanner, AskedFor
-
         def give(trainer: Any) -> None:
+            from ckptplan.integrations.lightning import ActivationPlanner, AskedFor
+
             if not any(isinstance(c, ActivationPlanner) for c in trainer.callbacks):  # the entry point isn't installed
                 trainer.callbacks.append(AskedFor(**self.options))
 

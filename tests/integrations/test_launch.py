@@ -210,6 +210,19 @@ def test_the_same_bits_with_something_planned(tmp_path: Path, caplog: pytest.Log
     assert not any("nothing was planned" in text for text in said)
 
 
+@pytest.mark.parametrize("kind", ["transformers", "lightning"])
+def test_a_framework_that_the_script_imports_first(tmp_path: Path, kind: str) -> None:
+    """In a process of its own: here others have imported it."""
+    command = ["-m", "ckptplan.run", "--budget", "30%", "--time-limit", "0.3"]
+    script = written(tmp_path, MODEL + SCRIPTS[kind])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    ran = subprocess.run(
+        [sys.executable, *command, script, str(tmp_path / "out")],
+        check=True, env=environment, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert "ckptplan: recomputes" in ran.stderr or "ckptplan: swaps" in ran.stderr
+
+
 UNPLANNED = {
     "compiled as a whole": """
 model = torch.compile(Net(), backend="eager")
