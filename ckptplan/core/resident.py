@@ -22,7 +22,7 @@ NOTE [Offloaded weights]
    the copies take longer, as of copies alone that wait for no release, is a part of the user's forward
    (`forward_wait_s`). Which weights these are is no decision of the search: a share of their bytes, spread evenly.
 7. In an option that moves, these move with the rest; each option that moves nothing has another beside it that moves
-   them alone. "recompute+swap" moves the inputs that can move, and these.
+   them alone. "recompute+swap" moves the inputs that can move, and these; "recompute+weights" leaves the inputs there.
 8. Frozen layers in front of all that has a graph, as of an encoder, are glue: a stage needs a backward. Their weights
    are needed until the first module with a graph begins, and by no backward. They have no user among the stages, and
    are like state that the host has already: saved by the stage of the update, behind which they are there again.
@@ -334,7 +334,9 @@ def _with_residents(options: Sequence[Option], residents: Sequence[tuple[int, Re
             out.append(also)
             continue
         out.append(whole)
-        name = {"keep": kinds, "recompute": "recompute+swap"}.get(option.name, f"{option.name}+{kinds}")
-        if name not in named and option.name != DISCARD:
+        name = kinds if option.name == "keep" else f"{option.name}+{kinds}"
+        if option.name == "recompute" and "recompute+swap" not in named:
+            name = "recompute+swap"  # the one that a segment may have
+        if option.name != DISCARD:
             moving.append(replace(also, name=name))
     return [*out, *moving]

@@ -108,6 +108,11 @@ class LocalSearch:
         Of the choice among changes, where there are too many to try all.
     on_better : callable, optional
         Gets each plan that is better than all before it, on the way to those that `improve` and `search` return.
+
+    Attributes
+    ----------
+    stop : callable
+        Asked now and then; the search ends as at its deadline if it says so.
     """
 
     def __init__(
@@ -124,7 +129,12 @@ class LocalSearch:
         self.budget_bytes = budget_bytes
         self.random = random.Random(seed)
         self._on_better = on_better
+        self.stop: Callable[[], bool] = lambda: False
         self._least = math.inf
+
+    def over(self, deadline: float) -> bool:
+        """Whether the search is to end."""
+        return time.monotonic() >= deadline or self.stop()
 
     def cost(self, codes: Sequence[int], segments: Segments) -> float:
         """The objective: the makespan in seconds, infinite where the plan doesn't fit."""
@@ -143,7 +153,7 @@ class LocalSearch:
     ) -> tuple[tuple[int, ...], Segments, float]:
         """The plan reached when no change helps any more, or at `deadline`, and its makespan in seconds."""
         best, best_s = list(codes), self.cost(codes, segments)
-        while time.monotonic() < deadline:
+        while not self.over(deadline):
             best, value = self._options(best, segments, best_s, deadline, self.parameters.tried)
             found = self._segments(best, segments, value, deadline)
             if found is None:
@@ -165,7 +175,7 @@ class LocalSearch:
         best_s = best[2]
         yield tuple(best[0]), best[1], best_s
         at, idle = best, 0
-        while idle < rounds and time.monotonic() < deadline:
+        while idle < rounds and not self.over(deadline):
             idle += 1
             found = self._kicked(at, deadline)
             if found is None:
@@ -185,7 +195,7 @@ class LocalSearch:
     def _settle(self, plan: _Plan, deadline: float) -> _Plan:
         """No window of stages and no other segments make this better."""
         codes, segments, value = plan
-        while time.monotonic() < deadline:
+        while not self.over(deadline):
             codes, value = self._options(codes, segments, value, deadline, 0)
             codes, value = self._windows(codes, segments, value, deadline)
             found = self._forests(codes, segments, value, deadline)
@@ -241,7 +251,7 @@ class LocalSearch:
         menu = self.space.menu_in(segments)
         free = [i for i, allowed in enumerate(menu) if len(allowed) > 1]
         at = 0
-        while at < len(free) and time.monotonic() < deadline:
+        while at < len(free) and not self.over(deadline):
             end, size = at, 1
             while end < len(free) and (end == at or size * len(menu[free[end]]) <= self.parameters.tried):
                 size *= len(menu[free[end]])
@@ -270,7 +280,7 @@ class LocalSearch:
                 row = int(costs.argmin())
                 if costs[row] < value * (1 - EQUAL_S):
                     codes, value = rows[row].tolist(), float(costs[row])
-            if time.monotonic() > deadline:
+            if self.over(deadline):
                 break
         return codes, value
 
@@ -286,7 +296,7 @@ class LocalSearch:
         near_s = value * (1 + self.parameters.near)
         promising: list[tuple[float, int, list[int], Segments]] = []
         for number, moved in enumerate(self._moved(codes, segments)):
-            if time.monotonic() > deadline:
+            if self.over(deadline):
                 return None
             fixed, forest = suited(self.space, codes, moved)
             menu = self.space.menu_in(forest)
@@ -314,7 +324,7 @@ class LocalSearch:
         menu = self.space.menu_in(segments)
         singles = [((i, code),) for i, allowed in enumerate(menu) for code in allowed if len(allowed) > 1]
         improved = True
-        while improved and time.monotonic() < deadline:
+        while improved and not self.over(deadline):
             improved = False
             for changes in (singles, self._pairs(codes, menu, pairs) if pairs else []):
                 found = self._best_of(codes, segments, value, changes, deadline)
@@ -339,7 +349,7 @@ class LocalSearch:
                 costs = self.costs(rows[worth], segments)
                 better = np.flatnonzero(costs < value * (1 - EQUAL_S))
                 helping += [(float(costs[i]), part[int(worth[i])]) for i in better]
-            if time.monotonic() > deadline:
+            if self.over(deadline):
                 break
         if not helping:
             return None
@@ -387,7 +397,7 @@ class LocalSearch:
         if not self.space.segments:
             return None
         for moved in self._moved(codes, segments):
-            if time.monotonic() > deadline:
+            if self.over(deadline):
                 return None
             fixed, forest = suited(self.space, codes, moved)
             seconds = self.cost(fixed, forest)
@@ -465,3 +475,51 @@ class PeakSearch(LocalSearch):
     def least(self, rows: Codes, segments: Segments) -> NDArray[np.float64]:
         """Nothing bounds a peak at less cost than the peak itself."""
         return np.zeros(len(rows))
+
+
+class FluidSearch(LocalSearch):
+    """The same steps with links as fluids (`Evaluator.least_s`), for plans that move a part of what their options may.
+
+    The lazy schedule moves all of what a stage may move: where that is a large boundary beside small weights, a plan
+    that moves the weights alone looks as slow as one that moves both.
+    """
+
+    def cost(self, codes: Sequence[int], segments: Segments) -> float:
+        """Seconds that no transfers of this plan go below."""
+        return float(self.costs(np.array([codes], np.int8), segments)[0])
+
+    def costs(self, rows: Codes, segments: Segments) -> NDArray[np.float64]:
+        """`cost` of many."""
+        return self.evaluator.least_s(rows, self.budget_bytes, segments)
+
+
+class PartSearch(LocalSearch):
+    """The same steps, one by one, for plans that move as little as they can (`MovesSearch.fewest`)."""
+
+    deadline = math.inf
+
+    def improve(
+        self, codes: Sequence[int], segments: Segments, deadline: float
+    ) -> tuple[tuple[int, ...], Segments, float]:
+        """As of a `LocalSearch`."""
+        self.deadline = deadline
+        return super().improve(codes, segments, deadline)
+
+    def cost(self, codes: Sequence[int], segments: Segments) -> float:
+        """Seconds with as few bytes moved as fit, infinite where the plan doesn't."""
+        if self.least(np.array([codes], np.int8), segments)[0] == math.inf:
+            return math.inf
+        found = self.evaluator.search(codes, self.budget_bytes, segments).fewest()
+        return math.inf if found is None else found.seconds
+
+    def costs(self, rows: Codes, segments: Segments) -> NDArray[np.float64]:
+        """`cost` of many."""
+        return np.array([math.inf if self.over(self.deadline) else self.cost(row.tolist(), segments) for row in rows])
+
+    def least(self, rows: Codes, segments: Segments) -> NDArray[np.float64]:
+        """No transfers of a plan are faster."""
+        return self.evaluator.least_s(rows, self.budget_bytes, segments)
+
+    def _pairs(self, codes: Sequence[int], menu: Sequence[Sequence[int]], most: int) -> list[Change]:
+        """None: there are too many."""
+        return []

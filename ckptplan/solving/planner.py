@@ -8,6 +8,7 @@ answers first. The solvers of the mixed-integer program run beside the others, e
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -32,7 +33,7 @@ from ckptplan.solving.enumerate import PlanSpace, fastest_of_all
 from ckptplan.solving.incumbent import Incumbent, OnProgress, Start, key, plan_space
 from ckptplan.solving.label_dp import LabelDp, Steering
 from ckptplan.solving.launching import mixed
-from ckptplan.solving.local_search import LocalSearch, even_segments, patterns
+from ckptplan.solving.local_search import FluidSearch, LocalSearch, PartSearch, even_segments, patterns
 from ckptplan.solving.parameters import CLOSE, DEFAULT, ROUNDING, Parameters
 from ckptplan.solving.peak import MinPeak, least_peak, plan_space_of, smallest_peak, step_bound
 from ckptplan.solving.room import Room
@@ -159,6 +160,7 @@ class _PlanSearch:
         self.segments_of_bound: Segments | None = None
         self.tried_patterns = False
         self.beside: list[process.Running] = []
+        self.parted: Schedule | None = None
         self.exhausted = False
 
     def run(self) -> Schedule:
@@ -238,7 +240,7 @@ class _PlanSearch:
             taken_s = time.monotonic() - begin
             yield _SearchPart("local search", self.polish, p.small_share)
             yield _SearchPart("transfers", self.transfers, p.small_share)
-        if not self.exhausted and n <= p.cp_sat_stages:
+        if not self.exhausted and n <= p.cp_sat_stages and len(self.beside) + 1 < (os.cpu_count() or 1):
             self.begin_mixed("cp_sat")
         yield _SearchPart("local search", self.search, 1 - p.last_share if self.beside else 1.0)
         yield _SearchPart("mixed-integer program", self.await_mixed)
@@ -400,6 +402,11 @@ class _PlanSearch:
             incumbent.evaluator, self.space, self.budget_bytes, self.limits.seed + seed, incumbent.glance
         )
 
+    def closes(self) -> bool:
+        """Whether the gap is closed, by what solvers beside have found as well."""
+        self.take_mixed()
+        return self.incumbent.closed
+
     def polish(self, until: float) -> None:
         """Small changes of the best lazy plan, and of the label DP's with other segments, which may lead further."""
         lazy, search = self.incumbent.lazy, self.local_search(0)
@@ -420,17 +427,37 @@ class _PlanSearch:
         """Local search from the best lazy plan until many rounds gave nothing."""
         if (lazy := self.incumbent.lazy) is None:
             return
-        for codes, segments, _ in self.local_search(1).search(lazy.codes, lazy.segments, until):
+        search = self.local_search(1)
+        search.stop = self.closes
+        for codes, segments, _ in search.search(lazy.codes, lazy.segments, until):
             self.incumbent.offer(codes, segments)
-            self.take_mixed()
-            if self.incumbent.closed:
-                break
 
     def transfers(self, until: float) -> None:
         """Other transfers for the lazy schedule (see `points.py`)."""
         lazy, before, self.refined = self.incumbent.lazy, self.refined, self.incumbent.lazy
         if lazy is not before and lazy is not None:
             self.retimed(lazy, until)
+        self.parts(until)
+
+    def parts(self, until: float) -> None:
+        """Plans that are fast if they move a part of what their options may, from the best one on."""
+        best = self.incumbent.best
+        if best is None or best is self.parted or self.incumbent.closed or not self.space.moves:
+            return
+        self.parted = best
+        searched = self.incumbent.evaluator, self.space, self.budget_bytes, self.limits.seed
+        fluid, parts = FluidSearch(*searched), PartSearch(*searched)
+        found = fluid.improve(best.codes, best.segments, _after(self.parameters.large_share, until))
+        self.in_parts(*min([found[:2], (best.codes, best.segments)], key=lambda plan: parts.cost(*plan)), until)
+
+    def in_parts(self, codes: Sequence[int], segments: Segments, until: float) -> None:
+        """Small changes of this plan as long as they make it faster with no more bytes moved than must be."""
+        search = PartSearch(self.incumbent.evaluator, self.space, self.budget_bytes, self.limits.seed)
+        codes, segments, _ = search.improve(codes, segments, _after(self.parameters.large_share, until))
+        schedule = self.incumbent.evaluator.schedule(codes, self.budget_bytes, segments)
+        if schedule is not None:
+            self.incumbent.take(schedule)
+            self.retimed(schedule, until)
 
     def retimed(self, lazy: Schedule, until: float) -> None:
         """Take a lazy schedule with better transfers."""
@@ -507,6 +534,8 @@ class _PlanSearch:
                 schedule = evaluator.schedule(codes, self.budget_bytes, segments)
                 if schedule is not None and not incumbent.closed:
                     self.retimed(schedule, _after(small_share, self.deadline))
+                if not incumbent.closed:
+                    self.in_parts(codes, segments, _after(small_share, self.deadline))
         if not whole:
             self.begin_mixed("scip")
         incumbent.report()

@@ -22,6 +22,8 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from ckptplan.core import rules
 from ckptplan.core.link import Link
 from ckptplan.core.option import Option
@@ -288,7 +290,28 @@ class MovesSearch:
         longer.
         """
         best, order = self._faster(start, deadline)
+        fewest = self.fewest()
+        if fewest is not None:
+            other, other_order = self._faster(fewest, deadline)
+            if other.seconds < best.seconds * (1 - EQUAL_S):
+                best, order = other, other_order
         return self.joined(best, order, best.seconds, deadline)
+
+    def fewest(self) -> Moves | None:
+        """Move all that may, but what can stay, the largest storages first; None if that doesn't fit."""
+        r, n = self.residency, self.n
+        forward, backward = np.array(r.forward_bytes[:n]), np.array(r.backward_bytes[:n])
+        free = self.budget_bytes - forward, self.budget_bytes - backward
+        moving: list[dict[int, None]] = [dict.fromkeys(sizes) for sizes in self.sizes_of]
+        every = [(nbytes, i, p) for i, sizes in enumerate(self.sizes_of) for p, nbytes in sizes.items()]
+        for nbytes, i, p in sorted(every, reverse=True):
+            there = free[0][self.until_of[i][p] + 1 :], free[1][r.needed[i] + 1 :]
+            if all(part.min(initial=nbytes) >= nbytes for part in there):
+                for part in there:
+                    part -= nbytes
+                del moving[i][p]
+        items = [self.item(i, list(positions)) for i, positions in enumerate(moving) if positions]
+        return self.followed(sorted(items, key=lambda item: (r.needed[item.stage], item.stage)))
 
     def joined(self, start: Moves, order: Sequence[Item], most_s: float, deadline: float) -> Moves:
         """Join transfers of the same stage while the step takes no longer than `most_s`.
@@ -347,10 +370,12 @@ class MovesSearch:
             return [*others[:at], *items, *others[at:]]
 
         tried([part for item in order for part in self._divided(item)])
+        # What is left away for the largest storage to stay is worth most.
+        largest_first = sorted(range(self.n), key=lambda stage: -max(self.sizes_of[stage].values(), default=0))
         better = True
         while better:
             better = False
-            for stage in range(self.n):
+            for stage in largest_first:
                 for change in self._changes(stage, [item for item in order if item.stage == stage]):
                     if best.seconds <= least_s or time.monotonic() > deadline:
                         return best, order

@@ -93,7 +93,7 @@ def cases(*options: str) -> Any:
     return pytest.mark.parametrize(("name", "option", "between"), found)
 
 
-@cases("keep", "weights", "swap", "recompute+swap")
+@cases("keep", "weights", "swap", "recompute+weights", "recompute+swap")
 @pytest.mark.usefixtures("loud")
 def test_steps_are_as_without_a_plan(name: str, option: str, between: int) -> None:
     if option == "keep" and not between:
@@ -119,7 +119,7 @@ def away(model: nn.Module) -> list[str]:
     return [name for name, p in model.named_parameters() if type(p) is not nn.Parameter]
 
 
-@cases("keep", "weights", "recompute+swap")
+@cases("keep", "weights", "recompute+weights", "recompute+swap")
 def test_the_peak_is_that_of_the_plan(name: str, option: str, between: int) -> None:
     plan = moved(name, option, between)
     found = assert_kept(built(name)[0], plan, built(name)[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,9 @@ from ckptplan.core.profile import Profile
 from ckptplan.core.stage import Stage
 from ckptplan.core.storage import Storage
 from ckptplan.referee import simulate, validate
+from ckptplan.solving.cost import Evaluator
+from ckptplan.solving.local_search import LocalSearch, PartSearch
+from ckptplan.solving.peak import plan_space_of
 
 pytestmark = pytest.mark.planning
 
@@ -68,6 +72,34 @@ def test_a_part_that_the_host_has_room_for_is_found_without_time() -> None:
         plan = solve_profile(profile, 32, Limits(host_bytes=13, time_limit_s=time_limit_s))
         assert validate(profile, plan, 32, host_bytes=13) == ()
         assert (plan.step_s, plan.host_bytes) == (24.0, 10)
+
+
+def test_what_is_large_stays_where_the_rest_makes_room() -> None:
+    """Of 1,000 and 2 x 10 bytes, 15 must go: the two small ones, though one by one neither is enough."""
+    profile = of_parts([10, 1_000, 10], 15, Link(10.0, 10.0))
+    moves = Evaluator(profile).search((1, 0), 1_020).fewest()
+    assert moves is not None
+    assert [sending.moves for sending in moves.sendings[0]] == [(0, 2)]
+
+
+def test_a_plan_is_changed_for_what_its_parts_take() -> None:
+    """To move the small storage is best; the lazy schedule moves the large one too, which takes longer than a rerun."""
+    storages = Storage("large", 1_000, 0, 0), Storage("small", 20, 0, 0)
+    options = (
+        Option("keep", (0, 1), (), 0, 0),
+        Option("selective-1", (0,), (), 0, 0, recompute_s=20.0, recomputes=True, ops=(0,)),
+        Option("swap", (0, 1), (), 0, 0, moves=(0, 1)),
+    )
+    after = Stage(name="s1", kind="1", options=(Option("keep", (), (), 20, 20),), forward_s=1.0, backward_s=1.0)
+    first = Stage(name="s0", kind="0", options=options, forward_s=1.0, backward_s=1.0)
+    profile = Profile(
+        stages=(first, after), storages=storages, base_forward_bytes=(0, 0), base_backward_bytes=(0, 0),
+        update_peak_bytes=0, link=Link(10.0, 10.0),
+    )  # fmt: skip
+    evaluator, space = Evaluator(profile), plan_space_of(profile, ("keep", "swap", "recompute"), segments=True)
+    assert LocalSearch(evaluator, space, 1_020).improve((1, 0), (), math.inf)[0] == (1, 0)
+    codes, _, step_s = PartSearch(evaluator, space, 1_020).improve((1, 0), (), math.inf)
+    assert (codes, step_s) == ((2, 0), 8.0)
 
 
 def test_a_part_that_must_go_first_goes_by_itself() -> None:
