@@ -6,6 +6,10 @@
     python experiments/compare_real.py --out /tmp/tight --rules pooch --share 0
     python experiments/compare_real.py --out /tmp/quick --quick
 
+The rivals "selective" and "remat" are torchtitan's and torch_remat's own code, where these are installed (`pip install
+torch_remat`, and without CUDA `pip install --no-deps torchtitan==0.3.0 spmd_types==0.2.3 tyro typeguard
+docstring_parser torchdata`).
+
 Every rival trains its own copy of the same model on the same inputs. Its peak is measured (allocator events), and
 `ckptplan.solve` plans for that peak (see `ours`). Then all of them take steps in turn, every rival right beside ours,
 so that each ratio is between neighbours in time. A cell is one rival on one model: won where the bootstrap interval of
@@ -62,6 +66,10 @@ WHAT = {
     "plain": "everything kept",
     "hf": "Hugging Face's gradient_checkpointing_enable with use_reentrant=False: every block recomputed, or every "
     "second one (hf/every2)",
+    "hf/offload": "the same with offload=True: what is saved for the recompute in pinned host memory, copied on the "
+    "compute stream",
+    "selective": "torchtitan's SelectiveAC around each block: attention (on the CPU, too) and every second product",
+    "remat": "torch_remat.checkpoint around each block; remat/attention with the attention a region that is saved",
     "sequential": "torch.utils.checkpoint.checkpoint_sequential over the blocks in so many segments, the last kept. "
     "The model's list of blocks is replaced by one module that runs the same blocks; all else is the model's forward",
     "save_on_cpu": "torch.autograd.graph.save_on_cpu(pin_memory=True). On the CPU it copies every saved tensor within "
@@ -75,7 +83,9 @@ WHAT = {
 }
 """Kind of rival -> what runs."""
 
-RECOMPUTE_ALONE = ("plain", "hf", "hf/every2", "sequential/2", "sequential/4", "chen_greedy")
+RECOMPUTE_ALONE = (
+    "plain", "hf", "hf/every2", "selective", "remat", "remat/attention", "sequential/2", "sequential/4", "chen_greedy",
+)  # fmt: skip
 """The rivals that don't copy anything."""
 
 GREEDY = ["chen_greedy", "superneurons", "capuchin"]
@@ -85,7 +95,7 @@ INTERVAL = (2.5, 97.5)
 
 BLOCKS: Mapping[str, str] = {
     "gpt2": "transformer.h", "t5": "encoder.block", "bert": "bert.encoder.layer", "vit": "vit.layers",
-    "resnet50": "resnet.encoder.stages", "llama": "model.layers",
+    "resnet50": "resnet.encoder.stages", "llama": "model.layers", "mixtral": "model.layers",
 }  # fmt: skip
 """Model -> its list of blocks, where it has one; for ResNet the list of stages, each with a list of blocks."""
 
@@ -205,8 +215,9 @@ def entrants(name: str, profile: ckptplan.Profile, given: argparse.Namespace) ->
     segments = given.segments if name in BLOCKS else ()
     known = rivals(ratios=given.compiled, path=BLOCKS.get(name), segments=segments, every=(1, 2))
     found = {"plain": known["keep"].enter}
-    found |= {key: known[key].enter for key in ("hf", "hf/every2", *(f"sequential/{n}" for n in segments))}
-    found |= {"save_on_cpu": known["save_on_cpu"].enter}
+    by_block = ("selective", "remat", "remat/attention") if name in BLOCKS else ()
+    names = ("hf", "hf/every2", "hf/offload", *by_block, *(f"sequential/{n}" for n in segments), "save_on_cpu")
+    found |= {key: known[key].enter for key in names}
     rules = {name: functools.partial(baseline, name=name, profile=profile, share=given.share) for name in given.rules}
     found |= {"swap_all": functools.partial(baseline, name="swap_all", profile=profile, share=0.0), **rules}
     return found | {key: rival.enter for key, rival in known.items() if rival.compiles}
@@ -431,7 +442,7 @@ def complaints(name: str, pairs: Sequence[Pair]) -> list[str]:
             found.append(f"{name}: ours at {rival.name} peaks at {own.peak_bytes} of {rival.peak_bytes} bytes")
         if own and (own.gradients, own.buffers) != ("equal", "equal"):
             found.append(f"{name}: ours at {rival.name} leaves other gradients or buffers than the plain model")
-        recomputes = rival.name.startswith(("hf", "sequential")) and rival.name != "sequential/1"
+        recomputes = rival.name.startswith(("hf", "sequential", "selective", "remat")) and rival.name != "sequential/1"
         if recomputes and rival.extra_flops is not None and rival.extra_flops <= 0:
             found.append(f"{name}: {rival.name} recomputed nothing")
     return found
@@ -439,7 +450,9 @@ def complaints(name: str, pairs: Sequence[Pair]) -> list[str]:
 
 def main() -> None:
     parser = documents.parser(__doc__)
-    parser.add_argument("--models", type=documents.among(MODELS), default=["gpt2", "t5", "resnet50", "vit", "unet"])
+    parser.add_argument(
+        "--models", type=documents.among(MODELS), default=["gpt2", "llama", "vit", "unet", "t5", "mixtral"]
+    )
     parser.add_argument("--rounds", type=int, default=20, help="timed steps of each")
     parser.add_argument("--compiled", type=documents.reals, default=[], help="activation_memory_budgets; 1 is none")
     parser.add_argument("--segments", type=documents.numbers, default=[2, 4], help="of checkpoint_sequential")

@@ -62,10 +62,13 @@ def keep(model: nn.Module, forward: Forward) -> Iterator[Forward]:
 
 
 @contextlib.contextmanager
-def hugging_face(model: nn.Module, forward: Forward, *, every: int = 1) -> Iterator[Forward]:
+def hugging_face(
+    model: nn.Module, forward: Forward, *, every: int = 1, is_offloaded: bool = False
+) -> Iterator[Forward]:
     if not getattr(model, "supports_gradient_checkpointing", False):
         raise NotHere(f"{type(model).__name__} does not support gradient checkpointing")
-    extra = {} if every == 1 else {"every_n_layers": every}
+    extra: dict[str, Any] = {"every_n_layers": every} if every > 1 else {}
+    extra |= {"offload": True} if is_offloaded else {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # renamed in new releases; the old name works in all
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False}, **extra)
@@ -111,12 +114,83 @@ def replace(model: nn.Module, path: str, module: nn.Module) -> None:
     setattr(model.get_submodule(parent), name, module)
 
 
+def blocks_in(found: nn.Module) -> list[nn.Module]:
+    """The blocks of a list of them, or of a list of stages, each with a list of blocks."""
+    blocks: list[Any] = list(found.children())
+    if all(hasattr(block, "layers") for block in blocks):
+        blocks = [layer for stage in blocks for layer in stage.layers]
+    return blocks
+
+
+def named_blocks(model: nn.Module, path: str) -> dict[str, nn.Module]:
+    """All blocks of a model: those in the list at `path`, and others of the same class, as of a decoder."""
+    kind = type(blocks_in(model.get_submodule(path))[0])
+    return {name: module for name, module in model.named_modules() if type(module) is kind}
+
+
+@contextlib.contextmanager
+def selective(model: nn.Module, forward: Forward, *, path: str) -> Iterator[Forward]:
+    module = _installed("torchtitan.distributed.activation_checkpoint")
+
+    class SavesAttention(module.SelectiveAC):  # type: ignore[misc, name-defined]
+        def get_save_ops(self) -> set[Any]:
+            return {*super().get_save_ops(), torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default}
+
+    policy = SavesAttention(module.SelectiveAC.Config())
+    blocks = named_blocks(model, path)
+    for name, block in blocks.items():
+        replace(model, name, policy._wrap_block(block, base_fqn=name))
+    try:
+        yield forward
+    finally:
+        for name, block in blocks.items():
+            replace(model, name, block)
+
+
+@contextlib.contextmanager
+def rematerialized(
+    model: nn.Module, forward: Forward, *, path: str, saves_attention: bool = False
+) -> Iterator[Forward]:
+    remat = _installed("torch_remat")
+
+    def attention(run: Callable[..., Any]) -> Callable[..., Any]:
+        saved = remat.region(run, "attention", recompute=False)
+
+        @functools.wraps(run)
+        def attend(*args: Any, **kwargs: Any) -> Any:
+            found = saved(*args, **kwargs)
+            for tensor in found if isinstance(found, tuple) else (found,):
+                if isinstance(tensor, Tensor):
+                    remat.recompute_needs_tensor(tensor)
+            return found
+
+        return attend
+
+    with contextlib.ExitStack() as undo:
+        for name, block in named_blocks(model, path).items():
+            inside = [m for m in block.modules() if type(m).__name__.endswith("Attention")] if saves_attention else []
+            if saves_attention and not inside:
+                raise NotHere(f"{type(block).__name__} has no attention")
+            for module in inside[:1]:
+                module.forward = attention(module.forward)
+                undo.callback(vars(module).pop, "forward")
+            block.forward = remat.checkpoint(region_name=name)(block.forward)
+            undo.callback(vars(block).pop, "forward")
+        yield forward
+
+
+def _installed(name: str) -> Any:
+    """A module of a package that isn't installed with the tests."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise NotHere(f"{name} can't be imported: {error}") from error
+
+
 @contextlib.contextmanager
 def sequential(model: nn.Module, forward: Forward, *, path: str, segments: int) -> Iterator[Forward]:
     before = model.get_submodule(path)
-    blocks = list(before)
-    if all(hasattr(block, "layers") for block in blocks):
-        blocks = [layer for stage in blocks for layer in stage.layers]
+    blocks = blocks_in(before)
     if segments > len(blocks):
         raise ValueError(f"{len(blocks)} blocks can't make {segments} segments")
     replace(model, path, nn.ModuleList([Segmented(blocks, segments)]))
@@ -137,10 +211,7 @@ def saved_on_cpu(model: nn.Module, forward: Forward) -> Iterator[Forward]:
 
 @contextlib.contextmanager
 def trl_offload(model: nn.Module, forward: Forward) -> Iterator[Forward]:
-    try:
-        module = importlib.import_module("trl.models.activation_offloading")
-    except ImportError as error:
-        raise NotHere(f"TRL's offloader can't be imported: {error}") from error
+    module = _installed("trl.models.activation_offloading")
 
     def run() -> Any:
         with offload:
@@ -395,7 +466,7 @@ def rivals(
     ratios : sequence of float
         Values of `activation_memory_budget`; 1 is plain compiled training.
     path : str, optional
-        The model's list of blocks, for `sequential`.
+        The model's list of blocks, for the rivals that change blocks.
     segments : sequence of int
         Of `sequential`.
     every : sequence of int
@@ -406,6 +477,15 @@ def rivals(
         name = "hf" if n == 1 else f"hf/every{n}"
         what = "Hugging Face's gradient_checkpointing_enable with use_reentrant=False: every block recomputed"
         found.append(Rival(name, what if n == 1 else f"{what} of {n}", functools.partial(hugging_face, every=n)))
+    what = "the same, with what is saved for the recompute in pinned host memory"
+    found.append(Rival("hf/offload", what, functools.partial(hugging_face, is_offloaded=True)))
+    if path is not None:
+        what = "torchtitan's selective checkpointing by block: attention and every second product saved"
+        found.append(Rival("selective", what, functools.partial(selective, path=path)))
+        what = "torch_remat.checkpoint by block"
+        found.append(Rival("remat", what, functools.partial(rematerialized, path=path)))
+        what = "the same, with attention a region that is saved"
+        found.append(Rival("remat/attention", what, functools.partial(rematerialized, path=path, saves_attention=True)))
     for n in segments:
         assert path is not None
         what = "checkpoint_sequential over the blocks in so many segments, the last kept"

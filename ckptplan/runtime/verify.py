@@ -242,6 +242,8 @@ def verify(
         raise InvalidInputError(f"repeats={repeats!r}; at least 1 step has to be timed")
     if inputs is None and step is None:
         raise InvalidInputError("verify needs the inputs the plan was made for: pass inputs= (or step=)")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise InvalidInputError(f"optimizer={optimizer!r}: verify runs its update; pass the optimizer itself")
     if accumulate is None:
         accumulate = plan.fingerprint.accumulates
     options = Training(inputs, loss_fn, step=step, amp=amp, accumulate=accumulate, ddp=ddp_under(model, plan))

@@ -1,8 +1,9 @@
 """Hosts that switch the planning on by a file or a flag: the same bits, within the budget, with something planned.
 
-axolotl and ms-swift aren't installed with the tests. Here are the parts of them that call a plugin or a callback, with
-the names and arguments that their sources had in autumn 2026: axolotl/integrations/base.py, swift/callbacks/base.py and
-swift/callbacks/mapping.py. Where a host is installed, its own are compared with them.
+axolotl, ms-swift and torchtitan aren't installed with the tests. Here are the parts of them that call what is written
+for them, with the names and arguments that their sources had in autumn 2026: axolotl/integrations/base.py,
+swift/callbacks/base.py, swift/callbacks/mapping.py and torchtitan/distributed/activation_checkpoint.py (0.3). Where a
+host is installed, its own are compared with them.
 """
 
 from __future__ import annotations
@@ -12,26 +13,35 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
 import pytest
+import torch
 import yaml
 from pydantic import ValidationError
 from test_lightning import assert_same as assert_same_modules
 from test_lightning import fit
 from test_transformers import assert_as_before, assert_same, trained
+from torch import nn
 from transformers import TrainerCallback
 
+import ckptplan
 from ckptplan.core.errors import InvalidInputError
+from ckptplan.core.plan import Plan
 from ckptplan.integrations.lightning import ActivationPlanner
 from ckptplan.integrations.transformers import ActivationPlanCallback
+from ckptplan.runtime.handle import handle_of
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"
 )  # Lightning's own
+
+
+PLUGINS = "axolotl", "swift", "torchtitan"
 
 
 class BasePlugin:
@@ -54,6 +64,31 @@ class SwiftCallback(TrainerCallback):
         self.trainer = trainer
 
 
+class ActivationCheckpointing:
+    """torchtitan's."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        """Its options, which make it."""
+
+        owner: ClassVar[Any] = None
+        preserve_rng_state: bool = True
+        determinism_check: str = "default"
+        debug: bool = False
+
+        def build(self, **given: Any) -> Any:
+            return self.owner(config=self, **given)
+
+    def __init_subclass__(cls) -> None:
+        cls.Config.owner = cls
+
+    def __init__(self, config: Any, dump_folder: str = "") -> None:
+        self.config = config
+        self.dump_folder = dump_folder
+
+    def apply(self, model: nn.Module) -> None: ...
+
+
 class Missing(dict[str, Any]):
     """axolotl's `DictDefault`: what isn't there is None."""
 
@@ -68,15 +103,19 @@ def hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     modules = {
         "axolotl": {}, "axolotl.integrations": {}, "axolotl.integrations.base": {"BasePlugin": BasePlugin},
         "swift": {}, "swift.callbacks": {"TrainerCallback": SwiftCallback, "callbacks_map": table},
+        "torchtitan": {}, "torchtitan.distributed": {},
+        "torchtitan.distributed.activation_checkpoint": {"ActivationCheckpointing": ActivationCheckpointing},
     }  # fmt: skip
+    if importlib.util.find_spec("torchtitan"):
+        modules = {name: contents for name, contents in modules.items() if not name.startswith("torchtitan")}
     for name, contents in modules.items():
         module = ModuleType(name)
         vars(module).update(contents)
         monkeypatch.setitem(sys.modules, name, module)
-    for name in ("axolotl", "swift"):
+    for name in PLUGINS:
         monkeypatch.delitem(sys.modules, f"ckptplan.integrations.{name}", raising=False)
     yield table
-    for name in ("axolotl", "swift"):
+    for name in PLUGINS:
         sys.modules.pop(f"ckptplan.integrations.{name}", None)
 
 
@@ -212,10 +251,96 @@ def test_a_planner_of_ones_own_goes_before_the_environments(tmp_path: Path, monk
     assert [planner.handle for planner in planners(trainer) if planner is not own] == [None]
 
 
+class Decoder(nn.Module):
+    """Shaped as torchtitan's models are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok_embeddings, self.output = nn.Embedding(64, 32), nn.Linear(32, 64)
+        self.layers = nn.ModuleDict(
+            {
+                str(i): nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Dropout(0.1), nn.Linear(128, 32))
+                for i in range(4)
+            }
+        )
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tok_embeddings(tokens)
+        for layer in self.layers.values():
+            x = x + layer(x)
+        found: torch.Tensor = self.output(x)
+        return found
+
+
+def by_torchtitan(config: Any = None) -> tuple[nn.Module, list[torch.Tensor]]:
+    """A model made as torchtitan's trainer makes it, and the losses and parameters of three steps."""
+    with torch.device("meta"):
+        model = Decoder()
+    if config is not None:
+        config.build(dump_folder="").apply(model)
+    model.to_empty(device="cpu")
+    torch.manual_seed(0)
+    for module in model.modules():
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            module.reset_parameters()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    found = []
+    for _ in range(3):
+        tokens = torch.randint(64, (8, 32))
+        loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.detach())
+    return model, [*found, *(p.detach() for p in model.parameters())]
+
+
+@pytest.mark.usefixtures("hosts")
+def test_torchtitan_takes_a_plan_file(tmp_path: Path) -> None:
+    policy = importlib.import_module("ckptplan.integrations.torchtitan").CkptPlanAC
+    _, plain = by_torchtitan()
+    file = tmp_path / "plan.json"
+    options = {"optimizer": "adamw", "time_limit_s": 0.2, "actions": ("keep", "recompute")}
+    model, first = by_torchtitan(policy.Config(budget="50%", plan_file=str(file), options=options))
+    assert all(map(torch.equal, first, plain))
+    plan = Plan.load(file)
+    made = handle_of(model)
+    assert made is not None
+    assert made.plan == plan
+    model, second = by_torchtitan(policy.Config(plan_file=str(file)))
+    assert all(map(torch.equal, second, plain))
+    taken = handle_of(model)
+    assert taken is not None
+    assert taken.plan == plan
+    assert taken.stats().recomputed_stages > 0
+    assert taken.stats().differences == made.stats().differences == {}
+    fresh = Decoder()
+    optimizer = torch.optim.AdamW(fresh.parameters())
+    found = ckptplan.verify(fresh, plan, inputs={"tokens": torch.randint(64, (8, 32))}, optimizer=optimizer)
+    assert 0.95 * plan.peak_bytes < found.measured_peak_bytes <= plan.budget_bytes
+    with pytest.raises(InvalidInputError, match=r"the plan in .* needs .*, and budget='1B'; delete the file"):
+        by_torchtitan(policy.Config(budget="1B", plan_file=str(file)))
+
+
+@pytest.mark.usefixtures("hosts")
+def test_torchtitan_refuses_what_it_cannot_go_by(tmp_path: Path) -> None:
+    policy = importlib.import_module("ckptplan.integrations.torchtitan").CkptPlanAC
+    for given, says in (
+        ({"debug": True}, "debug=True is for torchtitan's own"),
+        ({"budget": "20 parsecs"}, "can't be read"),
+        ({"options": {"budgets": 1}}, "did you mean 'budget'"),
+        ({"plan_file": str(tmp_path)}, "can't be read"),
+    ):
+        with pytest.raises(InvalidInputError, match=says):
+            by_torchtitan(policy.Config(**given))
+
+
 INTERFACES: dict[str, Callable[..., Any]] = {
     "axolotl.integrations.base:BasePlugin.get_input_args": BasePlugin.get_input_args,
     "axolotl.integrations.base:BasePlugin.add_callbacks_post_trainer": BasePlugin.add_callbacks_post_trainer,
     "swift.callbacks:TrainerCallback.__init__": SwiftCallback.__init__,
+    "torchtitan.distributed.activation_checkpoint:ActivationCheckpointing.__init__": ActivationCheckpointing.__init__,
+    "torchtitan.distributed.activation_checkpoint:ActivationCheckpointing.apply": ActivationCheckpointing.apply,
 }
 
 

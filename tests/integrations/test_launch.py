@@ -168,6 +168,125 @@ trainer = L.Trainer(accelerator="cpu", max_steps=3, logger=False, enable_checkpo
 trainer.fit(module, torch.utils.data.DataLoader(data, 8))
 done(module.net, module.losses[-3:])
 """,
+    "an example script of transformers": """
+from dataclasses import dataclass, field
+from transformers import GPT2Config, GPT2LMHeadModel, HfArgumentParser, Trainer, TrainingArguments, set_seed
+@dataclass
+class ModelArguments:
+    layers: int = field(default=3, metadata={"help": "of the model"})
+out, sys.argv = sys.argv[1], ["run_clm.py", "--output_dir", sys.argv[1] + ".d", "--max_steps", "3", "--use_cpu",
+    "--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "2", "--logging_steps", "1", "--report_to",
+    "none", "--do_eval", "--eval_strategy", "steps", "--eval_steps", "2", "--warmup_steps", "1", "--bf16",
+    "--lr_scheduler_type", "cosine", "--disable_tqdm", "true", "--save_strategy", "no"]
+made, args = HfArgumentParser((ModelArguments, TrainingArguments)).parse_args_into_dataclasses()
+set_seed(args.seed)
+model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=32, n_embd=32, n_layer=made.layers, n_head=2))
+data = [{"input_ids": row, "labels": row} for row in torch.randint(64, (48, 32))]
+trainer = Trainer(model, args, train_dataset=data[8:], eval_dataset=data[:8],
+                  compute_metrics=lambda found: {"accuracy": (found[0].argmax(-1) == found[1]).mean().item()})
+trainer.train()
+sys.argv = [sys.argv[0], out]
+done(model, [torch.tensor([v for entry in trainer.state.log_history for k, v in entry.items()
+                           if k in ("loss", "eval_loss", "eval_accuracy", "grad_norm")])])
+""",
+    "adapters by TRL": """
+from datasets import Dataset
+from peft import LoraConfig
+from tokenizers import Tokenizer, models
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from trl import SFTConfig, SFTTrainer
+words = {name: i for i, name in enumerate(["<pad>", "<eos>", *(f"t{i}" for i in range(62))])}
+tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="<eos>")),
+                                    pad_token="<pad>", eos_token="<eos>")
+model = LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=3,
+                                     num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=32))
+args = SFTConfig(sys.argv[1] + ".d", max_steps=3, per_device_train_batch_size=4, use_cpu=True, bf16=False,
+                 disable_tqdm=True, logging_steps=1, report_to=[], save_strategy="no")
+rows = [{"input_ids": torch.randint(2, 64, (24,)).tolist()} for _ in range(32)]
+trainer = SFTTrainer(model, args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer,
+                     peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+trainer.train()
+done(trainer.model, [torch.tensor([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])])
+""",
+    "an example script without a Trainer": """
+from accelerate import Accelerator
+from transformers import GPT2Config, GPT2LMHeadModel, default_data_collator, get_scheduler
+accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=32, n_embd=32, n_layer=3, n_head=2))
+data = [{"input_ids": row, "labels": row} for row in torch.randint(64, (40, 32))]
+loader = torch.utils.data.DataLoader(data, shuffle=True, collate_fn=default_data_collator, batch_size=4)
+decayed = [p for name, p in model.named_parameters() if "bias" not in name and "ln" not in name]
+others = [p for name, p in model.named_parameters() if "bias" in name or "ln" in name]
+optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], 1e-3)
+scheduler = get_scheduler("linear", optimizer, num_warmup_steps=1, num_training_steps=5)
+model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+losses = []
+for epoch in range(1):
+    model.train()
+    for batch in loader:
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            losses.append(loss.detach())
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    model.eval()
+    with torch.no_grad():
+        losses += [accelerator.gather(model(**batch).loss) for batch in loader]
+done(accelerator.unwrap_model(model), losses)
+""",
+    "images, as of timm": """
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+model = nn.Sequential(
+    nn.Conv2d(3, 16, 3, padding=1), *(nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.GELU())
+    for _ in range(4)), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10)).to(memory_format=torch.channels_last)
+averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
+optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, nesterov=True)
+scheduler, scaler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=4), torch.amp.GradScaler("cpu")
+losses = []
+for step in range(4):
+    images, labels, share = torch.randn(8, 3, 16, 16), torch.randint(10, (8,)), torch.rand(())
+    images = (share * images + (1 - share) * images.flip(0)).contiguous(memory_format=torch.channels_last)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = model(images)
+        loss = share * F.cross_entropy(found, labels) + (1 - share) * F.cross_entropy(found, labels.flip(0))
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 5.0)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad(set_to_none=True)
+    scheduler.step()
+    averaged.update_parameters(model)
+    losses.append(loss.detach())
+done(averaged, losses)
+""",
+    "a recurrent network in chunks": """
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(64, 32), nn.Linear(64, 64)
+        self.first, self.second = nn.LSTM(32, 64, batch_first=True), nn.LSTM(64, 64, batch_first=True)
+    def forward(self, tokens, state):
+        x, a = self.first(self.embed(tokens), state[0])
+        x, b = self.second(F.dropout(x, 0.2, self.training), state[1])
+        return self.head(x), (a, b)
+model, losses = Words(), []
+optimizer = torch.optim.Adagrad(model.parameters(), 0.05)
+state = tuple((torch.zeros(1, 8, 64), torch.zeros(1, 8, 64)) for _ in range(2))
+for chunk in torch.randint(64, (8, 96)).split(24, 1):
+    state = tuple(tuple(t.detach() for t in each) for each in state)
+    logits, state = model(chunk[:, :-1], state)
+    loss = F.cross_entropy(logits.flatten(0, 1), chunk[:, 1:].flatten())
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.detach())
+done(model, losses)
+""",
 }
 
 
@@ -336,19 +455,28 @@ dist.destroy_process_group()
 """
 
 
-def test_ranks_of_torchrun(tmp_path: Path) -> None:
+LAUNCHERS = {
+    "torchrun": ["torch.distributed.run", "--nproc-per-node", "2"],
+    "accelerate": ["accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1",
+                   "--mixed_precision", "no", "--dynamo_backend", "no"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_ranks(tmp_path: Path, launcher: str) -> None:
     script = written(tmp_path, MODEL + RANKS)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    start = [sys.executable, "-m", *LAUNCHERS[launcher]]
+    port = "--master-port" if launcher == "torchrun" else "--main_process_port"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
 
     def run(*command: str) -> str:
         return subprocess.run(
-            [*torchrun, *command], check=True, env=environment, capture_output=True, text=True, timeout=300
+            [*start, *command], check=True, env=environment, capture_output=True, text=True, timeout=300
         ).stderr
 
-    run("--master-port", "29611", script, str(tmp_path / "plain"))
+    run(port, "29611", script, str(tmp_path / "plain"))
     ours = ["-m", "ckptplan.run", "--budget", "40%", "--time-limit", "0.3", "--"]
-    said = run("--master-port", "29612", *ours, script, str(tmp_path / "planned"))
+    said = run(port, "29612", *ours, script, str(tmp_path / "planned"))
     plain, planned = saved(tmp_path / "plain"), saved(tmp_path / "planned")
     assert all(map(torch.equal, plain, planned))
     assert "ckptplan: recomputes" in said or "ckptplan: swaps" in said

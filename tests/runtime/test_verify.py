@@ -381,3 +381,10 @@ def test_an_update_that_runs_the_step_itself_is_an_error() -> None:
         ckptplan.InvalidInputError, match=r"LBFGS.step\(\) can't be called alone .*leave optimizer= out"
     ):
         verify(model, planned("transformer", "recompute"), inputs, optimizer=torch.optim.LBFGS(model.parameters()))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", torch.optim.AdamW])
+def test_the_name_of_an_optimizer_is_refused(optimizer: Any) -> None:
+    model, inputs = build("mlp")
+    with pytest.raises(ckptplan.InvalidInputError, match="pass the optimizer itself"):
+        verify(model, planned("mlp", "recompute"), inputs, optimizer=optimizer)
