@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint_sequential
 
 from ckptplan.tensors.accelerator import is_accelerator, own_module
@@ -153,8 +154,8 @@ def rematerialized(
 ) -> Iterator[Forward]:
     remat = _installed("torch_remat")
 
-    def attention(run: Callable[..., Any]) -> Callable[..., Any]:
-        saved = remat.region(run, "attention", recompute=False)
+    def attention(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        saved = remat.region(run, name, recompute=False)
 
         @functools.wraps(run)
         def attend(*args: Any, **kwargs: Any) -> Any:
@@ -166,15 +167,33 @@ def rematerialized(
 
         return attend
 
+    def tensors_alone(run: Callable[..., Any], region: Callable[..., Any]) -> Callable[..., Any]:
+        """`run` in a region, which has only tensors among its results: others are put back behind it."""
+
+        @functools.wraps(run)
+        def whole(*args: Any, **kwargs: Any) -> Any:
+            others: list[Any] = []
+
+            def inside(*args: Any, **kwargs: Any) -> Any:
+                flat, spec = pytree.tree_flatten(run(*args, **kwargs))
+                others[:] = [[(True, None) if isinstance(leaf, Tensor) else (False, leaf) for leaf in flat], spec]
+                return tuple(leaf for leaf in flat if isinstance(leaf, Tensor))
+
+            found = iter(region(inside)(*args, **kwargs))
+            return pytree.tree_unflatten([next(found) if there else leaf for there, leaf in others[0]], others[1])
+
+        return whole
+
     with contextlib.ExitStack() as undo:
         for name, block in named_blocks(model, path).items():
-            inside = [m for m in block.modules() if type(m).__name__.endswith("Attention")] if saves_attention else []
-            if saves_attention and not inside:
+            inside = {n: m for n, m in block.named_modules() if type(m).__name__.endswith("Attention")}
+            outer = [n for n in inside if saves_attention and not any(n.startswith(f"{m}.") for m in inside)]
+            if saves_attention and not outer:
                 raise NotHere(f"{type(block).__name__} has no attention")
-            for module in inside[:1]:
-                module.forward = attention(module.forward)
-                undo.callback(vars(module).pop, "forward")
-            block.forward = remat.checkpoint(region_name=name)(block.forward)
+            for each in outer:
+                inside[each].forward = attention(each, inside[each].forward)
+                undo.callback(vars(inside[each]).pop, "forward")
+            block.forward = tensors_alone(block.forward, remat.checkpoint(region_name=name))
             undo.callback(vars(block).pop, "forward")
         yield forward
 
@@ -480,7 +499,9 @@ def rivals(
     what = "the same, with what is saved for the recompute in pinned host memory"
     found.append(Rival("hf/offload", what, functools.partial(hugging_face, is_offloaded=True)))
     if path is not None:
-        what = "torchtitan's selective checkpointing by block: attention and every second product saved"
+        what = (
+            "torchtitan's selective checkpointing by block: saves attention, products with a bias, every second other"
+        )
         found.append(Rival("selective", what, functools.partial(selective, path=path)))
         what = "torch_remat.checkpoint by block"
         found.append(Rival("remat", what, functools.partial(rematerialized, path=path)))

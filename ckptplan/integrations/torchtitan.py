@@ -1,37 +1,35 @@
 """An activation checkpointing policy for torchtitan, which plans the memory of its trainings.
 
-    activation_checkpoint=CkptPlanAC.Config(budget="60GiB", plan_file="plan.json", options={"optimizer": "adamw"})
+    activation_checkpoint=CkptPlanAC.Config(budget="60GiB", optimizer="adamw")
 
-The plan is made by the first training forward, of the sharded model, for its batch. The file is written then, and where
-it exists already, its plan is applied and none is made.
+The plan is made by the first training forward, of the sharded model, for its batch. In one process, `plan_file` keeps
+it for later runs of the same request.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 
-from ckptplan.core.budget import Budget
 from ckptplan.core.errors import InvalidInputError
-from ckptplan.core.plan import Plan
-from ckptplan.core.units import format_bytes
-from ckptplan.planning.applying import apply
+from ckptplan.integrations.training import PlanningCallback
+from ckptplan.planning.enlarging import inside_forward
 from ckptplan.planning.first_forward import FirstForward
-from ckptplan.planning.log import is_first_rank
+from ckptplan.runtime.handle import Handle
+from ckptplan.tensors.storages import tensors_in
 
 
 class CkptPlanAC(ActivationCheckpointing):  # type: ignore[misc]  # torchtitan has no types
-    """Plans a model, or applies the plan in a file, at its first training forward.
+    """Plans a model at its first training forward.
 
     Raises
     ------
     InvalidInputError
         If the file can't be read, or an option can't be used. That comes of `apply`; what planning raises, as
-        `InfeasibleBudgetError`, and `PlanMismatchError` for a file of another model, of the first forward.
+        `InfeasibleBudgetError`, of the first forward.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -41,12 +39,16 @@ class CkptPlanAC(ActivationCheckpointing):  # type: ignore[misc]  # torchtitan h
         The fields of torchtitan's base class keep their defaults: random numbers are always put back.
         """
 
-        plan_file: str = ""
-        """Plan to apply; where there is no such file, the first rank writes the new plan there."""
         budget: str = ""
         """As in `ckptplan.solve`, such as "60GiB" or "50%"; by default what the device has free."""
+        plan_file: str = ""
+        """As in `ckptplan.solve`, in one process: the file's plan is taken if it was made for the same request."""
+        optimizer: str = ""
+        """Name of the optimizer, whose state the plan counts, such as "adamw"."""
+        accumulate: bool = False
+        """Whether several batches add to the gradients before an update."""
         options: dict[str, Any] = field(default_factory=dict)
-        """Further options of `ckptplan.apply`. The optimizer is known by its name alone: `{"optimizer": "adamw"}`."""
+        """Further options, as of the callbacks: `{"offload": "optimizer", "time_limit_s": 30}`."""
 
     def apply(self, model: nn.Module) -> None:
         """Have the first training forward of `model`, which may be on the meta device now, plan it."""
@@ -56,22 +58,15 @@ class CkptPlanAC(ActivationCheckpointing):  # type: ignore[misc]  # torchtitan h
                 raise InvalidInputError(
                     f"{known.name}={getattr(config, known.name)!r} is for torchtitan's own checkpointing; leave it out"
                 )
-        file = Path(config.plan_file)
-        if config.plan_file and file.exists():
-            plan, wanted = Plan.load(file), Budget.of(None, config.budget or None).nbytes
-            if wanted is not None and plan.counted_bytes > wanted:
-                raise InvalidInputError(
-                    f"the plan in {file} needs {format_bytes(plan.counted_bytes)}, and budget={config.budget!r}; "
-                    "delete the file to plan anew"
+        options = {"budget": config.budget or None, "plan_file": config.plan_file or None, **config.options}
+        callback = PlanningCallback(**options)
+
+        def planned(inputs: Any) -> Handle:
+            training: dict[str, Any] = {"optimizer": config.optimizer or None, "accumulate": config.accumulate}
+            of = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors_in(inputs)]
+            with inside_forward(model, None) as amp:
+                return callback.begin(
+                    model, inputs=inputs, amp=amp, of=f"{of}, accumulate={config.accumulate}", **training
                 )
-            FirstForward(model, lambda inputs: apply(model, plan, inputs=inputs, **config.options))
-            return
-        handle = apply(model, budget=config.budget or None, **config.options)
-        if config.plan_file and is_first_rank():
 
-            def save(*_: Any) -> None:
-                if isinstance(handle, FirstForward) and handle.is_made:
-                    hook.remove()
-                    handle.plan.save(file)
-
-            hook = model.register_forward_hook(save)
+        FirstForward(model, planned)

@@ -35,10 +35,10 @@ def name_of(code: Any) -> str:
     return "" if code is None else f"{getattr(found, '__module__', '')}.{found.__qualname__}"
 
 
-def optimizer_text(optimizer: torch.optim.Optimizer | None) -> str:
-    """Return an optimizer's class and settings but its learning rates, on which no bytes depend."""
-    if optimizer is None:
-        return ""
+def optimizer_text(optimizer: torch.optim.Optimizer | str | None) -> str:
+    """Return an optimizer's class and settings but its learning rates, on which no bytes depend; a name as it is."""
+    if optimizer is None or isinstance(optimizer, str):
+        return optimizer or ""
     without = ("params", "lr", "initial_lr")
     groups = [
         [len(group["params"]), {k: _plain(v) for k, v in group.items() if k not in without}]

@@ -12,6 +12,7 @@ their options say: what does the same without moving is another vector, and `eva
 from __future__ import annotations
 
 import math
+import time
 from bisect import bisect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -497,7 +498,20 @@ class Evaluator:
         """A lazy schedule with transfers that make it faster; None if none are found."""
         start = Moves.of(lazy.step_s, lazy.choices, self.options(lazy.codes), self.profile)
         found = self.search(lazy.codes, budget_bytes, lazy.segments).improved(start, deadline)
+        least = self.with_fewest(lazy.codes, budget_bytes, lazy.segments, deadline)
+        if least is not None and least.step_s < found.seconds * (1 - EQUAL_S):
+            return least
         return None if found is start else self.with_moves(lazy.codes, lazy.segments, found)
+
+    def with_fewest(
+        self, codes: Sequence[int], budget_bytes: int, segments: Segments, deadline: float
+    ) -> Schedule | None:
+        """One plan that moves no more than it has to (`MovesSearch.fewest`), or better transfers; None if none fit."""
+        if time.monotonic() >= deadline:
+            return None
+        search = self.search(codes, budget_bytes, segments)
+        start = search.fewest()
+        return None if start is None else self.with_moves(codes, segments, search.improved(start, deadline))
 
     def joined(self, schedule: Schedule, budget_bytes: int, most_s: float, deadline: float) -> Schedule:
         """A plan with transfers of the same stage joined while its step takes no longer than `most_s`."""

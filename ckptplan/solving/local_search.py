@@ -63,7 +63,7 @@ def _code(space: PlanSpace, i: int, name: str) -> int:
     """The code of stage `i` for the option `name`, or of what comes closest."""
     options = space.profile.stages[i].options
     instead = DISCARD if name.startswith("recompute") else name
-    for wanted in (name, name.removesuffix("+swap"), name.partition("-")[0], instead):
+    for wanted in (name, name.partition("+")[0], name.partition("-")[0], instead):
         for code in space.menu[i]:
             if options[code].name == wanted:
                 return code

@@ -119,6 +119,11 @@ def _after(share: float, deadline: float) -> float:
     return deadline - (1 - share) * max(0.0, deadline - time.monotonic())
 
 
+def _cores() -> int:
+    """How many this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 class _SearchPart(NamedTuple):
     """A part of the search.
 
@@ -240,7 +245,7 @@ class _PlanSearch:
             taken_s = time.monotonic() - begin
             yield _SearchPart("local search", self.polish, p.small_share)
             yield _SearchPart("transfers", self.transfers, p.small_share)
-        if not self.exhausted and n <= p.cp_sat_stages and len(self.beside) + 1 < (os.cpu_count() or 1):
+        if not self.exhausted and n <= p.cp_sat_stages and len(self.beside) + 1 < _cores():
             self.begin_mixed("cp_sat")
         yield _SearchPart("local search", self.search, 1 - p.last_share if self.beside else 1.0)
         yield _SearchPart("mixed-integer program", self.await_mixed)
@@ -444,6 +449,8 @@ class _PlanSearch:
         best = self.incumbent.best
         if best is None or best is self.parted or self.incumbent.closed or not self.space.moves:
             return
+        if time.monotonic() >= until:
+            return
         self.parted = best
         searched = self.incumbent.evaluator, self.space, self.budget_bytes, self.limits.seed
         fluid, parts = FluidSearch(*searched), PartSearch(*searched)
@@ -454,10 +461,10 @@ class _PlanSearch:
         """Small changes of this plan as long as they make it faster with no more bytes moved than must be."""
         search = PartSearch(self.incumbent.evaluator, self.space, self.budget_bytes, self.limits.seed)
         codes, segments, _ = search.improve(codes, segments, _after(self.parameters.large_share, until))
-        schedule = self.incumbent.evaluator.schedule(codes, self.budget_bytes, segments)
-        if schedule is not None:
-            self.incumbent.take(schedule)
-            self.retimed(schedule, until)
+        self.incumbent.offer(codes, segments)
+        found = self.incumbent.evaluator.with_fewest(codes, self.budget_bytes, segments, until)
+        if found is not None:
+            self.incumbent.take(found)
 
     def retimed(self, lazy: Schedule, until: float) -> None:
         """Take a lazy schedule with better transfers."""
@@ -526,16 +533,15 @@ class _PlanSearch:
             if found.solution is not None:
                 codes, segments, transfers = found.solution
                 incumbent.offer(codes, segments)
-                evaluator, small_share = incumbent.evaluator, self.parameters.small_share
-                until = _after(small_share, self.deadline)
+                evaluator, until = incumbent.evaluator, _after(self.parameters.small_share, self.deadline)
                 schedule = evaluator.transferred(codes, segments, transfers, self.budget_bytes, until)
                 if schedule is not None:
                     incumbent.take(schedule)
                 schedule = evaluator.schedule(codes, self.budget_bytes, segments)
                 if schedule is not None and not incumbent.closed:
-                    self.retimed(schedule, _after(small_share, self.deadline))
+                    self.retimed(schedule, until)
                 if not incumbent.closed:
-                    self.in_parts(codes, segments, _after(small_share, self.deadline))
+                    self.in_parts(codes, segments, until)
         if not whole:
             self.begin_mixed("scip")
         incumbent.report()

@@ -290,11 +290,6 @@ class MovesSearch:
         longer.
         """
         best, order = self._faster(start, deadline)
-        fewest = self.fewest()
-        if fewest is not None:
-            other, other_order = self._faster(fewest, deadline)
-            if other.seconds < best.seconds * (1 - EQUAL_S):
-                best, order = other, other_order
         return self.joined(best, order, best.seconds, deadline)
 
     def fewest(self) -> Moves | None:

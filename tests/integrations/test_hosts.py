@@ -13,7 +13,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
@@ -31,10 +31,9 @@ from transformers import TrainerCallback
 
 import ckptplan
 from ckptplan.core.errors import InvalidInputError
-from ckptplan.core.plan import Plan
 from ckptplan.integrations.lightning import ActivationPlanner
 from ckptplan.integrations.transformers import ActivationPlanCallback
-from ckptplan.runtime.handle import handle_of
+from ckptplan.runtime.handle import Handle, handle_of
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"
@@ -300,26 +299,28 @@ def test_torchtitan_takes_a_plan_file(tmp_path: Path) -> None:
     policy = importlib.import_module("ckptplan.integrations.torchtitan").CkptPlanAC
     _, plain = by_torchtitan()
     file = tmp_path / "plan.json"
-    options = {"optimizer": "adamw", "time_limit_s": 0.2, "actions": ("keep", "recompute")}
-    model, first = by_torchtitan(policy.Config(budget="50%", plan_file=str(file), options=options))
-    assert all(map(torch.equal, first, plain))
-    plan = Plan.load(file)
-    made = handle_of(model)
-    assert made is not None
-    assert made.plan == plan
-    model, second = by_torchtitan(policy.Config(plan_file=str(file)))
-    assert all(map(torch.equal, second, plain))
-    taken = handle_of(model)
-    assert taken is not None
-    assert taken.plan == plan
-    assert taken.stats().recomputed_stages > 0
-    assert taken.stats().differences == made.stats().differences == {}
+
+    def trained_by(**given: Any) -> Handle:
+        asked = {"budget": "50%", "optimizer": "adamw", "plan_file": str(file)}
+        options = {"time_limit_s": 0.2, "actions": ("keep", "recompute")}
+        model, found = by_torchtitan(policy.Config(**asked, options=options, **given))
+        assert all(map(torch.equal, found, plain))
+        handle = handle_of(model)
+        assert handle is not None
+        assert handle.stats().recomputed_stages > 0
+        return handle
+
+    made = trained_by()
+    assert made.stats().differences == {}
+    written = file.read_text(encoding="utf-8")
+    assert replace(trained_by().plan, asked="") == made.plan
+    assert file.read_text(encoding="utf-8") == written
+    assert trained_by(accumulate=True).plan.fingerprint.accumulates
+    assert file.read_text(encoding="utf-8") != written
     fresh = Decoder()
     optimizer = torch.optim.AdamW(fresh.parameters())
-    found = ckptplan.verify(fresh, plan, inputs={"tokens": torch.randint(64, (8, 32))}, optimizer=optimizer)
-    assert 0.95 * plan.peak_bytes < found.measured_peak_bytes <= plan.budget_bytes
-    with pytest.raises(InvalidInputError, match=r"the plan in .* needs .*, and budget='1B'; delete the file"):
-        by_torchtitan(policy.Config(budget="1B", plan_file=str(file)))
+    found = ckptplan.verify(fresh, made.plan, inputs={"tokens": torch.randint(64, (8, 32))}, optimizer=optimizer)
+    assert 0.95 * made.plan.peak_bytes < found.measured_peak_bytes <= made.plan.budget_bytes
 
 
 @pytest.mark.usefixtures("hosts")

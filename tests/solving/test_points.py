@@ -18,6 +18,7 @@ from ckptplan.referee import simulate, validate
 from ckptplan.solving.cost import Evaluator
 from ckptplan.solving.local_search import LocalSearch, PartSearch
 from ckptplan.solving.peak import plan_space_of
+from ckptplan.solving.room import Room
 
 pytestmark = pytest.mark.planning
 
@@ -100,6 +101,11 @@ def test_a_plan_is_changed_for_what_its_parts_take() -> None:
     assert LocalSearch(evaluator, space, 1_020).improve((1, 0), (), math.inf)[0] == (1, 0)
     codes, _, step_s = PartSearch(evaluator, space, 1_020).improve((1, 0), (), math.inf)
     assert (codes, step_s) == ((2, 0), 8.0)
+    limited = Evaluator(profile, Room(500))  # for a part of what the option may move
+    assert limited.schedule((2, 0), 1_020) is None
+    found = limited.with_fewest((2, 0), 1_020, (), math.inf)
+    assert found is not None
+    assert (found.step_s, found.host_bytes) == (8.0, 20)
 
 
 def test_a_part_that_must_go_first_goes_by_itself() -> None:
