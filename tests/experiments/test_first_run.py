@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
@@ -19,7 +20,7 @@ sys.path.insert(0, str(ROOT))
 from experiments.gpu import __main__ as command  # noqa: E402
 from experiments.gpu import measure, show  # noqa: E402
 from experiments.gpu.results import OutOfTime, Results, Skipped  # noqa: E402
-from experiments.rivals import rivals  # noqa: E402
+from experiments.rivals import NotHere, rivals  # noqa: E402
 
 
 def call(out: Path, *words: str) -> int:
@@ -180,3 +181,26 @@ def test_a_rival_leaves_the_plain_gradients(name: str) -> None:
     with enter(model, lambda: model(x), **({"least_bytes": 1024} if name == "offload" else {})) as forward:
         for _ in range(3):
             assert all(map(torch.equal, gradients(model, forward), wanted))
+
+
+@pytest.mark.parametrize("name", ["hf", "hf/offload", "selective", "remat", "remat/attention"])
+def test_a_rival_by_block_leaves_the_plain_gradients(name: str) -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2
+    )
+    model, tokens = LlamaForCausalLM(config).train(), torch.randint(64, (2, 16))
+
+    def forward() -> torch.Tensor:
+        loss: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
+        return loss
+
+    wanted = gradients(model, forward)
+    modules = [(type(module), "forward" in vars(module)) for module in model.modules()]
+    try:
+        with rivals(path="model.layers")[name].enter(model, forward) as changed:
+            for _ in range(2):
+                assert all(map(torch.equal, gradients(model, changed), wanted))
+    except NotHere as error:
+        pytest.skip(str(error))
+    assert [(type(module), "forward" in vars(module)) for module in model.modules()] == modules
