@@ -137,7 +137,7 @@ def block_swapping(profile: Any) -> tuple[int, float]:
     every = ckptplan.simulate(profile, decisions)
     weights = dict.fromkeys(layers, 0)
     for resident in profile.residents:
-        if resident.kind == "weights" and not resident.trained and resident.users[0] in weights:
+        if resident.kind == "weights" and not resident.trained and resident.users and resident.users[0] in weights:
             weights[resident.users[0]] += resident.nbytes
     stages = [profile.stages[i] for i in layers]
     nbytes, copy_s = list(weights.values()), [profile.link.in_s(n) for n in weights.values()]
