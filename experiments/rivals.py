@@ -68,6 +68,8 @@ def hugging_face(
 ) -> Iterator[Forward]:
     if not getattr(model, "supports_gradient_checkpointing", False):
         raise NotHere(f"{type(model).__name__} does not support gradient checkpointing")
+    if is_offloaded and not torch.accelerator.is_available():
+        raise NotHere("offload=True needs pinned memory, which there is beside an accelerator alone")
     extra: dict[str, Any] = {"every_n_layers": every} if every > 1 else {}
     extra |= {"offload": True} if is_offloaded else {}
     with warnings.catch_warnings():
