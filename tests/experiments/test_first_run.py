@@ -187,7 +187,7 @@ def test_a_rival_leaves_the_plain_gradients(name: str) -> None:
 def test_a_rival_by_block_leaves_the_plain_gradients(name: str) -> None:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2, use_cache=False
     )
     model, tokens = LlamaForCausalLM(config).train(), torch.randint(64, (2, 16))
 
