@@ -15,6 +15,7 @@ from small_models import assert_kept, scheduled
 from torch import nn
 from torch.nn import functional as F
 from toy_modules import Lambda, times
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import ckptplan
 from ckptplan.core.request import Limits
@@ -268,3 +269,49 @@ def test_operations_that_run_otherwise_than_traced_are_not_offered() -> None:
     plan = ckptplan.solve(profile, least / 2**30, actions=("keep", "recompute"), time_limit_s=1)
     assert "recompute" in {choice.action for choice in plan.choices}
     assert_kept(model, plan, inputs)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_menus_hold_up_against_saving_attention_and_every_second_product(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the bytes of that rule, layers that mix two options of their menus run no more again; by an A100's times."""
+    seen: list[tuple[list[str], list[menus.Op], float, int, list[menus.SavedOps]]] = []
+
+    def list_ops(runs: Any, *rest: Any) -> list[menus.Op]:
+        ops = menus.list_ops(runs, *rest)
+        seen.append(([str(call.key[0]) for call in runs[0]], ops, 0.0, 0, []))
+        return ops
+
+    def choose(choices: Any, total_s: float, keep_bytes: int) -> list[menus.SavedOps]:
+        found = menus.choose(choices, total_s, keep_bytes)
+        seen[-1] = (*seen[-1][:2], total_s, keep_bytes, found)
+        return found
+
+    monkeypatch.setattr(trace, "list_ops", list_ops)
+    monkeypatch.setattr(trace, "choose", choose)
+    with torch.device("meta"):
+        if kind == "gpt2":
+            model: Any = GPT2LMHeadModel(GPT2Config(n_embd=256, n_layer=2, n_head=4, vocab_size=512))
+        else:
+            model = LlamaForCausalLM(
+                LlamaConfig(
+                    hidden_size=256, intermediate_size=688, num_hidden_layers=2, num_attention_heads=4, vocab_size=512
+                )
+            )
+    ids = torch.zeros(4, 512, dtype=torch.long, device="meta")
+    ckptplan.profile(model.train(), {"input_ids": ids, "labels": ids}, device="a100-40gb", amp="bfloat16")
+    compared = 0
+    for names, ops, total_s, keep_bytes, found in seen:
+        saved, products = [], 0
+        for op, name in zip(ops, names, strict=True):
+            products += "mm" in name
+            if op.savable and ("scaled_dot_product" in name or ("mm" in name and products % 2)):
+                saved.append(op)
+        nbytes, left_s = sum(op.nbytes for op in saved), total_s - sum(op.seconds for op in saved)
+        points = [(0, total_s), *((c.nbytes, total_s - c.saved_s) for c in found), (keep_bytes, 0.0)]
+        for (low, more_s), (high, less_s) in itertools.pairwise(points):
+            if saved and low <= nbytes <= high:
+                compared += 1
+                assert more_s + (less_s - more_s) * (nbytes - low) / (high - low) <= left_s * (1 + 1e-9)
+    assert compared
