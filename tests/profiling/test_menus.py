@@ -292,14 +292,18 @@ def test_menus_hold_up_against_saving_attention_and_every_second_product(
     monkeypatch.setattr(trace, "choose", choose)
     with torch.device("meta"):
         if kind == "gpt2":
-            model: Any = GPT2LMHeadModel(GPT2Config(n_embd=256, n_layer=2, n_head=4, vocab_size=512))
+            model: Any = GPT2LMHeadModel(GPT2Config(n_embd=2048, n_layer=2, n_head=16, vocab_size=512))
         else:
             model = LlamaForCausalLM(
                 LlamaConfig(
-                    hidden_size=256, intermediate_size=688, num_hidden_layers=2, num_attention_heads=4, vocab_size=512
+                    hidden_size=2048,
+                    intermediate_size=5504,
+                    num_hidden_layers=2,
+                    num_attention_heads=16,
+                    vocab_size=512,
                 )
             )
-    ids = torch.zeros(4, 512, dtype=torch.long, device="meta")
+    ids = torch.zeros(4, 1024, dtype=torch.long, device="meta")
     ckptplan.profile(model.train(), {"input_ids": ids, "labels": ids}, device="a100-40gb", amp="bfloat16")
     compared = 0
     for names, ops, total_s, keep_bytes, found in seen:
