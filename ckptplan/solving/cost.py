@@ -496,11 +496,13 @@ class Evaluator:
 
     def improved(self, lazy: Schedule, budget_bytes: int, deadline: float) -> Schedule | None:
         """A lazy schedule with transfers that make it faster; None if none are found."""
+        search = self.search(lazy.codes, budget_bytes, lazy.segments)
         start = Moves.of(lazy.step_s, lazy.choices, self.options(lazy.codes), self.profile)
-        found = self.search(lazy.codes, budget_bytes, lazy.segments).improved(start, deadline)
-        least = self.with_fewest(lazy.codes, budget_bytes, lazy.segments, deadline)
-        if least is not None and least.step_s < found.seconds * (1 - EQUAL_S):
-            return least
+        found = search.improved(start, deadline)
+        fewest = search.fewest() if time.monotonic() < deadline else None
+        if fewest is not None:
+            other = search.improved(fewest, deadline)
+            found = other if other.seconds < found.seconds * (1 - EQUAL_S) else found
         return None if found is start else self.with_moves(lazy.codes, lazy.segments, found)
 
     def with_fewest(

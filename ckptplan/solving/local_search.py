@@ -507,8 +507,6 @@ class PartSearch(LocalSearch):
 
     def cost(self, codes: Sequence[int], segments: Segments) -> float:
         """Seconds with as few bytes moved as fit, infinite where the plan doesn't."""
-        if self.least(np.array([codes], np.int8), segments)[0] == math.inf:
-            return math.inf
         found = self.evaluator.search(codes, self.budget_bytes, segments).fewest()
         return math.inf if found is None else found.seconds
 

@@ -452,14 +452,14 @@ class _PlanSearch:
         if time.monotonic() >= until:
             return
         self.parted = best
-        searched = self.incumbent.evaluator, self.space, self.budget_bytes, self.limits.seed
-        fluid, parts = FluidSearch(*searched), PartSearch(*searched)
+        fluid = FluidSearch(self.incumbent.evaluator, self.space, self.budget_bytes, self.limits.seed)
         found = fluid.improve(best.codes, best.segments, _after(self.parameters.large_share, until))
-        self.in_parts(*min([found[:2], (best.codes, best.segments)], key=lambda plan: parts.cost(*plan)), until)
+        self.in_parts([found[:2], (best.codes, best.segments)], until)
 
-    def in_parts(self, codes: Sequence[int], segments: Segments, until: float) -> None:
-        """Small changes of this plan as long as they make it faster with no more bytes moved than must be."""
+    def in_parts(self, starts: Sequence[tuple[Sequence[int], Segments]], until: float) -> None:
+        """Small changes of the best of these plans while they make it faster, with no more bytes moved than must be."""
         search = PartSearch(self.incumbent.evaluator, self.space, self.budget_bytes, self.limits.seed)
+        codes, segments = min(starts, key=lambda plan: search.cost(*plan))
         codes, segments, _ = search.improve(codes, segments, _after(self.parameters.large_share, until))
         self.incumbent.offer(codes, segments)
         found = self.incumbent.evaluator.with_fewest(codes, self.budget_bytes, segments, until)
@@ -541,7 +541,7 @@ class _PlanSearch:
                 if schedule is not None and not incumbent.closed:
                     self.retimed(schedule, until)
                 if not incumbent.closed:
-                    self.in_parts(codes, segments, until)
+                    self.in_parts([(codes, segments)], until)
         if not whole:
             self.begin_mixed("scip")
         incumbent.report()

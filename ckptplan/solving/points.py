@@ -365,7 +365,7 @@ class MovesSearch:
             return [*others[:at], *items, *others[at:]]
 
         tried([part for item in order for part in self._divided(item)])
-        # What is left away for the largest storage to stay is worth most.
+        # To leave the largest storage on the device spares most; small ones that were left first could use up the room.
         largest_first = sorted(range(self.n), key=lambda stage: -max(self.sizes_of[stage].values(), default=0))
         better = True
         while better:

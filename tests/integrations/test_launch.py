@@ -455,37 +455,25 @@ dist.destroy_process_group()
 """
 
 
-def test_accelerate_launch(tmp_path: Path) -> None:
-    script = written(tmp_path, MODEL + SCRIPTS["an example script without a Trainer"])
-    start = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", "--num_machines", "1"]
-    start += ["--mixed_precision", "no", "--dynamo_backend", "no"]
+def launched(folder: Path, script: str, launcher: list[str], *ports: list[str]) -> None:
+    """Compare a script under a launcher, alone and with a plan; each run gets some of `ports`, options of its own."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-
-    def run(*command: str) -> str:
-        return subprocess.run(
-            [*start, *command], check=True, env=environment, capture_output=True, text=True, timeout=300
-        ).stderr
-
-    run(script, str(tmp_path / "plain"))
     ours = ["-m", "ckptplan.run", "--budget", "40%", "--time-limit", "0.3", "--"]
-    said = run(*ours, script, str(tmp_path / "planned"))
-    assert all(map(torch.equal, saved(tmp_path / "plain"), saved(tmp_path / "planned")))
+    file, said = written(folder, script), ""
+    for name, port, planned in zip(("plain", "planned"), ports, ([], ours), strict=True):
+        command = [sys.executable, "-m", *launcher, *port, *planned, file, str(folder / name)]
+        ran = subprocess.run(command, check=True, env=environment, capture_output=True, text=True, timeout=300)
+        said = ran.stderr
+    assert all(map(torch.equal, saved(folder / "plain"), saved(folder / "planned")))
     assert "ckptplan: recomputes" in said or "ckptplan: swaps" in said
+
+
+def test_accelerate_launch(tmp_path: Path) -> None:
+    start = ["accelerate.commands.launch", "--cpu", "--num_processes", "1", "--num_machines", "1"]
+    start += ["--mixed_precision", "no", "--dynamo_backend", "no"]
+    launched(tmp_path, MODEL + SCRIPTS["an example script without a Trainer"], start, [], [])
 
 
 def test_ranks_of_torchrun(tmp_path: Path) -> None:
-    script = written(tmp_path, MODEL + RANKS)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-
-    def run(*command: str) -> str:
-        return subprocess.run(
-            [*torchrun, *command], check=True, env=environment, capture_output=True, text=True, timeout=300
-        ).stderr
-
-    run("--master-port", "29611", script, str(tmp_path / "plain"))
-    ours = ["-m", "ckptplan.run", "--budget", "40%", "--time-limit", "0.3", "--"]
-    said = run("--master-port", "29612", *ours, script, str(tmp_path / "planned"))
-    plain, planned = saved(tmp_path / "plain"), saved(tmp_path / "planned")
-    assert all(map(torch.equal, plain, planned))
-    assert "ckptplan: recomputes" in said or "ckptplan: swaps" in said
+    torchrun = ["torch.distributed.run", "--nproc-per-node", "2"]
+    launched(tmp_path, MODEL + RANKS, torchrun, ["--master-port", "29611"], ["--master-port", "29612"])
