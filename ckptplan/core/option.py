@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from ckptplan.core.checks import check_fields
+from ckptplan.core.checks import check_fields, check_number
 from ckptplan.core.errors import InvalidInputError
 
 Action = Literal["keep", "swap", "recompute"]
@@ -16,6 +16,16 @@ ACTIONS: tuple[Action, ...] = get_args(Action)
 DISCARD = "discard"
 """Name of an option of stages whose graph forward drops, which no segment can have: it saves the inputs as "recompute"
 does, and runs only if a backward reads the graph after all."""
+
+Way = tuple[int, ...] | float
+"""How a stage runs again; see `Option.way`."""
+
+
+def check_ratio(owner: str, ratio: float, ops: Sequence[int]) -> None:
+    """Raise `InvalidInputError` unless compiled code can have this `activation_memory_budget`."""
+    check_number(owner, 0, 1, ratio=ratio)
+    if ratio and ops:
+        raise InvalidInputError(f"{owner}: ratio={ratio} and ops={ops}: compiled code saves no operations' outputs")
 
 
 def checked_actions(actions: Iterable[Action]) -> tuple[Action, ...]:
@@ -37,7 +47,8 @@ class Option:
     Parameters
     ----------
     name : str
-        Unique in its stage: "keep", "swap", "recompute", "recompute+swap" (its inputs), "selective-1", ..., "discard".
+        Unique in its stage: "keep", "swap", "recompute", "recompute+swap" (its inputs), "selective-1", ...,
+        "compiled-1", ..., "discard".
     saved : tuple of int
         Storages held until backward that can be moved, in the order in which the runtime saves them.
     pinned : tuple of int
@@ -45,9 +56,9 @@ class Option:
     forward_bytes, backward_bytes : int
         Difference between the bytes at the stage's start and at the peak of its forward, or of its backward.
     recompute_s : float
-        Compute time of the recompute before its backward.
+        Compute time of the recompute before its backward; of compiled code, what its forward and backward take more.
     recomputes : bool
-        Whether backward runs the forward again, without the operations in `ops`.
+        Whether backward runs the forward again, without the operations in `ops`, or a part of it (`ratio`).
     moves : tuple of int
         Positions in `saved` of the storages that leave the device, subject to rule 4 of NOTE [Residency].
     ops : tuple of int
@@ -57,6 +68,9 @@ class Option:
     overhead_s : float
         Compute time that the option takes besides: what its copies take from the compute beside them, and the runtime's
         own code. All of it is counted in backward.
+    ratio : float
+        `activation_memory_budget` of the compiled code that runs in place of the user's own (NOTE [Variants] in
+        training/variants.py), which saves less and computes a part again within backward; 0: the user's own code.
     """
 
     name: str
@@ -70,6 +84,7 @@ class Option:
     ops: tuple[int, ...] = ()
     launch_s: float = 0.0
     overhead_s: float = 0.0
+    ratio: float = 0.0
 
     def __post_init__(self) -> None:
         owner = f"option {self.name!r}"
@@ -80,15 +95,27 @@ class Option:
             raise InvalidInputError(
                 f"{owner}: moves={self.moves} are not positions in {len(self.saved)} saved storages"
             )
-        if not self.recomputes and (self.recompute_s or self.ops):
+        if not self.recomputes and (self.recompute_s or self.ops or self.ratio):
             raise InvalidInputError(
-                f"{owner}: recompute_s={self.recompute_s}, ops={self.ops} must be 0 and () with recomputes=False"
+                f"{owner}: recompute_s={self.recompute_s}, ops={self.ops}, ratio={self.ratio} must be 0 and () with "
+                "recomputes=False"
             )
+        check_ratio(owner, self.ratio, self.ops)
         if not self.recomputes and not self.moves and (self.launch_s or self.overhead_s):
             raise InvalidInputError(
                 f"{owner}: launch_s={self.launch_s}, overhead_s={self.overhead_s} must be 0 with recomputes=False and "
                 "no moves; what every option takes belongs to the stage"
             )
+
+    @property
+    def way(self) -> Way:
+        """How it runs again: the operations whose outputs it saves, or the ratio of its compiled code."""
+        return self.ratio or self.ops
+
+    @property
+    def runs_again(self) -> bool:
+        """Whether backward calls the stage's forward again: compiled code runs a part of it by itself."""
+        return self.recomputes and not self.ratio
 
     @property
     def added_s(self) -> float:

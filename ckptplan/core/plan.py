@@ -13,7 +13,7 @@ from ckptplan.core.errors import InvalidInputError, PlanMismatchError
 from ckptplan.core.files import Saved
 from ckptplan.core.late import late
 from ckptplan.core.link import Tier
-from ckptplan.core.option import ACTIONS, Action
+from ckptplan.core.option import ACTIONS, DISCARD, Action, check_ratio
 from ckptplan.core.page import Page
 from ckptplan.core.profile import Fingerprint, Profile
 from ckptplan.core.resident import ACTIVATIONS, UPDATE, Kind, Resident, check_between
@@ -69,6 +69,8 @@ class Decision:
         Operations whose outputs a recomputed stage saves.
     tier : "host" or "disk"
         Destination of the moved storages.
+    ratio : float
+        As of the option.
     """
 
     action: Action
@@ -76,6 +78,7 @@ class Decision:
     option: str = ""
     ops: tuple[int, ...] = ()
     tier: Tier = "host"
+    ratio: float = 0.0
 
     def __post_init__(self) -> None:
         check_fields("decision", self)
@@ -85,10 +88,12 @@ class Decision:
             raise InvalidInputError(f"a stage with action 'keep' can't move storages, but moves={self.moves}")
         if len(set(self.moves)) != len(self.moves):
             raise InvalidInputError(f"transfers of {self.moves} move a storage twice; give each position once")
-        if self.ops and self.action != "recompute":
+        if (self.ops or self.ratio) and self.action != "recompute":
             raise InvalidInputError(
-                f"a stage with action {self.action!r} can't save operations' outputs, but ops={self.ops}"
+                f"a stage with action {self.action!r} can't save operations' outputs, or run a part again, but "
+                f"ops={self.ops}, ratio={self.ratio}"
             )
+        check_ratio("decision", self.ratio, self.ops)
         if not self.option:
             object.__setattr__(self, "option", self.action)
 
@@ -106,6 +111,11 @@ class Decision:
         if moves or release is not None or prefetch is not None:
             data["transfers"] = [{"moves": moves or [], "release": release, "prefetch": prefetch}]
         return data
+
+    @property
+    def runs_again(self) -> bool:
+        """Whether backward calls the stage's forward again, as it does for options with `Option.runs_again`."""
+        return self.action == "recompute" and self.option != DISCARD and not self.ratio
 
     @property
     def moves(self) -> tuple[int, ...]:
@@ -348,7 +358,7 @@ class Plan(Saved):
         if transfers:
             return replace(choice, transfers=transfers)
         action: Action = "keep" if choice.action == "swap" else choice.action
-        return Decision(action, (), choice.option, choice.ops)
+        return Decision(action, (), choice.option, choice.ops, ratio=choice.ratio)
 
     def _weight_moves(self, first: int) -> Iterator[WeightMove]:
         moved: set[str] = set()

@@ -241,6 +241,7 @@ def decided(options: Sequence[Option], sendings: Sendings, on_disk: Collection[i
             option.name,
             option.ops,
             "disk" if found and i in on_disk else "host",
+            option.ratio,
         )
         for i, (option, found) in enumerate(zip(options, sendings, strict=True))
     )
@@ -377,7 +378,7 @@ def in_place(stage: Stage, option: Option, moved: set[int]) -> Option:
     for other in stage.options:
         if (
             not other.moves
-            and (other.recomputes, other.ops) == (option.recomputes, option.ops)
+            and (other.recomputes, other.way) == (option.recomputes, option.way)
             and set(other.held) == set(option.held)
             and other.forward_bytes <= option.forward_bytes
             and other.backward_bytes <= option.backward_bytes

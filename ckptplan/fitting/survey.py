@@ -313,7 +313,7 @@ class _Differs(Exception):
     pass
 
 
-_SAME = {"saved", "pinned", "moves", "ops", "linked", "born", "program_until", "link"}
+_SAME = {"saved", "pinned", "moves", "ops", "ratio", "linked", "born", "program_until", "link"}
 """Fields that must be equal in both chains: positions, not amounts."""
 _EITHER = {"kind", "fingerprint", "notes", "stays", "origin"}
 """Fields that depend on shapes and are taken from one of the two chains."""

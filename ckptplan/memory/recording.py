@@ -274,7 +274,7 @@ def _keep_random_states(
     """
     nbytes = torch.get_rng_state().numel()
     for j, choice in enumerate(choices):
-        if choice.action != "recompute":
+        if choice.action != "recompute" or choice.ratio:
             continue
         mine = {s.direction: s for s in sections if s.segment == 2 * j + 1}
         if set(mine) != {"forward", "backward"}:

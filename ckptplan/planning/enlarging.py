@@ -45,7 +45,7 @@ _REMEMBERED = 16
 """Plans, and shapes without a plan, that are stored."""
 
 _TRIES = {"returned": 1, "thawed": 16} | dict.fromkeys(
-    ("attached", "autocast", "calls", "gradients", "mode", "module", "new", "saved", "stage", "state"), 3
+    ("attached", "autocast", "calls", "compiled", "gradients", "mode", "module", "new", "saved", "stage", "state"), 3
 )
 """Kind of difference that a plan for the present inputs may include -> most plans made because of it. A training that
 thaws other layers by turns needs a plan for each; another kind that stays after three plans can't be planned for."""

@@ -44,6 +44,7 @@ from ckptplan.profiling.times.links import measure_costs, measure_links, sharing
 from ckptplan.profiling.times.overheads import measure_overheads
 from ckptplan.profiling.times.timing import Again, StageWork, Times, time_stages
 from ckptplan.profiling.values.real_run import answered
+from ckptplan.profiling.values.variants import note_variants
 from ckptplan.profiling.workload.inputs import find_inputs
 from ckptplan.profiling.workload.optimizer_names import notes_on
 from ckptplan.profiling.workload.optimizers import make_optimizer, traced_updates
@@ -56,6 +57,7 @@ from ckptplan.tensors.accelerator import empty_cache, is_accelerator
 from ckptplan.tensors.private import is_fake, is_traceable_wrapper_subclass
 from ckptplan.tensors.quantized import tensor_at
 from ckptplan.tensors.storages import local_part, plain_tensors, storages_of, unique_bytes
+from ckptplan.training.compiled import compiled_modules
 from ckptplan.training.gradients import accumulates, starting_gradient_bytes
 from ckptplan.training.inputs import input_tensors
 from ckptplan.training.measure import Outside, collection_off, held_tensors
@@ -252,8 +254,8 @@ def _profile(
     if costs is not None and target.is_cuda:  # first, since it decides which storages may move
         target = dataclasses.replace(target, least_moved_bytes=max(target.least_moved_bytes, costs.least_bytes))
     traced, on_devices, folding = _traced(step, optimizer, target, menus=menus, report=report, rewind=rewind)
-    if target.answers is not None and target.answers.note:
-        notes = [target.answers.note, *notes]
+    if target.answers is not None:
+        notes = [*filter(None, [target.answers.note]), *target.answers.notes, *notes]
     if target.spec is not None:
         return _planned(step, traced, on_devices[0], target, notes)
     report("measuring the runtime")
@@ -318,7 +320,7 @@ def traced_bytes(step: TrainingStep, optimizer: OptimizerLike | None, target: Ta
     with _untouched(step) as rewind, as_ours(step, "tracing"):
         traced, *_ = _traced(step, optimizer, target, menus=False, devices=(), rewind=rewind)
     kinds = [stage.kind for stage in traced.stages]
-    again = ((stage.kind, option.ops) for stage in traced.stages for option in stage.options if option.recomputes)
+    again = ((stage.kind, option.way) for stage in traced.stages for option in stage.options if option.recomputes)
     seconds = Times(
         forward_s=dict.fromkeys(kinds, 1.0),
         backward_s=dict.fromkeys(kinds, 1.0),
@@ -347,6 +349,9 @@ def _traced(
         report("finding stages")
         found = find_stages(step, target)
         rewind()
+        if menus and target.spec is None and compiled_modules(step.model):
+            note_variants(step, target, found.stages, report)
+            rewind()
         report("tracing bytes")
         inputs, others = outside_tensors(step, target)
         outside = [*inputs, *others]
@@ -391,7 +396,7 @@ def _timed(
     again: dict[str, Again] = {}
     for stage in traced.stages:
         again.setdefault(stage.kind, {}).update(
-            (o.ops, tuple(traced.storages[s].nbytes for s in o.saved)) for o in stage.options if o.recomputes
+            (o.way, tuple(traced.storages[s].nbytes for s in o.saved)) for o in stage.options if o.recomputes
         )
     kinds = [stage.kind for stage in traced.stages if not stage.is_glue]
     few = {folding.stages[s]: kind for s, kind in zip(folding.positions, kinds, strict=False)}
@@ -462,9 +467,9 @@ class _Lanes:
                 overhead_s=runtime.swapping_s(option) + self.overheads.copies_s(option, storages),
             )
             for option in stage.options
-            if not option.recomputes or (stage.kind, option.ops) in times.recompute_s
+            if not option.recomputes or (stage.kind, option.way) in times.recompute_s
         ]
-        menu = [option for option in menu if not (option.ops and _beaten(option, menu, storages))]
+        menu = [option for option in menu if not (option.way and _beaten(option, menu, storages))]
         reruns = any(option.name == "recompute" for option in menu)
         # A recompute takes what a run in a sweep does, less what it leaves out behind the last tensor it needs.
         whole = stage.kind, ()
@@ -504,7 +509,7 @@ def _own_s(stage: TracedStage, lane: Times, following: int, code: Overheads) -> 
 
 def _again_s(stage: TracedStage, option: Option, lane: Times) -> float:
     """Seconds in which an option runs its stage again."""
-    return lane.recompute_s.get((stage.kind, option.ops), 0.0) if option.recomputes and stage.has_backward else 0.0
+    return lane.recompute_s.get((stage.kind, option.way), 0.0) if option.recomputes and stage.has_backward else 0.0
 
 
 def _with_times(

@@ -428,7 +428,7 @@ class _Step:
         option = self.option[k]
         self._record("backward", k, self.profile.base_backward_bytes[k], option.backward_bytes, start_s)
         if option.recomputes and option.name != "discard":
-            self.runs[k] += 1
+            self.runs[k] += not option.ratio
             self.clock.run("recompute", stage.name, option.recompute_s)
         overhead_s, launch_s = option.overhead_s, option.launch_s
         if k in self.swapping:

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from ckptplan.core.link import Tier
-from ckptplan.core.option import DISCARD
-from ckptplan.core.plan import Decision, Plan
+from ckptplan.core.plan import Plan
 from ckptplan.runtime.adviser import Adviser
 from ckptplan.runtime.controller import Controller, is_glue
 from ckptplan.runtime.guard.shapes import Larger
@@ -153,12 +152,7 @@ class Applied:
 def planned_runs(plan: Plan) -> tuple[int, ...]:
     """Return, per stage, the number of times that its forward runs in one step; 0 for glue."""
     followed = plan.decided
-
-    def again(i: int, choice: Decision) -> int:
-        once = choice.action == "recompute" and choice.option != DISCARD  # no backward reads what is discarded
-        return max(once, sum(segment.depth(i) for segment in followed.segments))
-
     return tuple(
-        0 if is_glue(name) else 1 + again(i, choice)
+        0 if is_glue(name) else 1 + max(choice.runs_again, sum(segment.depth(i) for segment in followed.segments))
         for i, (name, choice) in enumerate(zip(followed.stages, followed.choices, strict=True))
     )

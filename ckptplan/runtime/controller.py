@@ -44,6 +44,7 @@ from ckptplan.core.segment import Segment
 from ckptplan.core.stage import Phase
 from ckptplan.distributed.own import OwnNames, OwnStorages
 from ckptplan.runtime.guard.check import Checks, Spots
+from ckptplan.runtime.guard.compiled import CompiledStages
 from ckptplan.runtime.guard.engine import OldGraph
 from ckptplan.runtime.guard.paths import Paths, made_nodes
 from ckptplan.runtime.guard.shapes import InputLimits
@@ -59,6 +60,8 @@ from ckptplan.runtime.swap.stores import Store
 from ckptplan.runtime.swap.weights import Group, OnMove, Weights
 from ckptplan.tensors.private import current_graph_task, transform
 from ckptplan.tensors.storages import tensors_in
+from ckptplan.training.compiled import compilations, is_compiled, is_compilers
+from ckptplan.training.variants import at_ratio, check_variants, give_up
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,6 +305,14 @@ class Controller:
     def _find_patches(self, observers: Sequence[Observer], *, one_forward: bool) -> None:
         self._patches = [PatchedForward(module, functools.partial(self._run_stage, module)) for module in self._indices]
         self._compiled = [patch for patch in self._patches if patch.is_compiled]
+        self._compiled_modules = {patch.module for patch in self._patches if is_compiled(patch.module)}
+        self._compiled_stages = CompiledStages(self.counters.differences)
+        self._ratio = [choice.ratio for choice in self._choices]
+        for patch in self._patches:
+            if any(self._ratio[i] for i in self._indices[patch.module]) and not isinstance(
+                patch.original, PatchedForward
+            ):
+                check_variants(patch.module, patch.original)
         self._sees_model = one_forward and self._model not in self._indices
         if self._sees_model:
             self._patches.append(PatchedForward(self._model, self._run_model))
@@ -546,13 +557,37 @@ class Controller:
     ) -> Any:
         choice, index = stage.choice, stage.index
         current.own.enter(stage.module)
-        if choice.action == "recompute" or index in self._segments:
+        if (choice.action == "recompute" and not choice.ratio) or index in self._segments:
             try:
                 return self._run_recomputed(current, stage, original, args, kwargs, again=again)
             except NotRepeatableError as error:  # before the stage has run
                 self.counters.differences.note("repeat", f"stage {stage.name!r} is kept: {error}", error)
         self.counters.runs[index] += 1
-        if choice.action == "swap" or self.weights.uses(index):
+        if stage.module not in self._compiled_modules:
+            return self._run_once(current, stage, original, args, kwargs)
+        before = compilations()
+        try:
+            with at_ratio(self._ratio[index]):
+                output = self._run_once(current, stage, original, args, kwargs)
+        except Exception as error:
+            if not self._ratio[index] or not is_compilers(error):
+                raise
+            give_up(stage.module, self._ratio[index])
+            self.counters.differences.note(
+                "compiled",
+                f"stage {stage.name!r} runs as the model was compiled, and saves more than planned: it can't be "
+                f"compiled to save less ({type(error).__name__}); solve again here",
+            )
+            output = self._run_once(current, stage, original, args, kwargs)
+        self._compiled_stages.look(index, stage.name, before, output)
+        return output
+
+    def _run_once(
+        self, current: _Pass, stage: PlannedStage, original: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a stage whose forward isn't called again in backward."""
+        choice, index = stage.choice, stage.index
+        if choice.transfers or choice.action == "swap" or self.weights.uses(index):
             with current.session.stage(index, choice.transfers, choice.tier):
                 return original(*args, **kwargs)
         if self._paths is None:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from ckptplan.training.compiled import check_not_compiling, keep_compiler_out
+from ckptplan.training.variants import RATIO, variant
 
 
 def entry_point(module: nn.Module) -> str:
@@ -141,6 +142,8 @@ class PatchedForward:
             return original(*args, **kwargs)
         self._running.add(thread)
         try:
+            if RATIO.get() and not isinstance(original, PatchedForward):
+                original = variant(self.module, original)
             return original(*args, **kwargs)
         finally:
             self._running.discard(thread)

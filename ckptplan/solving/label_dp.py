@@ -241,7 +241,7 @@ class LabelDp:
         found = _HeldByStage()
         for s in self.chain.held[k][code]:
             goes = s in option.moved and rules.can_move(storages[s])
-            if s in stage.linked and option.recomputes and not option.ops:
+            if s in stage.linked and option.runs_again and not option.ops:
                 found.linked.append((s, goes))
             elif s in self.tracker.bit:
                 found.tracked.append((s, goes))

@@ -121,7 +121,7 @@ class Simpler:
                 c
                 for c in menu[i]
                 if c != KEEP
-                and (instead or (options[c].recomputes, options[c].ops) == (now.recomputes, now.ops))
+                and (instead or (options[c].recomputes, options[c].way) == (now.recomputes, now.way))
                 and self._moved_bytes(i, c) < self._moved_bytes(i, code)
             ]
             changes += [(i, c) for c in sorted(less, key=lambda c: self._moved_bytes(i, c))]

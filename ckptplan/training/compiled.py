@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from ckptplan.core.errors import UnsupportedModelError
+from ckptplan.tensors.storages import tensors_in
 
 T = TypeVar("T")
 
@@ -40,6 +41,23 @@ def compiled_modules(model: nn.Module) -> dict[str, nn.Module]:
         if is_compiled(module) and not inside:
             found[name] = module
     return found
+
+
+def compilations() -> int:
+    """Number of graphs that the compiler has made in this process so far."""
+    counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
+    return counters["stats"]["unique_graphs"] if counters else 0
+
+
+def ran_compiled(output: Any) -> bool | None:
+    """Whether compiled code made an output; None if it has no graph, which would tell."""
+    nodes = [t.grad_fn for t in tensors_in(output) if t.grad_fn is not None]
+    return any(type(node).__name__.startswith("CompiledFunction") for node in nodes) if nodes else None
+
+
+def is_compilers(error: BaseException) -> bool:
+    """Whether an error is the compiler's own, about code that it can't compile and that hasn't run."""
+    return type(error).__module__ in ("torch._dynamo.exc", "torch._inductor.exc")
 
 
 def keep_compiler_out() -> None:

@@ -39,7 +39,7 @@ ADDED = {
         "rerun_overhead_launch_s": 0.0,
         "forward_wait_s": 0.0,
     },
-    "option": {"launch_s": 0.0, "overhead_s": 0.0},
+    "option": {"launch_s": 0.0, "overhead_s": 0.0, "ratio": 0.0},
     "link": {"copy_s": 0.0},
     "fingerprint": {"accumulates": False, "optimizer": "", "parallel": "", "autocast": ""},
     "plan": {
@@ -96,7 +96,7 @@ def completed(data: dict[str, Any], kind: str) -> dict[str, Any]:
 def with_transfers(choice: dict[str, Any]) -> dict[str, Any]:
     """A decision of "ckptplan.plan/3" in today's form."""
     points = {name: choice[name] for name in ("moves", "release", "prefetch")}
-    rest = {name: value for name, value in choice.items() if name not in points}
+    rest = {"ratio": 0.0} | {name: value for name, value in choice.items() if name not in points}
     return {**rest, "transfers": [points] if points["moves"] else []}
 
 

@@ -18,7 +18,10 @@ from ckptplan.tensors import private
 
 _PACKAGE = Path(ckptplan.__file__).parent
 _OF_SOME_BUILDS = ("cuda", "cudnn", "sdp_priority", "nvtx")
-_LOADED_LATER = ("torch._dynamo", "torch.distributed.", "torch.testing.")
+_LOADED_LATER = (
+    "torch._dynamo", "torch._functorch.config", "torch._functorch.partitioners", "torch._guards", "torch._inductor",
+    "torch.distributed.", "torch.testing.",
+)  # fmt: skip
 """Modules that are imported inside functions; the tests of these functions fail without them."""
 
 

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import logging
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Set
 from typing import Any
 from unittest import mock
 
@@ -435,10 +435,18 @@ class FakeWorld(TorchDispatchMode):
     def runs_compiled(self, kind: str) -> None:
         """Compiled code of that kind runs now; subclasses that trace operations override this."""
 
+    def name_apart(self, ratio: float) -> None:
+        """What is made next in this stage belongs to a variant of compiled code; for subclasses that name storages."""
+
     @property
     def compiled_calls(self) -> dict[Hashable, Any]:
         """Calls of compiled modules, as noted in a real run (`note_compiled` in values/compiled.py)."""
         return {} if self._target.answers is None else self._target.answers.compiled
+
+    @property
+    def noted_ratios(self) -> Set[float]:
+        """Ratios for which variants were noted (`note_at` in values/variants.py)."""
+        return set() if self._target.answers is None else self._target.answers.noted_ratios
 
     def watching(self, modules: Iterable[nn.Module]) -> contextlib.AbstractContextManager[None]:
         """Inside, know when the forwards of these modules, the stages, run; only needed where answers are taken."""

@@ -210,7 +210,7 @@ def _enlarged(stage: TracedStage, nbytes: int) -> TracedStage:
         dataclasses.replace(
             option,
             forward_bytes=option.forward_bytes + nbytes,
-            backward_bytes=option.backward_bytes + (nbytes if option.recomputes else 0),
+            backward_bytes=option.backward_bytes + (nbytes if option.runs_again else 0),
         )
         for option in stage.options
     )

@@ -6,6 +6,7 @@ Each replay runs the step under a plan (replays.py):
   runs all layers, and notes where each storage is made;
 - *keep*: gives the storages that each stage, and the glue between stages, saves, and the bytes no decision changes;
 - *recompute*: gives what recomputing adds, and, beside keep, the bytes that no hook sees;
+- one for each variant of compiled stages (NOTE [Variants] in training/variants.py): gives the storages that they save;
 - further ones until each option that moves nothing was run: they give its temporaries, and what it holds without any
   hook seeing it. Stages that are alike run different options in one replay;
 - two in which as much moves as can, one of saved storages and one of what recomputing holds. If moving adds nothing
@@ -31,7 +32,7 @@ import torch
 from ckptplan.core import rules
 from ckptplan.core.device import Device
 from ckptplan.core.errors import UnsupportedModelError
-from ckptplan.core.option import DISCARD, Action, Option
+from ckptplan.core.option import DISCARD, Action, Option, Way
 from ckptplan.core.plan import KEEP, Decision, Decisions
 from ckptplan.core.progress import counted
 from ckptplan.core.request import Report, ignore_progress
@@ -149,6 +150,17 @@ class _Held:
     recomputes: bool = False
     moves: tuple[int, ...] = ()
     ops: tuple[int, ...] = ()
+    ratio: float = 0.0
+
+    @property
+    def way(self) -> Way:
+        """As of an `Option`."""
+        return self.ratio or self.ops
+
+    @property
+    def runs_again(self) -> bool:
+        """As of an `Option`."""
+        return self.recomputes and not self.ratio
 
     @property
     def all(self) -> tuple[int, ...]:
@@ -263,6 +275,9 @@ class _Tracing:
         self.recomputed = self._run(
             tuple(KEEP if stage_segment(j) in fixed else Decision("recompute") for j in range(len(names)))
         )
+        count = max((len(self._ratios(g)) for g in range(1, 2 * len(names), 2)), default=0)
+        self.all_replays += count
+        self.variants = [self._run(self._at_ratios(n)) for n in range(count)]
         self.resident_bytes = beside.resident + self.kept.left_bytes
         self.segments = [
             g
@@ -275,6 +290,18 @@ class _Tracing:
         self.storages, self.index = self._storages()
         self.menus = [self._menu(g) for g in self.segments]
         self.first_holders = self._first_holders()
+
+    def _ratios(self, g: int) -> tuple[float, ...]:
+        """The ratios of the variants of a stage."""
+        answers = self.target.answers
+        if answers is None or not answers.ratios or g in self.ended or g in self.kept.differentiated:
+            return ()
+        return answers.ratios.get(segment_name(self.names, g).partition("#")[0], ()) if self.kept.saved.get(g) else ()
+
+    def _at_ratios(self, n: int) -> tuple[Decision, ...]:
+        """Decisions under which each stage runs its variant number `n`, if it has one."""
+        ratios = (self._ratios(stage_segment(j))[n : n + 1] for j in range(len(self.names)))
+        return tuple(Decision("recompute", ratio=found[0]) if found else KEEP for found in ratios)
 
     def _run(self, choices: tuple[Decision, ...], *, saves: bool = True) -> Replay:
         self.replays += 1
@@ -375,6 +402,9 @@ class _Tracing:
             for sid in sids:
                 if sid[0] != "backward":
                     wanted.setdefault(sid, self.kept.sizes[sid])
+        for seen in self.variants:
+            for sid in (sid for sids in seen.saved.values() for sid in sids if sid[0] != "backward"):
+                wanted.setdefault(sid, seen.sizes[sid])
         for g in self.segments:
             for choice in self.choices.get(self._kind(g), ()) if g % 2 else ():
                 wanted |= {s: nbytes for s, (nbytes, _) in self._outputs(g, choice).items() if nbytes}
@@ -471,6 +501,7 @@ class _Tracing:
             menu |= self._all_moved(keep, "swap")
             if self._kind(g) in self.choices:
                 menu |= self._half_moved(keep, "swap-1")
+            menu |= self._compiled(g)
             if g not in self.kept.modifies:
                 again = dataclasses.replace(self._held(self.kept.inputs[g].items()), recomputes=True)
                 if g not in self.once:
@@ -494,6 +525,15 @@ class _Tracing:
         if choices:
             menu |= self._all_moved(plain, f"selective-{len(choices)}+swap")
             menu |= self._half_moved(plain, f"selective-{len(choices) + 1}+swap")
+        return menu
+
+    def _compiled(self, g: int) -> _Menu:
+        """The variants of a compiled stage, and each with all that it saves away."""
+        menu: _Menu = {}
+        for n, ratio in enumerate(self._ratios(g), 1):
+            saved = self._held(self.variants[n - 1].saved.get(g, {}).items())
+            plain = dataclasses.replace(saved, recomputes=True, ratio=ratio)
+            menu |= {f"compiled-{n}": plain} | self._all_moved(plain, f"compiled-{n}+swap")
         return menu
 
     def _half_moved(self, option: _Held, name: str) -> _Menu:
@@ -552,7 +592,8 @@ class _Tracing:
                 moves = tuple(p for p in option.moves if moved.get(option.saved[p]) == k)
                 action: Action = "recompute" if option.recomputes else "swap" if option.moves else "keep"
                 point = len(decisions)  # the controller counts module stages alone
-                decisions.append(Decision.moving(action, moves, point, point, names[k], ops=option.ops))
+                fields: dict[str, Any] = {"ops": option.ops, "ratio": option.ratio}
+                decisions.append(Decision.moving(action, moves, point, point, names[k], **fields))
         return tuple(decisions)
 
     # --- bytes ---
@@ -751,10 +792,7 @@ class _Tracing:
         Stages that are alike share the former: each is run by one of them, unless a replay holds what no hook sees. An
         option that moves part of what another one moves has no replay of its own (`_options`).
         """
-        still = [
-            [name for name, held in menu.items() if not held.moves and name not in ("keep", "recompute", DISCARD)]
-            for menu in self.menus
-        ]
+        still = [[name for name, held in menu.items() if held.ops and not held.moves] for menu in self.menus]
         shares = {k: (i, len(group)) for group in alike for i, k in enumerate(group)}
         parts = [names[i::n] for k, names in enumerate(still) for i, n in [shares.get(k, (0, 1))]]
         together = list(itertools.zip_longest(*parts, fillvalue="keep"))
@@ -767,6 +805,7 @@ class _Tracing:
         runs = [_ReplayedRun(each, self._run(self._decisions(each))) for each in together]
         if alike and not all(self._is_local(run, bases) for run in runs):
             return self._runs(bases, ())
+        runs += [_ReplayedRun(self._named(f"compiled-{n}"), seen) for n, seen in enumerate(self.variants, 1)]
         for run in runs:
             self._pin_unseen(run, bases)
         return [*self._runs_of_all(), *runs, *(self._under(each, bases) for each in moving)]
@@ -790,7 +829,7 @@ class _Tracing:
         groups: dict[Any, list[int]] = {}
         for k, (g, menu) in enumerate(zip(self.segments, self.menus, strict=True)):
             like = [
-                (name, o.recomputes, o.moves, o.ops, storages(o.saved, k), storages(o.pinned, k))
+                (name, o.recomputes, o.moves, o.way, storages(o.saved, k), storages(o.pinned, k))
                 for name, o in menu.items()
             ]
             ran = [
@@ -895,8 +934,8 @@ class _Tracing:
         return _StartBytes(base_forward, base_backward)
 
     def _option_names(self, k: int, *, recomputing: bool) -> list[str]:
-        """The options of stage `k` that recompute it, or those that don't."""
-        return [name for name, option in self.menus[k].items() if option.recomputes == recomputing]
+        """The options of stage `k` that run it again, or those of its own code that don't."""
+        return [name for name, option in self.menus[k].items() if option.runs_again == recomputing and not option.ratio]
 
     def _pin(self, k: int, nbytes: int, label: str, options: Iterable[str]) -> int:
         """Add a storage of stage `k` that these options of it hold and can't move; return the last step that has it."""
@@ -921,7 +960,7 @@ class _Tracing:
 
     def _states(self, options: Sequence[_Held]) -> list[int]:
         """Per stage, bytes of the random states that its option holds; no replay counts them."""
-        return [self._state(k) if option.recomputes else 0 for k, option in enumerate(options)]
+        return [self._state(k) if option.runs_again else 0 for k, option in enumerate(options)]
 
     def _states_before(self, options: Sequence[_Held]) -> _StartBytes:
         """Bytes of the random states that are held at the start of each forward and each backward step."""
@@ -1004,7 +1043,7 @@ class _Tracing:
             again = 0
             if "recompute" in self.menus[k]:  # in a segment's sweep it runs again, whether it saves there or not
                 again = self._collected_bytes(g)
-                if not option.recomputes:  # with copies of buffers and of the random state
+                if not option.runs_again:  # with copies of buffers and of the random state
                     again += self._state(k) + self.recomputed.copied_bytes.get(g, 0)
                 again += self.kept.forward[g].wrapped_bytes
             yield Option(
@@ -1016,6 +1055,7 @@ class _Tracing:
                 recomputes=option.recomputes,
                 moves=option.moves,
                 ops=option.ops,
+                ratio=option.ratio,
             )
 
     def _rise(
@@ -1063,7 +1103,7 @@ class _Tracing:
             out.forward_s[kind], out.backward_s[kind] = forward_s, backward_s
             for run in runs:
                 option = menu[run.names[k]]
-                if option.recomputes and not option.moves:  # one that moves as well has a copy's operations besides
+                if option.runs_again and not option.moves:  # one that moves as well has a copy's operations besides
                     again_s = total(run.seen.backward, g) - backward_s
                     out.recompute_s[kind, option.ops] = max(again_s, 0.0)
         return out
@@ -1071,7 +1111,7 @@ class _Tracing:
 
 def _shape(menu: _Menu) -> list[tuple[Any, ...]]:
     """What is equal in menus that have the same options, whatever the storages' numbers."""
-    return [(name, len(held.saved), len(held.pinned), held.moves, held.ops) for name, held in menu.items()]
+    return [(name, len(held.saved), len(held.pinned), held.moves, held.way) for name, held in menu.items()]
 
 
 def _share(group: Sequence[int], options: list[dict[str, Option]], menus: Sequence[_Menu]) -> bool:

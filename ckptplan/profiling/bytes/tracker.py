@@ -62,6 +62,8 @@ _COMPILED = "compiled"
 
 _GATHERED, _NUMBERS = 1 << 20, 1 << 21
 """Added to the numbers of gathers and of saved numbers in names, which no operation's storages have."""
+_APART = 1 << 13
+"""Added to the numbers of what a variant of compiled code makes, as often as its ratio has hundredths."""
 
 OFFLOADED = "offloaded "
 """In the place of a phase, in front of the name of a weight that was there before the step and leaves within."""
@@ -599,6 +601,10 @@ class Tracker(FakeWorld):
         self._table[self._segment].ops.append(
             OpTrace((_COMPILED, (kind,), None), from_real_run=True, at=(len(self.changes),) * 2)
         )
+
+    def name_apart(self, ratio: float) -> None:
+        """Leave out names, so that no storage of a variant is taken for one of another, or of the user's own code."""
+        self._made += round(ratio * 100) * _APART
 
     def _distributed(self, func: Any, args: tuple[Any, ...]) -> torch.Tensor | None:
         """Result of an operation that backward of a maximum (minimum, median) of all elements runs on the CPU.

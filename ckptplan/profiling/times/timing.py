@@ -30,6 +30,7 @@ from torch.autograd.graph import GradientEdge
 from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
+from ckptplan.core import option
 from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.core.plan import Decision
 from ckptplan.core.progress import counted
@@ -54,12 +55,13 @@ from ckptplan.tensors.private import next_sequence_number
 from ckptplan.tensors.storages import same_bits, tensors_in
 from ckptplan.training.compiled import out_of_sight
 from ckptplan.training.step import TrainingStep, without_graph
+from ckptplan.training.variants import at_ratio
 
-Way = tuple[int, ...] | None
-"""How a stage runs: None for plain, otherwise recomputed with the outputs of these operations saved."""
+Way = option.Way | None
+"""How a stage runs: None for plain, otherwise the way of an option (`Option.way`)."""
 
-Again = dict[tuple[int, ...], tuple[int, ...]]
-"""The operations whose outputs a recomputing option saves -> the bytes of each storage that it saves."""
+Again = dict[option.Way, tuple[int, ...]]
+"""The way of a recomputing option -> the bytes of each storage that it saves."""
 
 COMPUTE, LAUNCH = range(2)
 """The lanes: fields of a `Took`."""
@@ -150,7 +152,7 @@ class Times:
 
     forward_s: dict[str, float] = field(default_factory=dict)
     backward_s: dict[str, float] = field(default_factory=dict)
-    recompute_s: dict[tuple[str, tuple[int, ...]], float] = field(default_factory=dict)
+    recompute_s: dict[tuple[str, option.Way], float] = field(default_factory=dict)
     glue_forward_s: dict[int, float] = field(default_factory=dict)
     glue_backward_s: dict[int, float] = field(default_factory=dict)
     error_s: dict[str, float] = field(default_factory=dict)
@@ -249,9 +251,16 @@ class _Timing:
         )
         return statistics.median(b - a for a, b in zip(plain, other, strict=True))
 
-    def least_s(self, kind: str, way: tuple[int, ...], forward_s: float) -> float:
+    def least_s(self, kind: str, way: option.Way, forward_s: float) -> float:
         """Least time of a recompute that can be believed, whatever was measured."""
+        if isinstance(way, float):  # fewer bytes to write may even make compiled code faster; it counts as equally fast
+            return 0.0
         return max(_LEAST_SHARES[not way], _LEAST_OF_OPS * self.rerun_shares.get((kind, way), 0.0)) * forward_s
+
+    def ways_of(self, kind: str) -> list[option.Way]:
+        """The ways in which a kind runs besides plain."""
+        ways = [way for way in self.again.get(kind, {}) if (kind, way) not in self.otherwise]
+        return [way for way in ways if isinstance(way, float)] if kind in self.unlike else ways
 
     def _took_s(self, kind: str, way: Way) -> list[float]:
         """Time of each run of a way, forward and backward together, in the lane that takes longer."""
@@ -453,8 +462,8 @@ class _Timing:
         leaves: list[torch.Tensor] = []
         made: dict[int, torch.Tensor] = {}
         cut = fresh(leaves, made)
-        again = {} if kind in self.unlike else self.again.get(kind, {})
-        ways: list[Way] = [None, *(way for way in again if (kind, way) not in self.otherwise)]
+        again = self.again.get(kind, {})
+        ways: list[Way] = [None, *self.ways_of(kind)]
         parameters = [p for p in module.parameters() if p.requires_grad]
         # A weight that a hook has made has a graph outside of the stage, which can't run backward more than once.
         for m in module.modules():
@@ -473,14 +482,15 @@ class _Timing:
             (start or Snapshot(below(module))).put()
             new_args, new_kwargs = pytree.tree_map_only(torch.Tensor, cut, call.arguments)
             stage = None
-            if way is not None:
+            if way is not None and not isinstance(way, float):
                 choice = Decision("recompute", ops=way)
                 stage = PlannedStage(module, choice, self.device, Counters(), planned_bytes=again[way])
             since = next_sequence_number()
             span = self.watch.begin((kind, way, "forward"))
             with caching(parametrize._cache_enabled):
                 if stage is None:
-                    output = original(*new_args, **new_kwargs)
+                    with at_ratio(way if isinstance(way, float) else 0.0):
+                        output = original(*new_args, **new_kwargs)
                 else:
                     output = run_recomputed(stage, original, new_args, new_kwargs)
                     if stage.counters.other_paths:
@@ -588,18 +598,17 @@ def _medians(timing: _Timing, lane: int) -> Times:
         forward_s = out.forward_s[kind] = statistics.median(t[lane] for t in timing.samples[kind, None, "forward"])
         out.backward_s[kind] = statistics.median(t[lane] for t in timing.samples[kind, None, "backward"])
         out.error_s[kind] = timing.error_s(kind)
-        ways = [way for way in timing.again.get(kind, {}) if (kind, way) not in timing.otherwise]
-        ways = [] if kind in timing.unlike else ways
+        ways = timing.ways_of(kind)
         if lane == LAUNCH:  # Python's share of a recompute is the same whatever the device saves of its work
             out.recompute_s.update(((kind, way), max(timing.excess_s(kind, way, lane), 0.0)) for way in ways)
             continue
         if not ways:
             continue
-        # The first way saves least and so runs most again: the whole stage, if all of it may run again.
-        found_s = [max(timing.excess_s(kind, way, lane), timing.least_s(kind, way, forward_s)) for way in ways]
-        if ways[0] == ():
-            out.recompute_s[kind, ways.pop(0)] = found_s.pop(0)
-        out.recompute_s.update(((kind, way), s) for way, s in zip(ways, _falling(found_s), strict=True))
+        found_s = {way: max(timing.excess_s(kind, way, lane), timing.least_s(kind, way, forward_s)) for way in ways}
+        out.recompute_s.update(((kind, way), s) for way, s in found_s.items())
+        inside = [way for way in ways if way and isinstance(way, tuple)]  # by rising bytes
+        falling = _falling(found_s[way] for way in inside)
+        out.recompute_s.update(((kind, way), s) for way, s in zip(inside, falling, strict=True))
     for (direction, index), values in timing.glue.items():
         table = out.glue_forward_s if direction == "forward" else out.glue_backward_s
         table[index] = statistics.median(t[lane] for t in values[1:] or values)

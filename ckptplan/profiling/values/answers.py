@@ -228,6 +228,12 @@ class Answers:
         Question -> its answers, in order of the calls.
     compiled : dict
         Key of a call of a compiled module -> the `Noted` of it (compiled.py).
+    ratios : dict or None
+        Name of a compiled stage -> the ratios of its variants, falling (variants.py); None: they aren't noted yet.
+    noted_ratios : set of float
+        Ratios for which variants were noted because a replay asked for them.
+    notes : list of str
+        What a reader must know about them.
     draws : bool
         Forward was seen to draw numbers from Python's or numpy's generators.
     storages : dict
@@ -241,6 +247,9 @@ class Answers:
     used: dict[Question, None] = field(default_factory=dict)
     queues: dict[Question, list[Answer]] = field(default_factory=dict)
     compiled: dict[Hashable, Any] = field(default_factory=dict)
+    ratios: dict[str, tuple[float, ...]] | None = None
+    noted_ratios: set[float] = field(default_factory=set)
+    notes: list[str] = field(default_factory=list)
     storages: dict[Hashable, tuple[int, ...]] = field(default_factory=dict)
     draws: bool = False
 
@@ -253,8 +262,10 @@ class Answers:
         """Forget all answers if they are those of another step."""
         self.has_values = has_values
         if step is not self.step:
-            for known in (self.failed, self.phases, self.used, self.queues, self.compiled, self.storages):
+            for known in (self.failed, self.phases, self.used, self.queues, self.compiled, self.storages, self.notes):
                 known.clear()
+            self.noted_ratios.clear()
+            self.ratios = None
             self.draws = False
             self.step = step
 

@@ -10,7 +10,7 @@ NOTE [Compiled calls]
    and gradients, with all of them held so that no address is used twice; then to measure its peaks, with its outputs
    dropped before backward and with its outputs held.
 2. A tensor is noted as the storage that it lies in (an input's, the model's own, the call's n-th new one) and its
-   layout there.
+   layout there. Of the new ones those of outputs come first.
 3. In a replay the call makes the new storages and for a moment a block that raises the live bytes to the measured peak.
    It saves the same tensors in the same order, so positions in a plan mean the same as in the real run.
 4. Its backward fetches all saved tensors at once, as compiled code does, raises the live bytes by what was measured
@@ -52,6 +52,7 @@ from ckptplan.tensors.storages import tensors_in
 from ckptplan.training.compiled import compiled_modules, out_of_sight
 from ckptplan.training.measure import no_cycles_collected, recorded_allocations
 from ckptplan.training.step import TrainingStep
+from ckptplan.training.variants import RATIO
 
 if TYPE_CHECKING:
     from ckptplan.profiling.bytes.fake import FakeWorld
@@ -135,6 +136,26 @@ class Noted:
     made: tuple[Layout, ...]
     gradients: tuple[Lies | None, ...]
 
+    @property
+    def outputs_made(self) -> int:
+        """The number of storages that forward makes for its outputs: the first ones of `new`."""
+        return len({o.lies.number for o in self.outputs if isinstance(o, Output) and o.is_new})
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes that it saves of what forward makes."""
+        own = {lies.number for lies in self.saved if lies.origin == "new"}
+        return sum(self.new[n].elements * self.new[n].dtype.itemsize for n in own) + self.hidden_bytes
+
+    def does_as(self, other: Noted) -> bool:
+        """Whether a call returns and writes the same as another, in storages of the same numbers."""
+        mine, theirs = ((n.outputs_made, n.new[: n.outputs_made], n.spec, n.updated, n.replaced) for n in (self, other))
+        pairs = zip(self.outputs, other.outputs, strict=True)
+        return mine == theirs and all(
+            torch.equal(a, b) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else a == b
+            for a, b in pairs
+        )
+
 
 @dataclass
 class _Storages:
@@ -165,7 +186,7 @@ def _bytes(layouts: tuple[Layout, ...]) -> int:
     return sum(layout.elements * layout.dtype.itemsize for layout in layouts)
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
+def distinct_tensors(tree: Any) -> list[torch.Tensor]:
     """The distinct tensors in `tree`, in order."""
     return list({id(t): t for t in tensors_in(tree)}.values())
 
@@ -205,31 +226,34 @@ def note_compiled(step: TrainingStep, target: Target) -> None:
 
     def runner(name: str, module: nn.Module) -> Callable[..., Any]:
         def run(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            key = _key(name, module, args, kwargs)
+            key = call_key(name, module, args, kwargs)
             if key not in noted:
                 # Autograd saves tensors as usual, whichever hooks are installed around.
                 with OwnHooks(lambda tensor: tensor, lambda tensor: tensor):
-                    noted[key] = _note(name, module, original, args, kwargs, device, key)
+                    noted[key] = note_call(name, module, original, args, kwargs, device, key)
             return original(*args, **kwargs)
 
         return run
 
     with (
-        _patched(found, runner),
+        patched_calls(found, runner),
         OwnHooks(lambda tensor: None, lambda nothing: nothing),
     ):
         step.forward()
 
 
 @contextlib.contextmanager
-def _patched(modules: dict[str, nn.Module], runner: Callable[[str, nn.Module], Callable[..., Any]]) -> Iterator[None]:
+def patched_calls(
+    modules: dict[str, nn.Module], runner: Callable[[str, nn.Module], Callable[..., Any]]
+) -> Iterator[None]:
+    """Inside, calls of these modules go through what `runner` returns for each."""
     _lone_owners()  # cached now: it can't be measured inside a backward
     with installed([StandIn(module, runner(name, module)) for name, module in modules.items()]):
         yield
 
 
-def _key(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Key of a call; calls with equal keys run the same compiled code with the same layouts."""
+def call_key(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Key of a call; calls with equal keys run the same compiled code with the same layouts. Its ratio is the last."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
 
     def described(leaf: Any) -> Hashable:
@@ -242,7 +266,7 @@ def _key(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
     kinds = [kind for kind in ("cpu", "cuda") if torch.amp.is_autocast_available(kind)]
     autocast = tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
-    return name, torch.is_grad_enabled(), module.training, autocast, spec, tuple(map(described, leaves))
+    return name, torch.is_grad_enabled(), module.training, autocast, spec, tuple(map(described, leaves)), RATIO.get()
 
 
 class _Given(torch.autograd.Function):
@@ -260,11 +284,11 @@ class _Given(torch.autograd.Function):
         return tuple(torch.ones_like(t, device=ctx.device) for t in ctx.like)
 
 
-_Trial = functools.partial[Any]
+Trial = functools.partial[Any]
 """A call of a compiled module on inputs cut from their graphs."""
 
 
-def _note(
+def note_call(
     name: str,
     module: nn.Module,
     original: Callable[..., Any],
@@ -273,12 +297,13 @@ def _note(
     device: torch.device,
     key: tuple[Any, ...],
 ) -> Noted:
+    """Run a call as rule 1 says, and describe it."""
     restore = random_state()
     args, kwargs = pytree.tree_map_only(torch.Tensor, fresh([], {}), (args, kwargs))  # cut from their graphs
-    trial: _Trial = functools.partial(original, *args, **kwargs)
+    trial: Trial = functools.partial(original, *args, **kwargs)
     del args, kwargs
     described = _described(name, module, trial)
-    wanting = [*_tensors((trial.args, trial.keywords)), *module.parameters()]
+    wanting = [*distinct_tensors((trial.args, trial.keywords)), *module.parameters()]
     forward_peak, forward_end, backward_peak = _measured(trial, wanting, device, held=False)
     _, _, held_peak = _measured(trial, wanting, device, held=True)
     restore()
@@ -296,18 +321,18 @@ def _note(
     )
 
 
-def _described(name: str, module: nn.Module, trial: _Trial) -> dict[str, Any]:
+def _described(name: str, module: nn.Module, trial: Trial) -> dict[str, Any]:
     """The fields of `Noted` for a call, but for its bytes and its kind."""
-    inputs = _tensors((trial.args, trial.keywords))
+    inputs = distinct_tensors((trial.args, trial.keywords))
     buffers = _buffers(module)
     versions = [t._version for t in inputs]
     storages = _Storages()
     storages.add("input", inputs)
     storages.add("own", _own(module))
-    saved: list[Lies] = []
+    saved: list[torch.Tensor] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        saved.append(storages.find(tensor))
+        saved.append(tensor.detach())
         return tensor
 
     with OwnHooks(out_of_sight(pack), lambda tensor: tensor):
@@ -322,13 +347,14 @@ def _described(name: str, module: nn.Module, trial: _Trial) -> dict[str, Any]:
     now = _buffers(module)
     replaced = tuple(key for key, (_, _, buffer, _) in buffers.items() if now[key][2] is not buffer)
     updated = tuple(key for key, (_, _, b, version) in buffers.items() if key not in replaced and b._version != version)
+    lying = tuple(map(storages.find, saved))
     new = tuple(storages.new)
     gradients = _described_gradients(leaves, [*inputs, *module.parameters()], storages)
     return {
         "new": new,
         "outputs": outputs,
         "spec": spec,
-        "saved": tuple(saved),
+        "saved": lying,
         "updated": updated,
         "replaced": replaced,
         "made": tuple(storages.new[len(new) :]),
@@ -354,7 +380,7 @@ def _described_gradients(
     leaves: list[Any], wanting: list[torch.Tensor], storages: _Storages
 ) -> tuple[Lies | None, ...]:
     """`Noted.gradients`, by a backward of the output with these leaves."""
-    differentiable = [t for t in _tensors(leaves) if t.requires_grad]
+    differentiable = [t for t in distinct_tensors(leaves) if t.requires_grad]
     if not differentiable:
         return (None,) * len(wanting)
     given = [torch.ones_like(t) for t in differentiable]
@@ -367,7 +393,7 @@ def _described_gradients(
     return tuple(where.get(id(t)) for t in wanting)
 
 
-def _measured(trial: _Trial, wanting: list[torch.Tensor], device: torch.device, *, held: bool) -> tuple[int, int, int]:
+def _measured(trial: Trial, wanting: list[torch.Tensor], device: torch.device, *, held: bool) -> tuple[int, int, int]:
     """Run forward and backward and measure them; with `held`, the outputs are held until the end.
 
     Returns
@@ -382,7 +408,7 @@ def _measured(trial: _Trial, wanting: list[torch.Tensor], device: torch.device, 
         meter.mark()
         output = trial()
         meter.mark()
-        differentiable = [t for t in _tensors(output) if t.requires_grad]
+        differentiable = [t for t in distinct_tensors(output) if t.requires_grad]
         if not differentiable:
             meter.mark()
             meter.mark()
@@ -460,11 +486,15 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
         return run
 
-    with _patched(compiled_modules(model), runner):
+    with patched_calls(compiled_modules(model), runner):
         yield
 
 
 # --- the replays ---
+
+
+class NeedsVariantError(Exception):
+    """A replay plays variants that aren't noted, of the ratio in `args`."""
 
 
 @contextlib.contextmanager
@@ -473,7 +503,9 @@ def compiled_as_noted(model: nn.Module, world: FakeWorld) -> Iterator[None]:
 
     def runner(name: str, module: nn.Module) -> Callable[..., Any]:
         def run(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            noted = world.compiled_calls.get(_key(name, module, args, kwargs))
+            noted = world.compiled_calls.get(call_key(name, module, args, kwargs))
+            if noted is None and RATIO.get() and RATIO.get() not in world.noted_ratios:
+                raise NeedsVariantError(RATIO.get())
             if noted is None:
                 raise UnsupportedModelError(
                     f"compiled module {name!r} is called on inputs that it didn't get when the step ran for real: the "
@@ -483,17 +515,17 @@ def compiled_as_noted(model: nn.Module, world: FakeWorld) -> Iterator[None]:
 
         return run
 
-    with _patched(compiled_modules(model), runner):
+    with patched_calls(compiled_modules(model), runner):
         yield
 
 
 def _play(noted: Noted, module: nn.Module, world: FakeWorld, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    inputs = _tensors((args, kwargs))
+    inputs = distinct_tensors((args, kwargs))
     own = _own(module)
     world.runs_compiled(noted.kind)
     world.plays_compiled = True
     try:
-        made = _Played.apply(noted, len(inputs), *inputs, *own)
+        made = _Played.apply(noted, world, len(inputs), *inputs, *own)
     finally:
         world.plays_compiled = False
     buffers = _buffers(module)
@@ -540,9 +572,12 @@ class _Played(torch.autograd.Function):
     """A noted call of a compiled module, played on fake tensors (NOTE [Compiled calls], rules 3 to 5)."""
 
     @staticmethod
-    def forward(ctx: Any, noted: Noted, inputs: int, *tensors: torch.Tensor) -> tuple[Any, ...]:
+    def forward(ctx: Any, noted: Noted, world: FakeWorld, inputs: int, *tensors: torch.Tensor) -> tuple[Any, ...]:
         like = tensors[0] if tensors else None
-        storages = [layout.make() for layout in noted.new]
+        own = noted.outputs_made
+        storages = [layout.make() for layout in noted.new[:own]]
+        world.name_apart(RATIO.get())
+        storages += [layout.make() for layout in noted.new[own:]]
         ctx.hidden = _block(noted.hidden_bytes, like)
         _block(noted.forward_bytes - _bytes(noted.new) - noted.hidden_bytes, like)
         ctx.noted = noted
@@ -603,9 +638,9 @@ class _Played(torch.autograd.Function):
             whole = there.get((lies.origin, lies.number))
             return lies.layout.make() if whole is None else _on(whole, lies.layout)
 
-        needed = ctx.needs_input_grad[2:]
+        needed = ctx.needs_input_grad[3:]
         gradients = [gradient_of(lies, n) for lies, n in zip(noted.gradients, needed, strict=False)]
-        return (None, None, *gradients, *(None for _ in needed[len(gradients) :]))
+        return (None, None, None, *gradients, *(None for _ in needed[len(gradients) :]))
 
 
 class _Counting(torch.autograd.Function):

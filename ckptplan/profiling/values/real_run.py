@@ -38,7 +38,8 @@ from ckptplan.profiling.values.answers import (
     reading_watched,
     sizes_of,
 )
-from ckptplan.profiling.values.compiled import note_compiled, undisturbed
+from ckptplan.profiling.values.compiled import NeedsVariantError, note_compiled, undisturbed
+from ckptplan.profiling.values.variants import note_at
 from ckptplan.runtime.controller import Controller
 from ckptplan.runtime.swap.stores import NULL_STORES
 from ckptplan.runtime.swap.users_hooks import OwnHooks
@@ -88,6 +89,10 @@ def _answered(
     while True:
         try:
             return run()
+        except NeedsVariantError as need:
+            rewind()
+            note_at(step, target, *need.args)
+            rewind()
         except NeedsValues as need:
             report(f"running the step for real, since {need}")
             rewind()

@@ -112,7 +112,7 @@ def _stages(profile: Profile, plan: Plan, explanation: Explanation | None) -> li
         ]
         facts += _moves(choice, option.saved, profile.storages, names)
         if option.recomputes:
-            again = "what it doesn't hold of its forward" if option.ops else "its forward"
+            again = "its forward" if option.way == () else "what it doesn't hold of its forward"
             facts.append(f"its backward runs {again} again: {format_seconds(option.recompute_s)}")
         out.append({"name": stage.name, "option": option.name, "facts": facts})
     for segment in plan.segments:

@@ -36,6 +36,8 @@ def context_fns(plan: Plan) -> dict[str, Callable[[], Contexts]]:
             raise _refused(f"stage {name!r} moves storages", 'actions=("keep", "recompute") and offload="activations"')
         if choice.option == DISCARD:
             raise _refused(f"stage {name!r} discards a graph that forward itself drops", 'actions=("keep",)')
+        if choice.ratio:
+            raise _refused(f"stage {name!r} runs compiled code of its own", "menus=False")
         module = name.partition("#")[0]
         calls.setdefault(module, set()).add((choice.action, choice.ops))
         if len(calls[module]) > 1:

@@ -1,0 +1,207 @@
+"""The variants of compiled stages that are worth a choice: found, compiled, checked and noted in a real run.
+
+NOTE [Noted variants]
+1. Once the stages are known, the step runs for real again, saving nothing. Of each distinct compiled stage a trace
+   lists the bytes that code under ten ratios would save, without compiling (`saved_bytes` in training/partitioner.py).
+   Those that save less than the user's own code are compiled, at most `_MOST` of them, spread over the bytes.
+2. A variant is noted as the user's own code is (NOTE [Compiled calls] in compiled.py), under a key with its ratio.
+3. It is left out, with a note, if it returns or writes something else, or if its outputs, or its gradients for random
+   incoming gradients, aren't those of the user's own code from the same random state, bit for bit. In low precision
+   (autocast, or outputs in 16 bits) gradients may differ by rounding, since fused code rounds where it stores.
+
+Example: a block saves 24 MiB. Under 0.9 to 0.7 it would save 17 MiB, under 0.6 to 0.3 10 MiB and under 0.2 to 0.01 2
+MiB; three variants are compiled, under 0.9, 0.6 and 0.2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ckptplan.core.errors import UnsupportedModelError
+from ckptplan.core.request import Report
+from ckptplan.profiling.target import Target
+from ckptplan.profiling.values.answers import Answers
+from ckptplan.profiling.values.compiled import Noted, call_key, distinct_tensors, note_call, patched_calls
+from ckptplan.profiling.values.cut import fresh
+from ckptplan.runtime.swap.users_hooks import OwnHooks
+from ckptplan.state.restore import random_state
+from ckptplan.tensors.storages import same_bits
+from ckptplan.training.compiled import compiled_modules
+from ckptplan.training.step import TrainingStep
+from ckptplan.training.variants import at_ratio, eager_call
+
+_MOST = 4
+_RATIOS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.01)
+"""Those that are listed; not 0, under which the compiler doesn't save what a partitioner asks for."""
+_LESS = 0.95
+"""Most that a variant may save, as a share of what the user's own code saves."""
+ROUNDING = 2e-2
+"""Most by which a gradient in low precision may differ, as a share of its largest element."""
+_LOW = (torch.float16, torch.bfloat16)
+
+Call = tuple[str, nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+"""The module's name, the module, its own code, and the arguments."""
+
+
+def note_variants(step: TrainingStep, target: Target, stages: Sequence[str], report: Report) -> None:
+    """Note the variants of compiled stages in `target.answers` (NOTE [Noted variants])."""
+    answers = target.answers
+    if answers is None or answers.ratios is not None:
+        return
+    ratios_of = answers.ratios = dict[str, tuple[float, ...]]()
+    names = {stage.partition("#")[0] for stage in stages}
+    found = {name: module for name, module in compiled_modules(step.model).items() if name in names}
+    kinds: dict[str, dict[float, Noted]] = {}
+
+    def note(call: Call, key: tuple[Any, ...]) -> None:
+        kind, name = answers.compiled[key].kind, call[0]
+        if kind not in kinds:
+            kinds[kind] = _variants(call, key, target, report)
+        answers.compiled.update({(*key[:-1], ratio): its for ratio, its in kinds[kind].items()})
+        ratios = ratios_of.get(name, (*kinds[kind],))  # those of all its calls
+        ratios_of[name] = tuple(ratio for ratio in ratios if ratio in kinds[kind])
+
+    _run_for_real(step, found, answers, note)
+
+
+def note_at(step: TrainingStep, target: Target, ratio: float) -> None:
+    """Note the variants of this ratio, for the replay of a plan that was made in another run."""
+    answers = target.answers
+    assert answers is not None
+    answers.noted_ratios.add(ratio)
+    kinds: dict[str, Noted] = {}
+
+    def note(call: Call, key: tuple[Any, ...]) -> None:
+        name, module, original, args, kwargs = call
+        kind, there = answers.compiled[key].kind, (*key[:-1], ratio)
+        with at_ratio(ratio), contextlib.suppress(UnsupportedModelError):  # of a module that the plan leaves as it is
+            if kind not in kinds:
+                kinds[kind] = note_call(name, module, original, args, kwargs, target.device, there)
+            answers.compiled[there] = kinds[kind]
+
+    _run_for_real(step, compiled_modules(step.model), answers, note)
+
+
+def _run_for_real(
+    step: TrainingStep, modules: dict[str, nn.Module], answers: Answers, note: Callable[[Call, tuple[Any, ...]], None]
+) -> None:
+    """Run the step, saving nothing, and call `note` with each noted call of these modules and its key."""
+
+    def runner(name: str, module: nn.Module) -> Callable[..., Any]:
+        def run(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            key = call_key(name, module, args, kwargs)
+            if torch.is_grad_enabled() and key in answers.compiled:
+                with OwnHooks(lambda tensor: tensor, lambda tensor: tensor):
+                    note((name, module, original, args, kwargs), key)
+            return original(*args, **kwargs)
+
+        return run
+
+    with patched_calls(modules, runner), OwnHooks(lambda tensor: None, lambda nothing: nothing):
+        step.forward()
+
+
+def _variants(call: Call, key: tuple[Any, ...], target: Target, report: Report) -> dict[float, Noted]:
+    """Ratio, falling -> the variant of a call of a kind."""
+    name, module, original, args, kwargs = call
+    answers = target.answers
+    assert answers is not None
+    restore = random_state()
+    args, kwargs = pytree.tree_map_only(torch.Tensor, fresh([], {}), (args, kwargs))
+    found: dict[float, Noted] = {}
+    own = answers.compiled[key]
+    if not own.saved_bytes:
+        return found
+    try:
+        report(f"listing what variants of {name!r} would save")
+        for ratio in _spread(_listed(module, original, args, kwargs), own.saved_bytes):
+            report(f"compiling {name!r} to save less, under {ratio}")
+            with at_ratio(ratio):
+                noted = note_call(name, module, original, args, kwargs, target.device, (*key[:-1], ratio))
+            why = _otherwise(own, noted, functools.partial(_ran, original, module, args, kwargs), ratio)
+            if why is None:
+                found[ratio] = noted
+            else:
+                answers.notes.append(f"{name!r} isn't compiled under {ratio}: {why}")
+            restore()
+    except Exception as error:  # the compiler's own are of many kinds, and the user's own code has run
+        answers.notes.append(f"{name!r} isn't compiled to save less: {_told(error)}")
+    finally:
+        restore()
+    return found
+
+
+def _told(error: Exception) -> str:
+    """What a reader needs of an error: the compiler's have long texts."""
+    if isinstance(error, UnsupportedModelError):
+        return str(error)
+    if type(error).__name__ == "Unsupported":
+        return "its code has graph breaks; take them out (TORCH_LOGS=graph_breaks names their lines)"
+    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
+
+
+def _listed(
+    module: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[float, int]:
+    from ckptplan.training.partitioner import saved_bytes
+
+    return saved_bytes(eager_call(module, original), args, kwargs, _RATIOS)
+
+
+def _spread(listed: dict[float, int], own_bytes: int) -> list[float]:
+    """Ratios, falling, of at most `_MOST` distinct numbers of bytes below the user's own."""
+    distinct: dict[int, float] = {}
+    for ratio, nbytes in sorted(listed.items(), reverse=True):
+        if nbytes <= _LESS * own_bytes:
+            distinct.setdefault(nbytes, ratio)
+    ratios = [distinct[nbytes] for nbytes in sorted(distinct, reverse=True)]
+    last = len(ratios) - 1
+    if last < _MOST:
+        return ratios
+    return [ratios[round(i * last / (_MOST - 1))] for i in range(_MOST)]
+
+
+def _ran(
+    original: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+    """Outputs of a call, and the gradients for random ones that come in, the same in each run from a random state."""
+    outputs = distinct_tensors(original(*args, **kwargs))
+    differentiable = [t for t in outputs if t.requires_grad]
+    generator = torch.Generator().manual_seed(0)
+    given = [torch.randn(t.shape, generator=generator).to(t.device, t.dtype) for t in differentiable]
+    wanting = [t for t in (*distinct_tensors((args, kwargs)), *module.parameters()) if t.requires_grad]
+    gradients = torch.autograd.grad(differentiable, wanting, given, allow_unused=True) if differentiable else ()
+    return [t.detach() for t in outputs], [*gradients]
+
+
+def _otherwise(own: Noted, noted: Noted, ran: Callable[[], Any], ratio: float) -> str | None:
+    """Why a variant isn't the user's own code; None if it is."""
+    if not noted.does_as(own):
+        return "it returns or writes something else than the model's own compiled code"
+    if noted.saved_bytes > _LESS * own.saved_bytes:
+        return "it saves as much as the model's own compiled code"
+    restore = random_state()
+    outputs, gradients = ran()
+    restore()
+    with at_ratio(ratio):
+        others, other_gradients = ran()
+    if not all(map(same_bits, outputs, others)):
+        return "it returns other values than the model's own compiled code"
+    low = torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu") or any(t.dtype in _LOW for t in outputs)
+    for a, b in zip(gradients, other_gradients, strict=True):
+        if a is None or b is None:
+            if a is not b:
+                return "its gradients are of other tensors"
+        elif not same_bits(a, b):
+            largest = a.abs().max().item()
+            beyond = (a - b).abs().max().item() / largest if largest else float("inf")
+            if not low or beyond > ROUNDING:
+                return f"its gradients differ, by {beyond:.1e} of their largest element"
+    return None

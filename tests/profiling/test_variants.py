@@ -1,0 +1,276 @@
+"""Variants of compiled stages: mixed over layers, within the budget, with the gradients of the user's own code."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_models import scheduled
+from torch import nn
+from torch._dynamo.utils import counters
+from toy_modules import InTurn, times
+
+from ckptplan.core.errors import InvalidInputError, PlanMismatchError
+from ckptplan.core.option import Option
+from ckptplan.core.plan import Decision, Plan
+from ckptplan.core.profile import Profile
+from ckptplan.core.request import Training
+from ckptplan.profiling.profiler import profile, replayed_bytes
+from ckptplan.profiling.target import find_target
+from ckptplan.profiling.values.variants import _spread
+from ckptplan.runtime.handle import apply
+from ckptplan.runtime.verify import verify
+from ckptplan.training import variants
+from ckptplan.training.step import make_step
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+
+
+class Block(nn.Module):
+    """With dropout, whose numbers the bare knob draws again, and a buffer that forward writes to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 256), nn.Linear(256, 64)
+        self.drop = nn.Dropout(0.1)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.seen.add_(1)
+        return x + self.drop(self.down(nn.functional.gelu(self.up(self.norm(x)))))
+
+
+def model_of(how: str = "compile()", **settings: Any) -> tuple[Any, torch.Tensor]:
+    torch.manual_seed(0)
+    model: Any = InTurn(stem=nn.Linear(16, 64), layers=times(4, Block), head=nn.Linear(64, 100)).train()
+    for i, layer in enumerate(model.layers):
+        if how == "compile()":
+            layer.compile(**settings)
+        elif how == "torch.compile":
+            model.layers[i] = torch.compile(layer, **settings)
+    return model, torch.randn(512, 16)
+
+
+@pytest.fixture(scope="module")
+def planned() -> Iterator[tuple[Any, torch.Tensor, Profile]]:
+    torch._dynamo.reset()
+    model, x = model_of()
+    yield model, x, profile(model, x)
+    torch._dynamo.reset()
+
+
+def named(measured: Profile, *names: str) -> Plan:
+    """The named options in turn over the layers."""
+    options = [s.keep for s in measured.stages]
+    layers = [i for i, s in enumerate(measured.stages) if s.name.startswith("layers.")]
+    for n, i in enumerate(layers):
+        options[i] = measured.stages[i].option(names[n % len(names)])
+    return scheduled(measured, options, ())
+
+
+def variants_of(measured: Profile, stage: str = "layers.1") -> list[Option]:
+    return [o for s in measured.stages if s.name == stage for o in s.options if o.ratio and not o.moves]
+
+
+def check(model: nn.Module, plan: Plan, x: Any, slack: float = 0.01) -> None:
+    v = verify(model, plan, x, repeats=1)
+    assert v.gradients_equal, v.differing
+    assert v.stats.runs == v.stats.planned_runs
+    assert v.stats.swapped_out_bytes == v.stats.swapped_in_bytes == plan.host_bytes
+    assert v.measured_peak_bytes <= plan.peak_bytes <= v.measured_peak_bytes * (1 + slack)
+
+
+def test_each_distinct_stage_has_variants_that_hold_less(planned: Any) -> None:
+    _, _, measured = planned
+    for name in (f"layers.{i}" for i in range(4)):
+        found = variants_of(measured, name)
+        assert 1 <= len(found) <= 4
+        keep = next(s for s in measured.stages if s.name == name).keep
+        held = [sum(measured.storages[s].nbytes for s in option.held) for option in (keep, *found)]
+        assert held == sorted(held, reverse=True)
+        assert len(set(held)) == len(held)
+        assert all(0 < option.ratio < 1 and option.action == "recompute" for option in found)
+
+
+MIXES = (
+    ("compiled-1",),
+    ("compiled-2", "keep"),
+    ("compiled-1", "compiled-2", "recompute"),
+    ("compiled-1+swap", "swap", "compiled-2+swap", "keep"),
+    ("recompute+swap", "compiled-2"),
+)
+
+
+@pytest.mark.parametrize("names", MIXES, ids="-".join)
+def test_mixed_variants_give_the_gradients_of_the_model_as_it_was_compiled(
+    planned: Any, names: tuple[str, ...]
+) -> None:
+    model, x, measured = planned
+    check(model, named(measured, *names), x)
+
+
+def test_layers_of_a_kind_share_what_is_compiled(planned: Any) -> None:
+    """Nothing is compiled for a plan that isn't for its profile: once per kind and ratio."""
+    model, x, measured = planned
+    before = counters["stats"]["unique_graphs"]
+    check(model, named(measured, "compiled-1", "compiled-2"), x)
+    assert counters["stats"]["unique_graphs"] == before
+
+
+def test_a_training_goes_on_as_without_a_plan(planned: Any) -> None:
+    """Over steps, by another batch size than the profile's too, and as before when the plan is gone."""
+    model, x, measured = planned
+    start = {name: t.clone() for name, t in model.state_dict().items()}
+
+    differences: dict[str, int] = {}
+
+    def trained(plan: Plan | None) -> dict[str, torch.Tensor]:
+        model.load_state_dict(start)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        handle = None if plan is None else apply(model, plan)
+        torch.manual_seed(1)
+        for step in range(4):
+            model(x if step < 3 else x[:384]).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if handle is not None:
+            differences.update(handle.stats().differences)
+            handle.remove()
+        return {name: t.clone() for name, t in model.state_dict().items()}
+
+    plain = trained(None)
+    with pytest.warns(RuntimeWarning, match=r"'layers\.0' was compiled again, for inputs of another shape"):
+        under = trained(named(measured, "compiled-2", "compiled-1"))
+    model.load_state_dict(start)
+    assert [name for name in plain if not torch.equal(plain[name], under[name])] == []
+    assert differences.keys() == {"compiled"}  # a batch of another size
+
+
+def test_where_a_variant_cannot_be_compiled_the_model_runs_as_it_was_compiled(
+    planned: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x, measured = planned
+    plan = named(measured, "compiled-1")
+    gradients = [g.clone() for g in _gradients(model, x, None)[0]]
+    monkeypatch.setattr(variants, "_variants", [])
+    monkeypatch.setattr(variants, "_variant_of", weakref.WeakKeyDictionary())
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        raise torch._dynamo.exc.Unsupported("no")
+
+    monkeypatch.setattr(variants, "_calling", lambda: fails)
+    monkeypatch.setattr(torch, "compile", lambda call, **how: call)
+    with pytest.warns(RuntimeWarning, match="'layers.0' runs as the model was compiled"):
+        got, differences = _gradients(model, x, plan)
+    assert all(map(torch.equal, gradients, got))
+    assert differences == {"compiled": 1}  # of the first layer; the others share its code
+
+
+def _gradients(model: Any, x: torch.Tensor, plan: Plan | None) -> tuple[tuple[torch.Tensor, ...], dict[str, int]]:
+    torch.manual_seed(1)
+    handle = None if plan is None else apply(model, plan)
+    found = torch.autograd.grad(model(x).square().mean(), [*model.parameters()])
+    differences = {} if handle is None else dict(handle.stats().differences)
+    if handle is not None:
+        handle.remove()
+    return found, differences
+
+
+def test_replays_of_a_plan_from_another_run_note_its_variants_anew(planned: Any) -> None:
+    model, x, measured = planned
+    plan = named(measured, "compiled-1", "compiled-2+swap")
+    replayed = replayed_bytes(make_step(model, Training(x)), plan, find_target(model))
+    assert 0.98 * plan.peak_bytes <= replayed + measured.resident_bytes <= plan.peak_bytes
+
+
+def test_a_plan_from_a_file_and_in_an_evaluation(planned: Any, tmp_path: Path) -> None:
+    model, x, measured = planned
+    plan = named(measured, "compiled-2")
+    plan.save(tmp_path / "plan.json")
+    again = Plan.load(tmp_path / "plan.json")
+    assert again == plan
+    assert {choice.ratio for choice in again.choices} == {0.0, variants_of(measured)[1].ratio}
+    with apply(model, again):
+        model.eval()
+        with torch.no_grad():
+            got = model(x)
+        model.train()
+    model.eval()
+    with torch.no_grad():
+        assert torch.equal(got, model(x))
+    model.train()
+
+
+def test_bf16_under_autocast_is_within_rounding() -> None:
+    torch._dynamo.reset()
+    model, x = model_of("torch.compile")
+    measured = profile(model, x, amp="bfloat16")
+    assert variants_of(measured, measured.stages[1].name)
+    plan = named(measured, "compiled-1", "compiled-2")
+
+    def ran(plan: Plan | None) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        torch.manual_seed(1)
+        handle = None if plan is None else apply(model, plan)
+        with torch.autocast("cpu", torch.bfloat16):
+            output = model(x)
+        gradients = torch.autograd.grad(output.float().square().mean(), [*model.parameters()])
+        if handle is not None:
+            handle.remove()
+        return output.detach(), [*gradients]
+
+    (output, gradients), (other, others) = ran(None), ran(plan)
+    assert torch.equal(output, other)
+    for a, b in zip(gradients, others, strict=True):
+        assert (a - b).abs().max() <= 2e-2 * a.abs().max()
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [({"backend": "aot_eager"}, "another backend than inductor"), ({"dynamic": True}, "dynamic=True")],
+    ids=["backend", "dynamic"],
+)
+def test_what_has_no_variants_says_so(settings: dict[str, Any], why: str) -> None:
+    torch._dynamo.reset()
+    model, x = model_of(**settings)
+    measured = profile(model, x)
+    assert any(why in note for note in measured.notes)
+    assert not variants_of(measured)
+    torch._dynamo.reset()
+
+
+def test_without_menus_nothing_more_is_compiled() -> None:
+    torch._dynamo.reset()
+    model, x = model_of(backend="aot_eager")
+    assert not any("variants" in note for note in profile(model, x, menus=False).notes)
+    torch._dynamo.reset()
+
+
+def test_a_plan_with_variants_needs_the_compiled_model(planned: Any) -> None:
+    _, _, measured = planned
+    eager, _ = model_of("")
+    with pytest.raises(PlanMismatchError, match="compile"):
+        apply(eager, named(measured, "compiled-1"))
+
+
+def test_ratios_are_spread_over_the_bytes() -> None:
+    listed = {0.9: 90, 0.8: 80, 0.7: 70, 0.6: 60, 0.5: 50, 0.4: 40, 0.3: 30, 0.2: 20, 0.1: 20, 0.01: 10}
+    assert _spread(listed, 100) == [0.9, 0.6, 0.4, 0.01]
+    assert _spread(listed, 45) == [0.4, 0.3, 0.2, 0.01]
+    assert _spread({0.9: 100, 0.5: 99}, 100) == []
+
+
+@pytest.mark.parametrize("ratio", [-0.5, 1.5, float("nan"), "half"])
+def test_ratios_are_checked(ratio: Any) -> None:
+    with pytest.raises(InvalidInputError, match="ratio"):
+        Option("compiled-1", (), (), 0, 0, recomputes=True, ratio=ratio)
+    with pytest.raises(InvalidInputError, match="ratio"):
+        Decision("recompute", ratio=ratio)
+    with pytest.raises(InvalidInputError, match="ratio"):
+        dataclasses.replace(Decision("keep"), ratio=0.5)
