@@ -16,7 +16,15 @@ from ckptplan.core.frontier import Frontier, beats
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.progress import limited, search_state
-from ckptplan.core.request import Limits, SearchKeywords, SolveKeywords, Training, remember, require_known
+from ckptplan.core.request import (
+    Limits,
+    OneSolveKeywords,
+    SearchKeywords,
+    SolveKeywords,
+    Training,
+    remember,
+    require_known,
+)
 from ckptplan.core.units import GIB, format_bytes
 from ckptplan.planning.by_rules import plans_by_rules
 from ckptplan.planning.job import Job, job_of_profile
@@ -49,7 +57,7 @@ def solve(
     max_overhead: float | None = None,
     swap_dir: str | Path | None = None,
     plan_file: str | Path | None = None,
-    **options: Unpack[SolveKeywords],
+    **options: Unpack[OneSolveKeywords],
 ) -> Plan:
     """The fastest plan that fits the budget, and how far from the best possible it can be at most.
 
@@ -80,6 +88,8 @@ def solve(
         What is trained: `loss_fn`, `optimizer`, `device`, `step`, `amp`, `accumulate`, `ddp`, `fsdp`
         (`ckptplan.core.request.Training`); what a plan may use: `actions`, `segments`, `menus`, `host_gb`, `disk_gb`,
         `time_limit_s`, `gap`, `seed`, `workers`, `on_progress`, `on_plan` (`ckptplan.core.request.Limits`).
+        `compile=True` plans the model as if its layers were compiled one by one: those stages that have parts and that
+        the compiler takes whole. It comes back uncompiled; `apply` compiles them, and `remove` takes that back.
 
     Returns
     -------
@@ -94,7 +104,7 @@ def solve(
     """
 
     def alone(together: Together | None = None) -> Plan:
-        require_known(solve, options, SolveKeywords)
+        require_known(solve, options, OneSolveKeywords)
         wanted = Budget.of(budget_gb, budget)
         if (budget_gb, budget) != (None, None) and max_overhead is not None:
             given = f"budget_gb={budget_gb!r}" if budget is None else f"budget={budget!r}"
@@ -116,20 +126,23 @@ def solve(
         if plan_file is not None:
             _check_file_suits(training, together)
             asked = f"{request_text(wanted, limits, max_overhead)}; {_step_text(model_or_profile, training)}"
+            asked += "; compiled" if options.get("compile") else ""
             found = plan_in(plan_file, asked)
             if found is not None and _holds(found, model_or_profile, budget_bytes):
                 return found
         within = limits if together is None else together.shared(limits)
         if together is not None and training.inputs is not None and not isinstance(model_or_profile, Profile):
             training = together.widened_inputs(model_or_profile, training)
-        job = _job(model_or_profile, training, swap_dir, within)
 
-        def solved(budget_bytes: int | None) -> Plan:
-            plan = _solved(job, budget_bytes, wanted.share, max_overhead)
-            limits.on_progress(f"solved: {search_state(plan.step_s, plan.lower_bound_s, plan.peak_bytes)}")
-            return replace(plan, notes=(*notes, *plan.notes))
+        with _compiled(model_or_profile, training, within, options.get("compile", False)) as (names, said):
+            job = _job(model_or_profile, training, swap_dir, within)
 
-        plan = solved(budget_bytes) if together is None else together.planned(job, budget_bytes, solved)
+            def solved(budget_bytes: int | None) -> Plan:
+                plan = _solved(job, budget_bytes, wanted.share, max_overhead)
+                limits.on_progress(f"solved: {search_state(plan.step_s, plan.lower_bound_s, plan.peak_bytes)}")
+                return replace(plan, notes=(*notes, *said, *plan.notes), compiled=names)
+
+            plan = solved(budget_bytes) if together is None else together.planned(job, budget_bytes, solved)
         return plan if plan_file is None else keep(plan, plan_file, asked)
 
     if isinstance(model_or_profile, Profile):
@@ -139,6 +152,19 @@ def solve(
     plan = solved_together(model_or_profile, options.get("ddp"), options.get("fsdp"), alone)
     remember(plan, options)
     return plan
+
+
+def _compiled(
+    model_or_profile: nn.Module | Profile, training: Training, limits: Limits, compiles: bool
+) -> contextlib.AbstractContextManager[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """A context in which the model's layers are compiled if `compiles`, with their names and notes on them."""
+    if not isinstance(compiles, bool) or (compiles and isinstance(model_or_profile, Profile)):
+        raise InvalidInputError(f"compile={compiles!r}; it is True or False, and True goes with a model")
+    if not compiles or isinstance(model_or_profile, Profile):
+        return contextlib.nullcontext(((), ()))
+    from ckptplan.planning.model_job import compiled_for
+
+    return compiled_for(model_or_profile, training, limits)
 
 
 def _free_bytes(

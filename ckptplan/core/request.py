@@ -105,7 +105,13 @@ class PlanKeywords(SearchKeywords, total=False):
 
 
 class SolveKeywords(StepKeywords, PlanKeywords, total=False):
-    """Options of `solve` and `frontier`."""
+    """Options of `frontier`."""
+
+
+class OneSolveKeywords(SolveKeywords, total=False):
+    """Options of `solve`, and of `apply` without a plan."""
+
+    compile: bool
 
 
 class BatchKeywords(TrainingKeywords, SearchKeywords, total=False):
@@ -119,7 +125,7 @@ class ApplyKeywords(LossKeywords, SearchKeywords, total=False):
     disk_gb: float | None
 
 
-class ApplyOrSolveKeywords(StepKeywords, PlanKeywords, total=False):
+class ApplyOrSolveKeywords(OneSolveKeywords, total=False):
     """Options of `apply`: without a plan, those of `solve`; with one, `ApplyKeywords`."""
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import operator
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, replace
 from pathlib import Path
 from types import FunctionType
@@ -16,7 +17,7 @@ from torch import nn
 
 from ckptplan.core.arguments import DeviceLike, OptimizerLike
 from ckptplan.core.ddp import DDP
-from ckptplan.core.errors import InfeasibleBudgetError, PlanMismatchError, RankError
+from ckptplan.core.errors import InfeasibleBudgetError, PlanMismatchError, RankError, UnsupportedModelError
 from ckptplan.core.fsdp import FSDP
 from ckptplan.core.measured import DeviceBytes
 from ckptplan.core.plan import Plan
@@ -30,7 +31,7 @@ from ckptplan.distributed.group import GroupCall, group_call
 from ckptplan.memory.estimate import TrainingBytes, library_blocks
 from ckptplan.planning.job import Job, staged
 from ckptplan.planning.plan_file import name_of, optimizer_text, settings_of
-from ckptplan.profiling.profiler import profile_step, replayed_bytes, stage_inputs, training_step
+from ckptplan.profiling.profiler import compilable_stages, profile_step, replayed_bytes, stage_inputs, training_step
 from ckptplan.profiling.target import Target, find_target
 from ckptplan.profiling.workload.enlarge import Call, tiled_to
 from ckptplan.profiling.workload.inputs import padded
@@ -39,6 +40,7 @@ from ckptplan.runtime.handle import without_plan
 from ckptplan.solving.room import Room
 from ckptplan.tensors import accelerator
 from ckptplan.tensors.storages import unique_bytes
+from ckptplan.training.compiled import stages_compiled
 from ckptplan.training.inputs import input_tensors, read_inputs
 from ckptplan.training.measure import held_tensors, optimizer_tensors
 from ckptplan.training.step import TrainingStep, check_supported, fingerprint
@@ -52,6 +54,34 @@ def job_of_model(model: nn.Module, training: Training, swap_dir: str | Path | No
     step, notes = training_step(model, training, target)
     within = staged(limits) if target.is_cuda else limits
     return job_of_step(step, notes, target, training.optimizer, swap_dir, within)
+
+
+@contextlib.contextmanager
+def compiled_for(
+    model: nn.Module, training: Training, limits: Limits
+) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """Inside, the stages of a model that have parts and that the compiler takes whole are compiled.
+
+    Yields
+    ------
+    names, notes : tuple of str
+
+    Raises
+    ------
+    UnsupportedModelError
+        If the device isn't in this machine.
+    """
+    target = find_target(model, training.device)
+    if target.spec is not None:
+        raise UnsupportedModelError(
+            f"compile=True for {target.description}, which isn't here: what compiled code takes is known only from "
+            "running it; plan on the device, or the model as it is"
+        )
+    check_supported(model)
+    step, _ = training_step(model, training, target)
+    names, notes = compilable_stages(step, target, limits.on_progress)
+    with stages_compiled(step.model, names):
+        yield names, notes
 
 
 def step_text(model: nn.Module, training: Training) -> str:

@@ -44,7 +44,7 @@ from ckptplan.profiling.times.links import measure_costs, measure_links, sharing
 from ckptplan.profiling.times.overheads import measure_overheads
 from ckptplan.profiling.times.timing import Again, StageWork, Times, time_stages
 from ckptplan.profiling.values.real_run import answered
-from ckptplan.profiling.values.variants import note_variants
+from ckptplan.profiling.values.variants import compilable, note_variants
 from ckptplan.profiling.workload.inputs import find_inputs
 from ckptplan.profiling.workload.optimizer_names import notes_on
 from ckptplan.profiling.workload.optimizers import make_optimizer, traced_updates
@@ -216,6 +216,16 @@ def replayed_bytes(step: TrainingStep, plan: Plan, target: Target) -> int:
             return replay(step, plan.replayed, target, accumulating=plan.fingerprint.accumulates).peak_bytes
 
         return answered(peak_bytes, step, target, rewind)
+
+
+@in_own_context
+def compilable_stages(step: TrainingStep, target: Target, report: Report) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The modules of the stages that are worth compiling and that the compiler takes whole, and notes on them."""
+    report("finding the layers to compile")
+    with _untouched(step, runs=True) as rewind, as_ours(step, "tracing"):
+        found = answered(lambda: find_stages(step, target), step, target, rewind)
+        rewind()
+        return compilable(step, found.stages)
 
 
 @in_own_context

@@ -32,6 +32,7 @@ from ckptplan.state.restore import optimizer_tables, restored
 from ckptplan.tensors.accelerator import empty_cache, is_accelerator
 from ckptplan.tensors.storages import local_part, same_bits, unique_bytes
 from ckptplan.training import measure
+from ckptplan.training.compiled import stages_compiled
 from ckptplan.training.gradients import rewinding
 from ckptplan.training.measure import StepPeaks, run_step, step_peaks, timed
 from ckptplan.training.step import TrainingStep, fingerprint, make_step, model_device, training_config
@@ -251,8 +252,10 @@ def verify(
     training.on_device(model_device(model))
     is_wrapped, model = training.model is not model, training.model
     ignored = () if plan.fingerprint.parallel else training.parallel.free_fields("")  # measured as it is now
-    plan.fingerprint.require(fingerprint(training), ignore=("accumulates", *ignored))
+    with stages_compiled(model, plan.compiled):
+        plan.fingerprint.require(fingerprint(training), ignore=("accumulates", *ignored))
     with (
+        stages_compiled(model, plan.compiled),  # in the plain steps, too
         apart(model, optimizer),
         ParameterState(model.parameters()).restored() as parameters,
         training_config(model),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -41,6 +42,20 @@ def compiled_modules(model: nn.Module) -> dict[str, nn.Module]:
         if is_compiled(module) and not inside:
             found[name] = module
     return found
+
+
+@contextlib.contextmanager
+def stages_compiled(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
+    """Inside, the modules of these names are compiled; those that weren't before aren't afterwards."""
+    modules = dict(model.named_modules())
+    found = [modules[name] for name in names if name in modules and not is_compiled(modules[name])]
+    try:
+        for module in found:
+            module.compile()
+        yield
+    finally:
+        for module in found:
+            module.__dict__.pop("_compiled_call_impl", None)
 
 
 def compilations() -> int:

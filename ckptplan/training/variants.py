@@ -76,7 +76,7 @@ def variant(module: nn.Module, original: Callable[..., Any]) -> Callable[..., An
         found = _variant_of.setdefault(module, {})[ratio] = _made(module, original, ratio)
     if found is None or found.given_up:
         return original
-    return functools.partial(found.call, getattr(module, "_orig_mod", module))
+    return functools.partial(found.call, _owner(module))
 
 
 def give_up(module: nn.Module, ratio: float) -> None:
@@ -85,16 +85,14 @@ def give_up(module: nn.Module, ratio: float) -> None:
 
 
 def _made(module: nn.Module, original: Callable[..., Any], ratio: float) -> _Variant:
-    backend, owner = _backend(module, original)
-    parameters = tuple((name, p.shape, p.dtype, p.requires_grad) for name, p in owner.named_parameters())
-    structure = type(owner), repr(owner), parameters
+    backend, structure = backend_of(module, original), structure_of(module)
     for known in _variants:
         if (known.ratio, known.structure) == (ratio, structure) and known.backend == backend:
             return known
     from ckptplan.training.partitioner import SavingDraws
 
     options = {**backend.config, "custom_partitioner_fn": SavingDraws(ratio)}
-    call = torch.compile(_calling(), options=options, fullgraph=True, dynamic=False)
+    call = torch.compile(_function(), options=options, fullgraph=True, dynamic=False)
     _variants.append(_Variant(backend, structure, ratio, call))
     return _variants[-1]
 
@@ -103,21 +101,25 @@ def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return module._call_impl(*args, **kwargs)
 
 
-def _calling() -> Callable[..., Any]:
+def _function() -> Callable[..., Any]:
     """A function that calls a module uncompiled, and for the compiler is neither this package's nor an earlier one."""
     return types.FunctionType(_call.__code__.replace(co_filename="<variant>"), _call.__globals__, "call")
 
 
-def eager_call(module: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
-    """What was compiled as `original`.
+def calling(module: nn.Module) -> Callable[..., Any]:
+    """A function that calls a module uncompiled, for a compiler that hasn't met it."""
+    return functools.partial(_function(), _owner(module))
 
-    Raises
-    ------
-    UnsupportedModelError
-        As in `variant`.
-    """
-    _, owner = _backend(module, original)
-    return functools.partial(_calling(), owner)
+
+def structure_of(module: nn.Module) -> Hashable:
+    """Equal for modules that are compiled to the same code."""
+    owner = _owner(module)
+    return type(owner), repr(owner), tuple((n, p.shape, p.dtype, p.requires_grad) for n, p in owner.named_parameters())
+
+
+def _owner(module: nn.Module) -> nn.Module:
+    """The module that is compiled: `torch.compile` returns one around it."""
+    return getattr(module, "_orig_mod", module)
 
 
 def check_variants(module: nn.Module, original: Callable[..., Any]) -> None:
@@ -128,16 +130,21 @@ def check_variants(module: nn.Module, original: Callable[..., Any]) -> None:
     PlanMismatchError
     """
     try:
-        _backend(module, original)
+        backend_of(module, original)
     except UnsupportedModelError as error:
         raise PlanMismatchError(
             f"the plan runs compiled code that saves less, and {error}; solve again for this model"
         ) from None
 
 
-def _backend(module: nn.Module, original: Callable[..., Any]) -> tuple[Any, nn.Module]:
-    """The compiler's backend for a module, with the options that it was given, and the module that it compiles."""
-    owner = getattr(module, "_orig_mod", module)
+def backend_of(module: nn.Module, original: Callable[..., Any]) -> Any:
+    """The compiler's backend for a module, whose own code is `original`, with the options that it was given.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If a module that is compiled so has no variants.
+    """
     while isinstance(original, functools.partial):  # of the patch around the call (`PatchedForward`)
         original = original.args[0]
     context = inspect.getclosurevars(original).nonlocals.get("self") if inspect.isfunction(original) else None
@@ -154,4 +161,4 @@ def _backend(module: nn.Module, original: Callable[..., Any]) -> tuple[Any, nn.M
         raise UnsupportedModelError(f"a {name} is compiled with dynamic=True, and variants are of fixed shapes")
     if backend.config.get("custom_partitioner_fn") is not None:
         raise UnsupportedModelError(f"a {name} is compiled with a custom_partitioner_fn, in whose place variants come")
-    return backend, owner
+    return backend

@@ -324,7 +324,7 @@ def test_unknown_and_missing_fields_are_named(what: str, tmp_path: Path) -> None
         "step_error", "on_host",
         "rerun_overhead_s", "rerun_overhead_launch_s", "optimizer", "parallel", "least_peak_bytes", "most_peak_bytes",
         "budget_share", "asked", "origin", "autocast", "residents", "offload", "between",
-        "forward_wait_s", "ratio",
+        "forward_wait_s", "ratio", "compiled",
     }  # fmt: skip
     seen = 0
     for path in paths_in(good):

@@ -62,6 +62,7 @@ ADDED = {
         "offload": ["activations"],
         "residents": [],
         "between": 0,
+        "compiled": [],
     },
 }
 """Fields that a file may lack since they were added later, and what their absence means."""

@@ -15,7 +15,8 @@ from torch import nn
 from torch._dynamo.utils import counters
 from toy_modules import InTurn, times
 
-from ckptplan.core.errors import InvalidInputError, PlanMismatchError
+import ckptplan
+from ckptplan.core.errors import InvalidInputError, PlanMismatchError, UnsupportedModelError
 from ckptplan.core.option import Option
 from ckptplan.core.plan import Decision, Plan
 from ckptplan.core.profile import Profile
@@ -164,7 +165,7 @@ def test_where_a_variant_cannot_be_compiled_the_model_runs_as_it_was_compiled(
     def fails(*args: Any, **kwargs: Any) -> Any:
         raise torch._dynamo.exc.Unsupported("no")
 
-    monkeypatch.setattr(variants, "_calling", lambda: fails)
+    monkeypatch.setattr(variants, "_function", lambda: fails)
     monkeypatch.setattr(torch, "compile", lambda call, **how: call)
     with pytest.warns(RuntimeWarning, match="'layers.0' runs as the model was compiled"):
         got, differences = _gradients(model, x, plan)
@@ -274,3 +275,55 @@ def test_ratios_are_checked(ratio: Any) -> None:
         Decision("recompute", ratio=ratio)
     with pytest.raises(InvalidInputError, match="ratio"):
         dataclasses.replace(Decision("keep"), ratio=0.5)
+
+
+def is_compiled(model: nn.Module) -> bool:
+    return any("_compiled_call_impl" in module.__dict__ for module in model.modules())
+
+
+def test_layers_are_compiled_for_a_plan_and_for_no_longer(tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    model, x = model_of("")
+    plan = ckptplan.solve(model, inputs=x, budget="40%", actions=("keep", "recompute"), compile=True)
+    assert plan.compiled == tuple(f"layers.{i}" for i in range(4))  # what stands alone has nothing to fuse
+    assert plan.notes[0] == "4 layers of 1 kind are compiled"
+    assert any(choice.ratio for choice in plan.choices)
+    assert not is_compiled(model)
+    plan.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json")
+    check(model, loaded, x)
+    assert not is_compiled(model)
+    handle = apply(model, loaded)
+    assert is_compiled(model)
+    model(x).mean().backward()
+    assert not handle.stats().differences
+    handle.remove()
+    assert not is_compiled(model)
+    torch._dynamo.reset()
+
+
+class Broken(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return super().forward(x)
+
+
+def test_layers_that_the_compiler_cannot_take_whole_stay_as_they_are() -> None:
+    torch._dynamo.reset()
+    model, x = model_of("")
+    model.layers[2] = Broken()
+    plan = ckptplan.solve(model, inputs=x, budget="60%", compile=True, menus=False)
+    assert plan.compiled == ("layers.0", "layers.1", "layers.3")
+    assert any("'layers.2'" in note and "graph breaks" in note for note in plan.notes)
+    torch._dynamo.reset()
+
+
+def test_compile_needs_a_model_and_its_device() -> None:
+    model, x = model_of("")
+    with pytest.raises(InvalidInputError, match="compile=1"):
+        ckptplan.solve(model, 1, inputs=x, compile=1)  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedModelError, match="compile=True for NVIDIA A100"):
+        ckptplan.solve(model, 1, inputs=x, compile=True, device="a100-40gb")
+    chain = Profile.from_chain([0.1], [0.1], [1], [1], input_bytes=1)
+    with pytest.raises(InvalidInputError, match="goes with a model"):
+        ckptplan.solve(chain, 1, compile=True)

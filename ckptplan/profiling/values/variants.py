@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -33,13 +33,15 @@ from ckptplan.profiling.values.cut import fresh
 from ckptplan.runtime.swap.users_hooks import OwnHooks
 from ckptplan.state.restore import random_state
 from ckptplan.tensors.storages import same_bits
-from ckptplan.training.compiled import compiled_modules
+from ckptplan.training.compiled import compiled_modules, is_compiled
 from ckptplan.training.step import TrainingStep
-from ckptplan.training.variants import at_ratio, eager_call
+from ckptplan.training.variants import at_ratio, backend_of, calling, structure_of
 
 _MOST = 4
 _RATIOS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.01)
 """Those that are listed; not 0, under which the compiler doesn't save what a partitioner asks for."""
+_LEAST_BYTES = 1 << 16
+"""Least bytes that a stage must save of its own: less can't pay for a choice."""
 _LESS = 0.95
 """Most that a variant may save, as a share of what the user's own code saves."""
 ROUNDING = 2e-2
@@ -69,6 +71,49 @@ def note_variants(step: TrainingStep, target: Target, stages: Sequence[str], rep
         ratios_of[name] = tuple(ratio for ratio in ratios if ratio in kinds[kind])
 
     _run_for_real(step, found, answers, note)
+
+
+def compilable(step: TrainingStep, stages: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Run `step` for real; return which of its stages to compile, and notes on them.
+
+    A module without parts has nothing to fuse. Others are traced as the compiler would, once for each structure.
+    """
+    modules = dict(step.model.named_modules())
+    names = dict.fromkeys(stage.partition("#")[0] for stage in stages)
+    found = {name: modules[name] for name in names if any(True for _ in modules[name].children())}
+    called: dict[str, Hashable] = {}
+    given: dict[Hashable, tuple[nn.Module, Any]] = {}
+
+    def runner(name: str, module: nn.Module) -> Callable[..., Any]:
+        def run(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            called[name] = kind = structure_of(module)
+            if kind not in given:
+                given[kind] = module, pytree.tree_map_only(torch.Tensor, fresh([], {}), (args, kwargs))
+            return original(*args, **kwargs)
+
+        return run
+
+    compiled = {name: module for name, module in found.items() if not is_compiled(module)}
+    with patched_calls(compiled, runner), OwnHooks(lambda tensor: None, lambda nothing: nothing):
+        step.forward()
+    tried = {kind: _not_compilable(module, *arguments) for kind, (module, arguments) in given.items()}
+    taken = tuple(name for name, kind in called.items() if tried[kind] is None)
+    kinds = len({called[name] for name in taken})
+    notes = [f"{len(taken)} layers of {kinds} kind{'s' * (kinds != 1)} are compiled"] + [
+        f"{next(name for name in called if called[name] == kind)!r} and its like aren't compiled: {why}"
+        for kind, why in tried.items()
+        if why is not None
+    ]
+    return taken, tuple(notes)
+
+
+def _not_compilable(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    from ckptplan.training.partitioner import saved_bytes
+
+    try:
+        return None if saved_bytes(calling(module), args, kwargs, _RATIOS[:1]) else "no gradient passes through it"
+    except Exception as error:  # the compiler's are of many kinds
+        return _told(error)
 
 
 def note_at(step: TrainingStep, target: Target, ratio: float) -> None:
@@ -117,7 +162,7 @@ def _variants(call: Call, key: tuple[Any, ...], target: Target, report: Report) 
     args, kwargs = pytree.tree_map_only(torch.Tensor, fresh([], {}), (args, kwargs))
     found: dict[float, Noted] = {}
     own = answers.compiled[key]
-    if not own.saved_bytes:
+    if own.saved_bytes < _LEAST_BYTES:
         return found
     try:
         report(f"listing what variants of {name!r} would save")
@@ -152,7 +197,8 @@ def _listed(
 ) -> dict[float, int]:
     from ckptplan.training.partitioner import saved_bytes
 
-    return saved_bytes(eager_call(module, original), args, kwargs, _RATIOS)
+    backend_of(module, original)
+    return saved_bytes(calling(module), args, kwargs, _RATIOS)
 
 
 def _spread(listed: dict[float, int], own_bytes: int) -> list[float]:
