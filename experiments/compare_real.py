@@ -175,17 +175,8 @@ class Pair:
 def make(name: str, quick: bool) -> tuple[nn.Module, Inputs]:
     """Build the model without dropout, and its inputs; with two blocks and little data when `quick`."""
     model, inputs = MODELS[name]()
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        for rate in ("attention_dropout", "dropout"):  # of attention
-            if isinstance(getattr(module, rate, None), float):
-                setattr(module, rate, 0.0)
-    config = getattr(model, "config", None)
-    if hasattr(config, "use_cache"):
-        config.use_cache = False
-    if config is not None and model.loss_type is None:  # else the first step warns, which breaks a compiled graph
-        model.loss_type = "ForCausalLM"
+    without_dropout(model)
+    quiet(model)
     if quick:
         inputs = {key: value[:2] for key, value in inputs.items()}
         if name == "resnet50":
@@ -194,6 +185,24 @@ def make(name: str, quick: bool) -> tuple[nn.Module, Inputs]:
         elif name in BLOCKS:
             replace(model, BLOCKS[name], model.get_submodule(BLOCKS[name])[:2])
     return model, inputs
+
+
+def without_dropout(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for rate in ("attention_dropout", "dropout"):  # of attention
+            if isinstance(getattr(module, rate, None), float):
+                setattr(module, rate, 0.0)
+
+
+def quiet(model: nn.Module) -> None:
+    """Keep no cache of keys, and have the first step not warn, which breaks a compiled graph."""
+    config = getattr(model, "config", None)
+    if hasattr(config, "use_cache"):
+        config.use_cache = False
+    if config is not None and model.loss_type is None:
+        model.loss_type = "ForCausalLM"
 
 
 @contextlib.contextmanager
