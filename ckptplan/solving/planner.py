@@ -24,6 +24,7 @@ from ckptplan.core.request import NO_LIMITS, Limits
 from ckptplan.core.schedule import EQUAL_S
 from ckptplan.core.units import format_bytes
 from ckptplan.solving.bound import process
+from ckptplan.solving.bound.fitting import fitting
 from ckptplan.solving.bound.linear_program import Master
 from ckptplan.solving.bound.pricing import lower_bound
 from ckptplan.solving.bound.relaxation import BoundData, Floats
@@ -194,6 +195,7 @@ class _PlanSearch:
             if self.exhausted:
                 return
             # Storages too many, or the time too short, to try all parts of what may move.
+            self.leave_out()
             self.begin_mixed("scip")
             yield _SearchPart("bound", self.bound, p.large_share)
             yield _SearchPart("mixed-integer program", self.await_mixed)
@@ -205,6 +207,7 @@ class _PlanSearch:
             yield _SearchPart("label DP", self.labels)
         if self.incumbent.best is None:
             yield _SearchPart("smallest peak", self.refuse)
+        self.leave_out()
         yield from self.improvements()
         if self.fewer_than(p.many_plans, p.cells):
             yield _SearchPart("exact search", self.enumerate)
@@ -262,6 +265,10 @@ class _PlanSearch:
     def left_s(self) -> float:
         """Seconds until the deadline."""
         return max(0.0, self.deadline - time.monotonic())
+
+    def leave_out(self) -> None:
+        """Go on without options that don't fit; a first plan, or that there is none, doesn't wait for it."""
+        self.space = self.unmixed = fitting(self.unmixed, self.budget_bytes)
 
     def enumerate(self, until: float) -> None:
         """Exact search over every vector; where copies may go to the disk, another one for the bound."""
