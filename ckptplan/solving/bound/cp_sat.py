@@ -55,23 +55,23 @@ class WholeModel:
 
         self.mixed = mixed
         self.model: Any = cp_model.CpModel()
-        self.most = {v.id: v.upper_bound for v in mixed.model.variables()}
+        self.most = {var.id: var.upper_bound for var in mixed.program.variables}
         self.units = {number: mixed.parts_of.get(number, 1) or UNITS for number in self.most}
         self.amounts = {number for number, parts in mixed.parts_of.items() if not parts}
         self.vars: dict[int, Any] = {
             number: self.model.new_int_var(0, math.ceil(most * self.units[number]), "")
             for number, most in self.most.items()
         }
-        for row in mixed.model.linear_constraints():
+        for row in mixed.program.rows:
             if time.monotonic() > deadline:
                 raise TimeoutError
-            terms = [(term.variable.id, term.coefficient) for term in row.terms()]
-            if row.upper_bound < math.inf:
-                self.add_row(terms, row.upper_bound)
-            if row.lower_bound > -math.inf:
-                self.add_row([(number, -a) for number, a in terms], -row.lower_bound)
-        self.offset = mixed.model.objective.offset
-        terms = [(term.variable.id, term.coefficient) for term in mixed.model.objective.linear_terms()]
+            terms = list(row.terms.items())
+            if row.upper < math.inf:
+                self.add_row(terms, row.upper)
+            if row.lower > -math.inf:
+                self.add_row([(number, -a) for number, a in terms], -row.lower)
+        self.offset = mixed.program.cost.constant
+        terms = list(mixed.program.cost.terms.items())
         self.per_cost = 1.0 if self.is_whole(terms) else LARGEST / max(1.0, self.reach(terms))
         self.cost = sum(math.floor(a * self.per_cost / self.units[number]) * self.vars[number] for number, a in terms)
         self.model.minimize(self.cost)

@@ -45,6 +45,7 @@ from ckptplan.core import rules
 from ckptplan.core.option import Option
 from ckptplan.core.segment import Segment
 from ckptplan.solving.bound.relaxation import unit_of_time
+from ckptplan.solving.bound.rows import Program, total
 from ckptplan.solving.chain import Holder
 from ckptplan.solving.enumerate import PlanSpace
 from ckptplan.solving.parameters import CLOSE, ROUNDING, SOLVER_ERROR
@@ -191,16 +192,14 @@ class MixedModel:
         self.add_memory()
         added_s = [seconds * var for terms in self.added_s for seconds, var in terms]
         lanes = sum(self.forward_s) + sum(self.backward_s) + self.sum([*stalls, *added_s])
-        self.model.minimize(lanes + self.beyond(lanes))
+        self.program.cost = lanes + self.beyond(lanes)
 
     def begin(self, space: PlanSpace, unit: float, second: float) -> None:
         """An empty program, with its units of bytes and seconds."""
-        from ortools.math_opt.python import mathopt
-
         self.space, self.chain, self.profile, self.menu = space, space.chain, space.profile, space.menu
         self.n = self.chain.n
         self.unit, self.second = float(unit), second
-        self.model: Any = mathopt.Model()
+        self.program = Program()
         self.span = 0.0  # of all variables together, by which dual tolerances count
         self.parts_of: dict[int, int] = {}  # variables that aren't 0 or 1 in a plan -> of how many parts, 0: any
         self.added_s: list[list[tuple[float, Any]]] = [[] for _ in range(self.n)]
@@ -236,17 +235,17 @@ class MixedModel:
     def choice(self) -> Any:
         """A variable that is 0 or 1."""
         self.span += 1.0
-        return self.model.add_binary_variable()
+        return self.program.add(1.0, whole=True)
 
     def implied(self) -> Any:
         """A variable from 0 to 1 that every plan gives 0 or 1, without being told to."""
         self.span += 1.0
-        return self.model.add_variable(lb=0.0, ub=1.0)
+        return self.program.add(1.0)
 
     def amount(self, upper: float) -> Any:
         """A variable from 0 to `upper`."""
         self.span += upper
-        var = self.model.add_variable(lb=0.0, ub=upper)
+        var = self.program.add(upper)
         self.parts_of[var.id] = 0
         return var
 
@@ -260,14 +259,12 @@ class MixedModel:
     def require(self, row: Any) -> None:
         """Add a constraint, unless it has no variable: then it is True or False, and holds."""
         if not isinstance(row, bool):
-            self.model.add_linear_constraint(row)
+            self.program.rows.append(row)
 
     @staticmethod
     def sum(terms: Sequence[Any]) -> Any:
         """The sum of terms, 0 of none."""
-        from ortools.math_opt.python import mathopt
-
-        return mathopt.LinearSum(terms) if terms else 0.0
+        return total(terms) if terms else 0.0
 
     def add_segments(self) -> None:
         """y[a,b], and Y[a,k], the sum of y[a',b] over a' <= a and b >= k."""
@@ -882,7 +879,7 @@ class PeakModel(MixedModel):
         self.add_plans(host_bytes)
         self.away = [self.most_out(), self.most_back()]
         self.add_memory()
-        self.model.minimize(self.room)
+        self.program.cost = self.room
 
     def amount(self, upper: float) -> Any:
         """A variable from 0 to `upper`, whole bytes."""

@@ -17,6 +17,7 @@ from ckptplan.solving.parameters import ROUNDING, SOLVER_ERROR
 LEFT_OUT = {
     "propagating/probing/maxprerounds": 0,
     "presolving/sparsify/maxrounds": 0,
+    "presolving/dualsparsify/maxrounds": 0,
     "separating/maxroundsroot": 0,
     "separating/maxrounds": 0,
 }
@@ -51,7 +52,7 @@ def solve(problem: Problem, deadline: float, gap: float) -> BoundResult:
         threads=1,
         gscip=gscip,
     )
-    result = mathopt.solve(model.model, mathopt.SolverType.GSCIP, params=params)
+    result = mathopt.solve(model.program.model(), mathopt.SolverType.GSCIP, params=params)
     bound = result.termination.objective_bounds.dual_bound
     solution = None
     if result.has_primal_feasible_solution():
