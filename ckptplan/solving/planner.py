@@ -26,6 +26,7 @@ from ckptplan.core.units import format_bytes
 from ckptplan.solving.bound import process
 from ckptplan.solving.bound.fitting import fitting
 from ckptplan.solving.bound.linear_program import Master
+from ckptplan.solving.bound.mixed_integer import Suggestion
 from ckptplan.solving.bound.pricing import lower_bound
 from ckptplan.solving.bound.relaxation import BoundData, Floats
 from ckptplan.solving.cost import KEEP, Evaluator, Schedule, Segments
@@ -482,27 +483,25 @@ class _PlanSearch:
     def begin_mixed(self, solver: process.Solver, among: Segments | None = None) -> None:
         """Let a solver of the mixed-integer program run beside what follows.
 
-        With `among`, its outermost segments are some of these: it is solved several times as fast, for a plan alone.
-        When that has ended, the whole program is begun.
+        With `among`, it solves the program in which no others are outermost segments first: several times as fast, for
+        a plan alone.
         """
-        p, best, left_s = self.parameters, self.incumbent.best, self.left_s()
-        if p.large_share * left_s < p.least_s:
-            among = None  # no time for two
-        share_s = (1 - p.last_share if among is None else p.large_share) * left_s
-        if self.incumbent.closed or len(self.space.menu) > p.mixed_stages or share_s < p.least_s or best is None:
+        p, best, gap = self.parameters, self.incumbent.best, self.incumbent.gap
+        begin = time.monotonic()
+        until, first = _after(1 - p.last_share, self.deadline), None
+        if self.incumbent.closed or len(self.space.menu) > p.mixed_stages or until - begin < p.least_s or best is None:
             return
+        if among is not None and p.large_share * self.left_s() >= p.least_s:
+            until_plan = _after(p.large_share, self.deadline)
+            # A plan alone need not be the best one.
+            first = process.Few(among, until_plan, max(gap, p.near) * p.small_share)
+            until = self.deadline - p.last_share * (self.deadline - until_plan)
+        workers = self.limits.workers or 1
         problem = process.Problem(
-            self.unmixed,
-            self.budget_bytes,
-            self.moved_bytes,
-            best.step_s,
-            self.limits.seed,
-            self.limits.workers or 1,
-            among,
+            self.unmixed, self.budget_bytes, self.moved_bytes, best.step_s, self.limits.seed, workers
         )
-        # Of the gap that is wanted a part is for what the program leaves out; a plan alone need not be the best one.
-        gap = self.incumbent.gap if among is None else max(self.incumbent.gap, p.near)
-        running = process.begin(solver, problem, time.monotonic() + share_s, gap * p.small_share)
+        # Of the gap that is wanted a part is for what the program leaves out.
+        running = process.begin(solver, problem, until, gap * p.small_share, first)
         if running is not None:
             self.beside.append(running)
 
@@ -513,7 +512,7 @@ class _PlanSearch:
             self.take_mixed()
 
     def take_mixed(self) -> None:
-        """The bounds, and the plans that they suggest, of the solvers that have ended."""
+        """The bounds, and the plans that they suggest, of the solvers that have an answer."""
         for running in [running for running in self.beside if running.done]:
             if running in self.beside and not self.incumbent.closed:
                 self.take_from(running)
@@ -525,34 +524,36 @@ class _PlanSearch:
         self.beside.clear()
 
     def take_from(self, running: process.Running) -> None:
-        """The bound of a solver that has ended, and the plan that it suggests."""
+        """What a solver has found: a bound, and the plan that it suggests."""
         incumbent, within = self.incumbent, self.incumbent.part
         incumbent.begin("mixed-integer program")
         found = running.found(self.deadline)
-        self.beside.remove(running)
-        whole = running.problem.among is None
+        if not running.left:
+            self.beside.remove(running)
         if found is not None:
-            if whole:
-                incumbent.prove(found.bound_s)
-                if found.complete:  # another solver would find no more
-                    self.exhausted = True
-                    self.end_mixed()
+            incumbent.prove(found.bound_s)
+            if found.complete:  # another solver would find no more
+                self.exhausted = True
+                self.end_mixed()
             if found.solution is not None:
-                codes, segments, transfers = found.solution
-                incumbent.offer(codes, segments)
-                evaluator, until = incumbent.evaluator, _after(self.parameters.small_share, self.deadline)
-                schedule = evaluator.transferred(codes, segments, transfers, self.budget_bytes, until)
-                if schedule is not None:
-                    incumbent.take(schedule)
-                schedule = evaluator.schedule(codes, self.budget_bytes, segments)
-                if schedule is not None and not incumbent.closed:
-                    self.retimed(schedule, until)
-                if not incumbent.closed:
-                    self.in_parts([(codes, segments)], until)
-        if not whole:
-            self.begin_mixed("scip")
+                self.suggested(found.solution)
         incumbent.report()
         incumbent.part = within
+
+    def suggested(self, solution: Suggestion) -> None:
+        """Take the plan that a solver suggests, with its own transfers and better ones, and small changes of it."""
+        incumbent, evaluator = self.incumbent, self.incumbent.evaluator
+        codes, segments, transfers = solution
+        incumbent.offer(codes, segments)
+        until = _after(self.parameters.small_share, self.deadline)
+        found = evaluator.transferred(codes, segments, transfers, self.budget_bytes, until)
+        if found is not None:
+            incumbent.take(found)
+        for start in (found, evaluator.schedule(codes, self.budget_bytes, segments)):
+            if start is not None and not incumbent.closed:
+                self.retimed(start, until)
+        if not incumbent.closed:
+            self.in_parts([(codes, segments)], until)
 
     def refuse(self, until: float) -> None:
         """Raise where the budget is below the smallest peak; else start from the vector that has it."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import os
 import random
 import signal
@@ -55,7 +54,7 @@ def test_bounds_and_plans_of_a_process_of_its_own(solver: process.Solver) -> Non
     assert running is not None
     found = running.found(time.monotonic() + 60)
     assert found is not None
-    assert running.done
+    assert not running.left
     assert found.solution is not None
     codes, segments, transfers = found.solution
     plan = solve_profile(profile, budget, Limits(gap=0.0))
@@ -95,34 +94,37 @@ def test_it_is_used_where_the_linear_bound_leaves_a_gap() -> None:
     assert linear.bound_s <= plan.lower_bound_s <= simulate(profile, plan).makespan_s * ROUNDING
 
 
-def test_a_program_with_a_few_segments_suggests_plans_and_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_with_a_few_segments_suggests_a_plan_and_proves_nothing() -> None:
+    profile, budget = one_with_a_gap()
+    best = solve_profile(profile, budget, Limits(gap=0.0))
+    problem = problem_of(profile, budget)
+    first = process.Few((), time.monotonic() + 30, 1e-4)
+    running = process.begin("scip", problem, time.monotonic() + 60, 1e-6, first)
+    assert running is not None
+    few, whole = (running.found(time.monotonic() + 60) for _ in range(2))
+    assert few is not None
+    assert few.solution is not None
+    assert not few.solution.segments
+    assert (few.bound_s, few.complete) == (0.0, False)
+    assert whole is not None
+    assert whole.bound_s <= best.step_s * ROUNDING
+    assert whole.solution_s <= few.solution_s * (1 + 2e-4)
+    assert whole.complete
+    assert running.left == 0
+
+
+def test_long_chains_begin_with_a_few_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     profile, budget = one_with_a_gap()
     steer(monkeypatch, cp_sat_stages=0)
-    asked: list[process.Problem] = []
+    asked: list[process.Few | None] = []
 
-    class Ended:
-        """A process that ends while the label DP is at work, with a bound that is none."""
-
-        def __init__(self, problem: process.Problem) -> None:
-            self.problem = problem
-
-        @property
-        def done(self) -> bool:
-            return any(frame.function == "labels" for frame in inspect.stack())
-
-        def found(self, _: float) -> process.BoundResult:
-            return process.BoundResult(10 * profile.baseline_step_s, None, complete=True)
-
-        def end(self) -> None: ...
-
-    def begin(solver: process.Solver, problem: process.Problem, *_: float) -> Any:
-        asked.append(problem)
-        return None if problem.among is None else Ended(problem)
+    def begin(*given: Any) -> None:
+        asked.append(given[-1])
 
     monkeypatch.setattr(process, "begin", begin)
-    plan = solve_profile(profile, budget, Limits(gap=0.0, time_limit_s=5))
-    assert [problem.among is None for problem in asked] == [False, True]
-    assert plan.lower_bound_s <= plan.step_s < 10 * profile.baseline_step_s
+    solve_profile(profile, budget, Limits(gap=0.0, time_limit_s=5))
+    assert len(asked) == 1
+    assert asked[0] is not None
 
 
 def test_no_time_and_a_process_that_fails_or_is_late_are_no_bound(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,8 @@
 """Solvers of the mixed-integer program, each in a process beside the other searches, which can be ended at any time.
 
-A solver is a module of this package with a function `solve(problem, deadline, gap)` that returns a `BoundResult`.
+A solver is a module of this package with a function `solve(problem, deadline, gap)` that returns a `BoundResult`. A
+process may solve a program with few segments first, for a plan: it hands that out, and goes on with the whole program
+without another start, for a solution no worse than that.
 """
 
 from __future__ import annotations
@@ -10,13 +12,15 @@ import importlib
 import math
 import os
 import pickle
+import queue
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import IO, Literal, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
 from ckptplan.core.segment import Segment
 from ckptplan.solving.bound.mixed_integer import MixedModel, Suggestion
@@ -63,45 +67,66 @@ class BoundResult(NamedTuple):
     solution : Suggestion, optional
     complete : bool
         Whether the solver came to its end before the time did: more time, or another solver, would give no more.
+    solution_s : float
+        What the program takes the solution to last; the plan may take longer.
     """
 
     bound_s: float
     solution: Suggestion | None
     complete: bool
+    solution_s: float = math.inf
+
+
+class Few(NamedTuple):
+    """Outermost segments with which alone the program is solved first; until when and to what gap."""
+
+    segments: Sequence[Segment]
+    deadline: float
+    gap: float
 
 
 class Running:
-    """The process at work on a problem."""
+    """The process at work on a problem.
 
-    def __init__(self, problem: Problem, process: subprocess.Popen[bytes], answer: IO[bytes]) -> None:
-        self.problem, self.process, self.answer = problem, process, answer
+    Attributes
+    ----------
+    left : int
+        Answers that are to come.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], left: int = 1) -> None:
+        self.process, self.left = process, left
+        self._answers: queue.SimpleQueue[BoundResult | None] = queue.SimpleQueue()
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        """Take answers as they come, and None when there is none any more."""
+        errors = EOFError, OSError, ValueError, pickle.UnpicklingError
+        with contextlib.suppress(*errors), self.process.stdout or contextlib.nullcontext() as answers:
+            while answers is not None:
+                self._answers.put(pickle.load(answers))
+        self.process.wait()
+        self._answers.put(None)
 
     @property
     def done(self) -> bool:
-        """Whether it has ended."""
-        return self.process.poll() is not None
+        """Whether there is an answer, or there will be none."""
+        return not self._answers.empty()
 
     def found(self, until: float) -> BoundResult | None:
-        """Wait for it until this time (of `time.monotonic()`), and end it; None if it failed or hasn't ended by itself.
-
-        It looks at the clock now and then alone, so it may be later than it should by a second or two.
-        """
-        try:
-            if self.process.wait(max(0.0, until - time.monotonic())) != 0:
-                return None
-            self.answer.seek(0)
-            answer: BoundResult = pickle.load(self.answer)
-            return answer
-        except subprocess.TimeoutExpired:
-            return None
-        finally:
+        """Wait for an answer until this time (of `time.monotonic()`); None, and it is ended, if none comes."""
+        answer = None
+        with contextlib.suppress(queue.Empty):
+            answer = self._answers.get(timeout=max(0.0, until - time.monotonic()))
+        self.left = 0 if answer is None else self.left - 1
+        if not self.left:
             self.end()
+        return answer
 
     def end(self) -> None:
         """End it, whatever it is at."""
         self.process.kill()
         self.process.wait()
-        self.answer.close()
 
 
 def wait_for(runnings: Sequence[Running], until: float) -> None:
@@ -110,32 +135,39 @@ def wait_for(runnings: Sequence[Running], until: float) -> None:
         time.sleep(POLL_S)
 
 
-def begin(solver: Solver, problem: Problem, deadline: float, gap: float) -> Running | None:
+def begin(solver: Solver, problem: Problem, deadline: float, gap: float, first: Few | None = None) -> Running | None:
     """Minimise until `deadline` (of `time.monotonic()`) or to a relative gap; None if no process is to be had."""
-    seconds = deadline - time.monotonic()
-    if seconds <= 0 or not sys.executable or getattr(sys, "frozen", False):  # in a program that embeds Python
+    now = time.monotonic()
+    if deadline <= now or not sys.executable or getattr(sys, "frozen", False):  # in a program that embeds Python
         return None
+    if first is not None:
+        first = first._replace(deadline=time.time() + first.deadline - now)
     # The child imports what this process does, from the same places, and nothing from the working directory.
     start = f"import sys; sys.path[:] = {sys.path!r}; from ckptplan.solving.bound.process import main; main()"
-    command = [sys.executable, "-c", start, solver, repr(time.time() + seconds), repr(gap)]
-    with contextlib.ExitStack() as files, contextlib.suppress(OSError):  # no such program, or no process or file
-        question, answer = (files.enter_context(tempfile.TemporaryFile()) for _ in range(2))
-        pickle.dump(problem, question)
+    command = [sys.executable, "-c", start, solver, repr(time.time() + deadline - now), repr(gap)]
+    with contextlib.suppress(OSError), tempfile.TemporaryFile() as question:  # no such program, or no process or file
+        pickle.dump((problem, first), question)
         question.seek(0)
-        process = subprocess.Popen(command, stdin=question, stdout=answer, stderr=subprocess.DEVNULL)
-        files.pop_all()
-        question.close()
-        return Running(problem, process, answer)
+        process = subprocess.Popen(command, stdin=question, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        return Running(process, 1 if first is None else 2)
     return None
 
 
 def main() -> None:
-    """Solve the problem on stdin to the time and gap that the arguments say, and write the answer."""
+    """Solve the problem on stdin to the time and gap that the arguments say, and write the answers."""
     answer = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # the solver prints now and then
     solver = importlib.import_module(f"{__package__}.{sys.argv[1]}")
-    deadline = time.monotonic() + float(sys.argv[2]) - time.time()
-    problem: Problem = pickle.load(sys.stdin.buffer)
-    found = solver.solve(problem, deadline, float(sys.argv[3]))
+    late_s = time.monotonic() - time.time()
+    problem: Problem
+    first: Few | None
+    problem, first = pickle.load(sys.stdin.buffer)
     with os.fdopen(answer, "wb") as out:
-        pickle.dump(found, out)
+        if first is not None:
+            few = replace(problem, among=first.segments)
+            found: BoundResult = solver.solve(few, first.deadline + late_s, first.gap)
+            pickle.dump(found._replace(bound_s=0.0, complete=False), out)  # there are other plans
+            out.flush()
+            # The whole program has that solution, too.
+            problem = replace(problem, below_s=min(problem.below_s, found.solution_s))
+        pickle.dump(solver.solve(problem, float(sys.argv[2]) + late_s, float(sys.argv[3])), out)

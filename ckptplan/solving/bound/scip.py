@@ -54,9 +54,10 @@ def solve(problem: Problem, deadline: float, gap: float) -> BoundResult:
     )
     result = mathopt.solve(model.program.model(), mathopt.SolverType.GSCIP, params=params)
     bound = result.termination.objective_bounds.dual_bound
-    solution = None
+    solution, solution_s = None, math.inf
     if result.has_primal_feasible_solution():
         values = {var.id: value for var, value in result.variable_values().items() if value > SOLVER_ERROR}
-        solution = model.read(values)
+        solution, solution_s = model.read(values), result.objective_value() * model.second
     bound_s = model.bound_s(bound if bound < limit else math.inf, ROUNDING)
-    return BoundResult(bound_s, solution, result.termination.reason == mathopt.TerminationReason.OPTIMAL)
+    complete = result.termination.reason == mathopt.TerminationReason.OPTIMAL
+    return BoundResult(bound_s, solution, complete, solution_s)
