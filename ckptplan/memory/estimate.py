@@ -48,7 +48,7 @@ from ckptplan.runtime.guard.spots import SHEET_BYTES
 from ckptplan.state.process import in_own_context
 from ckptplan.state.restore import restored
 from ckptplan.tensors.storages import local_part
-from ckptplan.training.compiled import refuse_compiled
+from ckptplan.training.compiled import compiled_modules
 from ckptplan.training.gradients import accumulates, starting_gradients
 from ckptplan.training.step import TrainingStep, caching, check_supported, every_layer, inputs_text, planned_config
 
@@ -144,7 +144,6 @@ def estimate(
     _check_emptying(empty_cache, target)
     keeps = _checked(keeps, holds_output=holds_output)
     check_supported(model, checkpoints=plan is None)
-    refuse_compiled(model, "an estimate is made without running the model")
     if request.accumulate is None and plan is not None and plan.fingerprint.accumulates:
         request = replace(request, accumulate=True)
     steps, notes = batch_steps(model, request, target, accumulation_steps)
@@ -173,7 +172,7 @@ def estimate(
     with (
         _config(model, plan),
         steps[0].parallel.reduced() as run.keeps_whole_gradients,
-        restored(model, reached, runs=False) as rewind,
+        restored(model, reached, runs=bool(compiled_modules(model))) as rewind,
     ):
         rewind()
         found = run.estimate(rewind, settings)

@@ -118,26 +118,6 @@ def check_compiled(model: nn.Module) -> None:
         raise UnsupportedModelError(f"the model is compiled as a whole, so a plan can't reach its stages; {_REMEDY}")
 
 
-def refuse_compiled(model: nn.Module, since: str) -> None:
-    """Refuse a model with compiled modules, since the memory of compiled code is known only from running it.
-
-    Parameters
-    ----------
-    since : str
-        The reason, for the message.
-
-    Raises
-    ------
-    UnsupportedModelError
-    """
-    found = compiled_modules(model)
-    if found:
-        raise UnsupportedModelError(
-            f"module {next(iter(found))!r} is compiled, and {since}; do this with the uncompiled model, or plan the "
-            "compiled one on the device where it is to run"
-        )
-
-
 def check_not_compiling(module: nn.Module) -> None:
     """Refuse to run inside of a compiled region.
 

@@ -279,10 +279,19 @@ def test_a_region_over_several_stages_is_refused(eager: tuple[Any, torch.Tensor,
         apply(model, plan)
 
 
-def test_estimates_and_absent_devices_want_the_uncompiled_model() -> None:
+def test_estimates_know_compiled_stages(planned: tuple[Any, torch.Tensor, Profile]) -> None:
+    model, x, measured = planned
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    plan = plan_of(measured, "recompute", "keep")
+    assert estimate(model, x).peak_bytes == plan_of(measured, "keep").peak_bytes
+    assert 0.99 * plan.peak_bytes <= estimate(model, x, plan=plan).peak_bytes <= plan.peak_bytes
+    assert all(torch.equal(t, model.state_dict()[name]) for name, t in before.items())
+
+
+def test_absent_devices_want_the_uncompiled_model() -> None:
     model, x = build("compile()")
     with pytest.raises(UnsupportedModelError, match=r"'layers.0' is compiled.*uncompiled"):
-        estimate(model, x)
+        estimate(model, x, device="a100-40gb")
     with pytest.raises(UnsupportedModelError, match=r"'layers.0' is compiled.*uncompiled"):
         profile(model, x, device="a100-40gb")
 
