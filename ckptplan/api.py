@@ -225,7 +225,7 @@ def _solved(job: Job, budget_bytes: int | None, share: float | None, max_overhea
     plan = job.reserving(plan)
     needs = job.needs(plan)
     if needs > plan.budget_bytes:  # the bound is one for fewer bytes
-        plan = plan.within(needs, plan.baseline_step_s)
+        plan = plan.within(needs, job.profile.fastest_step_s)
     return _with_range(job, plan)
 
 
@@ -280,10 +280,10 @@ def frontier(
             plans = frontier_profile(one.profile, points, limits)
             one = replace(one, limits=each)
             found.append(Frontier.of(_checked(one, plans)).improved(_checked(one, _better_rules(one, plans))))
-        return _united(found)
+        return _united(found, job.profile.fastest_step_s)
 
 
-def _united(frontiers: Sequence[Frontier]) -> Frontier:
+def _united(frontiers: Sequence[Frontier], fastest_s: float) -> Frontier:
     """Return the best plans of several frontiers of one job; a bound is one for the plans of all."""
     plans = []
     for frontier in frontiers:
@@ -292,7 +292,7 @@ def _united(frontiers: Sequence[Frontier]) -> Frontier:
             for other in frontiers:
                 larger = [p for p in other if p.budget_bytes >= plan.budget_bytes]
                 nearest = min(larger, key=lambda p: p.budget_bytes, default=None)
-                bounds.append(plan.baseline_step_s if nearest is None else nearest.lower_bound_s)
+                bounds.append(fastest_s if nearest is None else nearest.lower_bound_s)
             plans.append(plan if len(frontiers) == 1 else plan.within(plan.budget_bytes, min(bounds)))
     return Frontier.of(plans)
 
@@ -318,7 +318,7 @@ def _checked(job: Job, plans: Iterable[Plan]) -> list[Plan]:
             # at least as many bytes of tensors holds for all plans within that.
             budget_bytes = max(plan.budget_bytes, plan.reserved_bytes)
             above_s = (found.lower_bound_s for found in plans if found.budget_bytes >= budget_bytes)
-            plan = plan.within(budget_bytes, max(above_s, default=plan.baseline_step_s))
+            plan = plan.within(budget_bytes, max(above_s, default=job.profile.fastest_step_s))
         elif job.needs(plan) > plan.budget_bytes:
             try:
                 plan = job.solved(plan.budget_bytes)

@@ -319,12 +319,39 @@ def dropped(rng: random.Random, chain: Profile) -> Profile:
     return replace(chain, stages=tuple(stages), storages=tuple(storages))
 
 
+def compiled(rng: random.Random, chain: Profile) -> Profile:
+    """A chain some of whose stages are compiled: they have variants that save less, of which some are faster."""
+    stages = list(chain.stages)
+    for i, stage in enumerate(stages):
+        if stage.is_glue or not stage.has_backward or stage.find("compiled-1") or rng.random() < 0.4:
+            continue
+        slower_s, keep = rng.choice((0.0, 0.5, 2.0)), stage.keep
+        menu = [replace(option, overhead_s=option.overhead_s + slower_s) for option in stage.options]
+        for k in range(rng.randint(1, 2)):
+            kept = tuple(s for s in keep.saved if rng.random() < 0.6)
+            more, ratio = rng.randint(0, 12), 0.5 / (k + 1)
+            variant = Option(
+                f"compiled-{k + 1}", kept, keep.pinned, keep.forward_bytes + rng.randint(0, 3),
+                keep.backward_bytes + more, rng.choice((0.0, 0.25, 3.0)), recomputes=True, ratio=ratio,
+            )  # fmt: skip
+            menu.append(variant)
+            if kept and rng.random() < 0.5:
+                moves = tuple(range(len(kept)))
+                menu.append(replace(variant, name=f"compiled-{k + 1}+swap", moves=moves, overhead_s=0.25))
+        stages[i] = replace(stage, options=tuple(menu))
+    return replace(chain, stages=tuple(stages))
+
+
 def random_chain(seed: int, n: int, *, most_options: int = 7) -> Profile:
-    """One of the two, two rich ones to each textbook one; two in seven are launched, one rich one in five `dropped`."""
+    """One of the two, two rich ones to each textbook one; two in seven are launched, one rich one in five `dropped`.
+
+    One in eleven has `compiled` stages.
+    """
     rng = random.Random(seed)
     chain = textbook_chain(rng, n) if seed % 3 == 0 else rich_chain(rng, n, most_options=most_options)
     chain = launched(rng, chain) if seed % 7 < 2 else chain
-    return dropped(rng, chain) if seed % 3 and seed % 5 == 2 else chain
+    chain = dropped(rng, chain) if seed % 3 and seed % 5 == 2 else chain
+    return compiled(rng, chain) if seed % 11 == 4 else chain
 
 
 def with_residents(rng: random.Random, chain: Profile) -> Profile:

@@ -66,8 +66,9 @@ class Option:
     launch_s : float
         Time in which the host launches the recompute and starts the copies; 0 if the host isn't modelled.
     overhead_s : float
-        Compute time that the option takes besides: what its copies take from the compute beside them, and the runtime's
-        own code. All of it is counted in backward.
+        Compute time that the option takes besides: what its copies take from the compute beside them, the runtime's
+        own code, and where compiled code that saves less is faster, what the user's own takes more than the fastest.
+        All of it is counted in backward.
     ratio : float
         `activation_memory_budget` of the compiled code that runs in place of the user's own (NOTE [Variants] in
         training/variants.py), which saves less and computes a part again within backward; 0: the user's own code.
@@ -101,10 +102,10 @@ class Option:
                 "recomputes=False"
             )
         check_ratio(owner, self.ratio, self.ops)
-        if not self.recomputes and not self.moves and (self.launch_s or self.overhead_s):
+        if not self.recomputes and not self.moves and self.launch_s:
             raise InvalidInputError(
-                f"{owner}: launch_s={self.launch_s}, overhead_s={self.overhead_s} must be 0 with recomputes=False and "
-                "no moves; what every option takes belongs to the stage"
+                f"{owner}: launch_s={self.launch_s} must be 0 with recomputes=False and no moves; what every option "
+                "takes belongs to the stage"
             )
 
     @property

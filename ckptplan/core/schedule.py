@@ -359,8 +359,8 @@ def makespan_s(profile: Profile, r: Residency, sendings: Sendings, on_disk: Coll
             back.append(Copy(r.needed[i] + 1, sent.prefetch + 1, link.in_s(sent.nbytes)))
     back.sort(key=attrgetter("due"))  # stable: of those with one point, in the stages' order
     lanes_s = lane(out, [stage.forward_s for stage in profile.stages])[0] + lane(back, r.backward_s)[0]
-    seconds, baseline_s = max(lanes_s, r.launch_s), profile.baseline_step_s
-    return baseline_s if seconds <= baseline_s * (1 + EQUAL_S) else seconds
+    seconds, fastest_s = max(lanes_s, r.launch_s), profile.fastest_step_s
+    return fastest_s if seconds <= fastest_s * (1 + EQUAL_S) else seconds
 
 
 def _worst(profile: Profile, forward: Sequence[int], backward: Sequence[int]) -> StepNeed:

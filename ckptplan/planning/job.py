@@ -150,7 +150,7 @@ class Job:
 
         Where a plan is as fast as keeping everything, further shares have no plan: none of theirs is faster.
         """
-        kept_s, until = self.profile.baseline_step_s, time.monotonic() + self.limits.time_limit_s
+        kept_s, until = self.profile.fastest_step_s, time.monotonic() + self.limits.time_limit_s
         jobs = list(self.each(replace(self.limits, on_plan=None)))
         found, bounds = dict[int, tuple[Plan, Job]](), [kept_s] * len(jobs)
         for number, job in enumerate(jobs):
@@ -201,7 +201,7 @@ class Job:
         except InfeasibleBudgetError as error:
             failures.append(error)
         # A bound for as many bytes of tensors holds for all plans within as many reserved bytes.
-        bound_s, space = self.profile.baseline_step_s, None
+        bound_s, space = self.profile.fastest_step_s, None
         if attempts:
             bound_s, space = attempts[0].lower_bound_s, attempts[0].space
         fragmented = self.on_cuda and plan is not None and plan.budget_bytes < budget_bytes

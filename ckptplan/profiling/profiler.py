@@ -468,13 +468,16 @@ class _Lanes:
         if not self.has_launches:
             runtime, launched = launched, runtime
         forward_s, backward_s = _own_s(stage, times, following, runtime)
+        slower_s = min(_slower_s(stage, times), backward_s)
         launch_forward_s, launch_backward_s = _own_s(stage, launches, following, launched)
         menu = [
             dataclasses.replace(
                 option,
-                recompute_s=_again_s(stage, option, times),
+                recompute_s=max(_again_s(stage, option, times) + (slower_s if option.ratio else 0.0), 0.0),
                 launch_s=_again_s(stage, option, launches) + launched.swapping_s(option),
-                overhead_s=runtime.swapping_s(option) + self.overheads.copies_s(option, storages),
+                overhead_s=runtime.swapping_s(option)
+                + self.overheads.copies_s(option, storages)
+                + (0.0 if option.ratio else slower_s),
             )
             for option in stage.options
             if not option.recomputes or (stage.kind, option.way) in times.recompute_s
@@ -490,7 +493,7 @@ class _Lanes:
             stage.kind,
             tuple(menu),
             forward_s,
-            backward_s,
+            backward_s - slower_s,
             stage.linked if reruns else (),
             stage.inputs,
             launch_forward_s,
@@ -517,8 +520,19 @@ def _own_s(stage: TracedStage, lane: Times, following: int, code: Overheads) -> 
     return forward_s, backward_s if stage.has_backward else 0.0
 
 
+_LEAST_GAIN = 0.02
+"""Least share of a stage's time by which compiled code has to be faster than the user's own: less may be noise."""
+
+
+def _slower_s(stage: TracedStage, lane: Times) -> float:
+    """What the user's own compiled code takes more than the fastest that saves less; 0 where that isn't faster."""
+    again = [lane.recompute_s.get((stage.kind, option.way), 0.0) for option in stage.options if option.ratio]
+    own_s = lane.forward_s.get(stage.kind, 0.0) + lane.backward_s.get(stage.kind, 0.0)
+    return max((-s for s in again if -s >= _LEAST_GAIN * own_s), default=0.0)
+
+
 def _again_s(stage: TracedStage, option: Option, lane: Times) -> float:
-    """Seconds in which an option runs its stage again."""
+    """Seconds in which an option runs its stage again; what compiled code takes more than the user's own, or less."""
     return lane.recompute_s.get((stage.kind, option.way), 0.0) if option.recomputes and stage.has_backward else 0.0
 
 

@@ -305,7 +305,7 @@ class Evaluator:
                 gone = np.maximum(gone, np.minimum(queued[:, k], gone + rate * compute_s[:, k]))
                 total += compute_s[:, k]
         fits = np.maximum(needs.most(), self.profile.update_peak_bytes) <= budget_bytes
-        total = self.launched(np.maximum(total, self.profile.baseline_step_s), codes, segments)
+        total = self.launched(np.maximum(total, self.profile.fastest_step_s), codes, segments)
         return np.where(fits, total, np.inf)
 
     def compute_s(self, codes: Codes, segments: Segments = ()) -> NDArray[np.float64]:
@@ -328,8 +328,8 @@ class Evaluator:
         if len(kept) == 0:
             return out
         out[kept] = self.launched(self.queued_s(lazy.take(kept)), codes[kept], segments)
-        baseline_s = self.profile.baseline_step_s
-        out[out <= baseline_s * (1 + EQUAL_S)] = baseline_s
+        fastest_s = self.profile.fastest_step_s
+        out[out <= fastest_s * (1 + EQUAL_S)] = fastest_s
         return out
 
     def settled_s(self, codes: Codes, budget_bytes: int, segments: Segments = ()) -> NDArray[np.float64]:

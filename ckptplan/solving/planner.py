@@ -174,7 +174,7 @@ class _PlanSearch:
         """Run part after part until the gap is closed; return the best schedule without swaps that gain nothing."""
         incumbent = self.incumbent
         try:
-            incumbent.bound_s = max(incumbent.bound_s, self.profile.baseline_step_s)
+            incumbent.bound_s = max(incumbent.bound_s, self.profile.fastest_step_s)
             incumbent.offer([KEEP] * len(self.space.menu))
             for part in self.order():
                 if incumbent.closed:
@@ -318,7 +318,7 @@ class _PlanSearch:
             return
         self.fit_segments(dp, until)
         if dp.exact and still and incumbent.best is not None:
-            least_s = self.space.profile.baseline_compute_s + dp.added_s(self.budget_bytes)
+            least_s = self.space.profile.fastest_compute_s + dp.added_s(self.budget_bytes)
             # Equal, unless the host takes long to launch: the sum then isn't the step.
             incumbent.prove(incumbent.best.step_s if least_s >= incumbent.best.step_s * (1 - ROUNDING) else least_s)
 

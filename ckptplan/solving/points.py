@@ -236,7 +236,7 @@ class MovesSearch:
 
     def moves(self, items: Sequence[Item], out: Queue, back: Queue) -> Moves:
         """The result; never less than with everything kept. What has the same points is one transfer."""
-        baseline_s, seconds = self.profile.baseline_step_s, max(out.seconds + back.seconds, self.residency.launch_s)
+        fastest_s, seconds = self.profile.fastest_step_s, max(out.seconds + back.seconds, self.residency.launch_s)
         found: list[dict[tuple[int, int], Item]] = [{} for _ in range(self.n)]
         copied = self.copied(items)
         released = {copied[number]: out.points[number] for number in out.order}
@@ -247,7 +247,7 @@ class MovesSearch:
             before = found[item.stage].get(points, Item(item.stage, (), 0, 0))
             found[item.stage][points] = self.item(item.stage, sorted(before.positions + item.positions))
         return Moves(
-            baseline_s if seconds <= baseline_s * (1 + EQUAL_S) else seconds,
+            fastest_s if seconds <= fastest_s * (1 + EQUAL_S) else seconds,
             tuple(
                 tuple(Sending(item.positions, *points, item.nbytes, item.copied_bytes) for points, item in sent.items())
                 for sent in found
@@ -340,7 +340,7 @@ class MovesSearch:
     def _faster(self, start: Moves, deadline: float) -> tuple[Moves, list[Item]]:
         """What `improved` finds before it joins transfers, and the order in which that comes back."""
         needed = self.residency.needed
-        least_s = max(sum(self.forward_s) + self.compute_s, self.profile.baseline_step_s, self.residency.launch_s)
+        least_s = max(sum(self.forward_s) + self.compute_s, self.profile.fastest_step_s, self.residency.launch_s)
         least_s *= 1 + EQUAL_S
         best, order = start, self.order_of(start)
         if start.seconds <= least_s:

@@ -34,8 +34,8 @@ def test_an_option_takes_seconds_for_what_it_saves_and_bytes_for_what_it_moves()
     assert overheads.swapping_s(kept) == overheads.copies_s(kept, SIZES) == 0
     again = Option("recompute+swap", (0,), (), 4, 9, recompute_s=2.0, recomputes=True, moves=(0,), overhead_s=0.5)
     assert again.added_s == 2.5
-    with pytest.raises(InvalidInputError, match=r"overhead_s=0\.5 must be 0"):
-        Option("keep", (0,), (), 4, 9, overhead_s=0.5)
+    with pytest.raises(InvalidInputError, match=r"launch_s=0\.5 must be 0"):
+        Option("keep", (0,), (), 4, 9, launch_s=0.5)
 
 
 def test_each_run_in_a_sweep_takes_the_overhead_once_more() -> None:

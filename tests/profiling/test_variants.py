@@ -21,8 +21,11 @@ from ckptplan.core.option import Option
 from ckptplan.core.plan import Decision, Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.request import Training
-from ckptplan.profiling.profiler import profile, replayed_bytes
+from ckptplan.core.stage import Stage
+from ckptplan.profiling.bytes.traced import TracedStage
+from ckptplan.profiling.profiler import _Lanes, profile, replayed_bytes
 from ckptplan.profiling.target import find_target
+from ckptplan.profiling.times.timing import Times
 from ckptplan.profiling.values.variants import _spread
 from ckptplan.runtime.handle import apply
 from ckptplan.runtime.verify import verify
@@ -327,3 +330,21 @@ def test_compile_needs_a_model_and_its_device() -> None:
     chain = Profile.from_chain([0.1], [0.1], [1], [1], input_bytes=1)
     with pytest.raises(InvalidInputError, match="goes with a model"):
         ckptplan.solve(chain, 1, compile=True)
+
+
+def test_code_that_saves_less_may_be_faster_than_the_models_own() -> None:
+    """The stage then takes the time of the fastest, and all else as much more."""
+    own = Option("keep", (), (), 0, 0)
+    variant = Option("compiled-1", (), (), 0, 0, recomputes=True, ratio=0.5)
+    again = Option("recompute", (), (), 0, 0, recomputes=True)
+    stage = TracedStage("a", "kind", (own, variant, again), (), None, has_backward=True)
+
+    def timed(less_s: float) -> Stage:
+        times = Times({"kind": 1.0}, {"kind": 2.0}, {("kind", 0.5): -less_s, ("kind", ()): 1.0})
+        return _Lanes(times).timed(stage, 0, ())
+
+    faster, same = timed(0.5), timed(0.01)  # what may be noise doesn't count
+    assert faster.forward_s + faster.backward_s == 2.5
+    assert [(o.recompute_s, o.overhead_s) for o in faster.options] == [(0.0, 0.5), (0.0, 0.0), (1.0, 0.5)]
+    assert same.forward_s + same.backward_s == 3.0
+    assert [(o.recompute_s, o.overhead_s) for o in same.options] == [(0.0, 0.0), (0.0, 0.0), (1.0, 0.0)]

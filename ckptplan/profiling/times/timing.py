@@ -253,8 +253,8 @@ class _Timing:
 
     def least_s(self, kind: str, way: option.Way, forward_s: float) -> float:
         """Least time of a recompute that can be believed, whatever was measured."""
-        if isinstance(way, float):  # fewer bytes to write may even make compiled code faster; it counts as equally fast
-            return 0.0
+        if isinstance(way, float):  # fewer bytes to write may make compiled code faster
+            return -math.inf
         return max(_LEAST_SHARES[not way], _LEAST_OF_OPS * self.rerun_shares.get((kind, way), 0.0)) * forward_s
 
     def ways_of(self, kind: str) -> list[option.Way]:

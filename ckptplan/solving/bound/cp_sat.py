@@ -107,7 +107,7 @@ class WholeModel:
     def bound_s(self, cost: float) -> float:
         """The makespan in seconds that a bound on the cost, a whole number, stands for."""
         value: float = self.offset + max(0, math.floor(cost)) / self.per_cost
-        found: float = max(self.mixed.profile.baseline_step_s, value * (1 - ROUNDING) * self.mixed.second)
+        found: float = max(self.mixed.profile.fastest_step_s, value * (1 - ROUNDING) * self.mixed.second)
         return found
 
 
@@ -130,7 +130,7 @@ def solve(problem: Problem, deadline: float, gap: float) -> BoundResult:
     solver.best_bound_callback = on_bound
     status = solver.solve(whole.model)
     if status == cp_model.INFEASIBLE:  # a plan is known: a defect, or no plan is, and nothing fits
-        return BoundResult(problem.space.profile.baseline_step_s, None, False)
+        return BoundResult(problem.space.profile.fastest_step_s, None, False)
     bound_s = whole.bound_s(solver.best_objective_bound)
     solution = None
     if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):

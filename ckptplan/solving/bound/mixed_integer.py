@@ -180,10 +180,10 @@ class MixedModel:
     ) -> None:
         self.among = among
         profile = space.profile
-        self.begin(space, max(1, budget_bytes), unit_of_time(profile.baseline_step_s))
+        self.begin(space, max(1, budget_bytes), unit_of_time(profile.fastest_step_s))
         self.room: Any = 1.0
         self.most = 1.0
-        self.slack_s = most_s - profile.baseline_compute_s
+        self.slack_s = most_s - profile.fastest_compute_s
         self.forward_s = [stage.forward_s / self.second for stage in profile.stages]
         self.backward_s = [stage.backward_s / self.second for stage in profile.stages]
         self.add_plans(host_bytes)
@@ -813,8 +813,8 @@ class MixedModel:
         a baseline is less than `CLOSE`, or that nothing fits, is no bound: it comes of numbers too far apart.
         """
         if not value * CLOSE < 1:
-            return self.profile.baseline_step_s
-        return max(self.profile.baseline_step_s, (value * (1 - tolerance) - self.span * tolerance) * self.second)
+            return self.profile.fastest_step_s
+        return max(self.profile.fastest_step_s, (value * (1 - tolerance) - self.span * tolerance) * self.second)
 
     def read(self, values: Mapping[int, float]) -> Suggestion:
         """The plan of a solution.

@@ -139,8 +139,8 @@ class _Bounder:
     def seconds(self, value: float) -> float:
         """Seconds, less what sums of floats may be off by; a value of 1 is the baseline, however long that is."""
         profile = self.data.profile
-        found = profile.baseline_compute_s + (value - 1.0) * self.data.second
-        return float(max(profile.baseline_step_s, found * (1 - ROUNDING)))
+        found = profile.fastest_compute_s + (value - 1.0) * self.data.second
+        return float(max(profile.fastest_step_s, found * (1 - ROUNDING)))
 
     def raise_to(self, value: float) -> None:
         """Take a bound if it is better."""

@@ -25,9 +25,9 @@ Floats = NDArray[np.float64]
 Indices = NDArray[np.int64]
 
 
-def unit_of_time(baseline_s: float) -> float:
+def unit_of_time(fastest_s: float) -> float:
     """Seconds that a relaxation counts in: the step with everything kept, or one for chains that take no time."""
-    return baseline_s if baseline_s > ROUNDING else 1.0
+    return fastest_s if fastest_s > ROUNDING else 1.0
 
 
 class _Menu:
@@ -73,7 +73,7 @@ class BoundData:
         self.chain, self.menu = space.chain, space.menu
         self.n = n = len(profile.stages)
         self.unit = float(max(1, budget_bytes))
-        self.second = unit_of_time(profile.baseline_compute_s)
+        self.second = unit_of_time(profile.fastest_compute_s)
         self.launch = profile.baseline_launch_s / self.second
         self.budget = budget_bytes / self.unit
         self.host = None if host_bytes is None else host_bytes / self.unit
