@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import counters
 from torch._functorch import config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import detect_fake_mode
@@ -17,6 +18,8 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.virtualized import V
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
+
+from ckptplan.core.errors import UnsupportedModelError
 
 Partitioned = tuple[GraphModule, GraphModule]
 
@@ -71,12 +74,18 @@ def _draws(node: Node) -> bool:
 def saved_bytes(call: Callable[..., Any], args: Any, kwargs: Any, ratios: Sequence[float]) -> dict[float, int]:
     """Return, per ratio, the bytes that code compiled under it would save besides inputs and parameters.
 
-    The call is traced, and neither compiled nor run. Nothing is found for one that has no backward.
+    The call is traced and runs once as it was traced; nothing is compiled. Nothing is found for a call that has no
+    backward, or that the compiler doesn't look at.
 
     Parameters
     ----------
     call : callable
         What `torch.compile` would be called with.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If the compiler can't take it as one graph.
     """
     found: dict[float, int] = {}
 
@@ -84,23 +93,19 @@ def saved_bytes(call: Callable[..., Any], args: Any, kwargs: Any, ratios: Sequen
         for ratio in ratios:
             forward, _ = SavingDraws(ratio)(copy.deepcopy(joint), inputs, **how)
             found[ratio] = _bytes(forward, how["num_fwd_outputs"])
-        raise _ListedError
+        return min_cut_rematerialization_partition(joint, inputs, **how)
 
     def listing(joint: GraphModule, inputs: Sequence[object], **how: Any) -> Partitioned:
         with V.set_fake_mode(detect_fake_mode(inputs)):
             return partition_fn(joint, inputs, partitioner_fn_override=each, compiler="inductor", **how)
 
     backend = aot_autograd(fw_compiler=_as_it_is, partition_fn=listing, decompositions=select_decomp_table())
-    try:
-        torch.compile(call, backend=backend, fullgraph=True, dynamic=False)(*args, **kwargs)
-    except Exception:  # the compiler's, for a `_ListedError`
-        if len(found) < len(ratios):
-            raise
+    breaks = counters["graph_break"].total()
+    # Without `fullgraph`: an error of the compiler's would leave its hook in Python's evaluation of frames.
+    torch.compile(call, backend=backend, dynamic=False)(*args, **kwargs)
+    if counters["graph_break"].total() != breaks:
+        raise UnsupportedModelError("its code has graph breaks; take them out (TORCH_LOGS=graph_breaks names them)")
     return found
-
-
-class _ListedError(Exception):
-    """Ends a compilation that has shown what it was made for."""
 
 
 def _as_it_is(graph: GraphModule, inputs: Sequence[object]) -> GraphModule:

@@ -92,7 +92,8 @@ def _made(module: nn.Module, original: Callable[..., Any], ratio: float) -> _Var
     from ckptplan.training.partitioner import SavingDraws
 
     options = {**backend.config, "custom_partitioner_fn": SavingDraws(ratio)}
-    call = torch.compile(_function(), options=options, fullgraph=True, dynamic=False)
+    # Without `fullgraph`: an error of the compiler's would leave its hook in Python's evaluation of frames.
+    call = torch.compile(_function(), options=options, dynamic=False)
     _variants.append(_Variant(backend, structure, ratio, call))
     return _variants[-1]
 

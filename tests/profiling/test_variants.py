@@ -348,3 +348,17 @@ def test_code_that_saves_less_may_be_faster_than_the_models_own() -> None:
     assert [(o.recompute_s, o.overhead_s) for o in faster.options] == [(0.0, 0.5), (0.0, 0.0), (1.0, 0.5)]
     assert same.forward_s + same.backward_s == 3.0
     assert [(o.recompute_s, o.overhead_s) for o in same.options] == [(0.0, 0.0), (0.0, 0.0), (1.0, 0.0)]
+
+
+def test_the_compiler_leaves_pythons_frames_alone(planned: Any) -> None:
+    """An error inside of the compiler would leave its hook there, and callers then hold what they pass."""
+
+    class Passed:
+        pass
+
+    def drops(value: Passed) -> bool:
+        ref = weakref.ref(value)
+        del value
+        return ref() is None
+
+    assert drops(Passed())

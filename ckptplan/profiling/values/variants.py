@@ -187,8 +187,6 @@ def _told(error: Exception) -> str:
     """What a reader needs of an error: the compiler's have long texts."""
     if isinstance(error, UnsupportedModelError):
         return str(error)
-    if type(error).__name__ == "Unsupported":
-        return "its code has graph breaks; take them out (TORCH_LOGS=graph_breaks names their lines)"
     return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
 
 
