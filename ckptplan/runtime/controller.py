@@ -61,7 +61,7 @@ from ckptplan.runtime.swap.weights import Group, OnMove, Weights
 from ckptplan.tensors.private import current_graph_task, transform
 from ckptplan.tensors.storages import tensors_in
 from ckptplan.training.compiled import compilations, is_compiled, is_compilers
-from ckptplan.training.variants import at_ratio, check_variants, give_up
+from ckptplan.training.variants import at_ratio, check_variants
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,9 +307,8 @@ class Controller:
         self._compiled = [patch for patch in self._patches if patch.is_compiled]
         self._compiled_modules = {patch.module for patch in self._patches if is_compiled(patch.module)}
         self._compiled_stages = CompiledStages(self.counters.differences)
-        self._ratio = [choice.ratio for choice in self._choices]
         for patch in self._patches:
-            if any(self._ratio[i] for i in self._indices[patch.module]) and not isinstance(
+            if any(self._choices[i].ratio for i in self._indices[patch.module]) and not isinstance(
                 patch.original, PatchedForward
             ):
                 check_variants(patch.module, patch.original)
@@ -567,19 +566,18 @@ class Controller:
             return self._run_once(current, stage, original, args, kwargs)
         before = compilations()
         try:
-            with at_ratio(self._ratio[index]):
+            with at_ratio(choice.ratio):
                 output = self._run_once(current, stage, original, args, kwargs)
         except Exception as error:
-            if not self._ratio[index] or not is_compilers(error):
+            if not choice.ratio or not is_compilers(error):
                 raise
-            give_up(stage.module, self._ratio[index])
             self.counters.differences.note(
                 "compiled",
                 f"stage {stage.name!r} runs as the model was compiled, and saves more than planned: it can't be "
-                f"compiled to save less ({type(error).__name__}); solve again here",
+                f"compiled to save less ({type(error).__name__})",
             )
-            output = self._run_once(current, stage, original, args, kwargs)
-        self._compiled_stages.look(index, stage.name, before, output)
+            return self._run_once(current, stage, original, args, kwargs)
+        self._compiled_stages.look(stage, before, output)
         return output
 
     def _run_once(

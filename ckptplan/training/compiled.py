@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from ckptplan.core.errors import UnsupportedModelError
+from ckptplan.core.errors import PlanMismatchError, UnsupportedModelError
 from ckptplan.tensors.storages import tensors_in
 
 T = TypeVar("T")
@@ -44,18 +45,57 @@ def compiled_modules(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
+_uses: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+"""Modules that `stages_compiled` has compiled -> the contexts that they are compiled for."""
+
+
+def is_compiled_for_a_plan(module: nn.Module) -> bool:
+    """Whether `stages_compiled` has compiled a module, and not the user."""
+    return module in _uses
+
+
 @contextlib.contextmanager
 def stages_compiled(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
-    """Inside, the modules of these names are compiled; those that weren't before aren't afterwards."""
+    """Inside, the modules of these names are compiled; behind the last such context they are as before.
+
+    Raises
+    ------
+    PlanMismatchError
+        If one has hooks, which the compiler doesn't tell apart: one layer's code would run for another.
+    """
     modules = dict(model.named_modules())
-    found = [modules[name] for name in names if name in modules and not is_compiled(modules[name])]
+    found = [modules[name] for name in names if name in modules]
+    found = [module for module in found if module in _uses or not is_compiled(module)]
+    for module in found:
+        if module not in _uses and (why := hooks_in(module)):
+            raise PlanMismatchError(f"the plan has a {type(module).__name__} compiled, and {why}; solve again")
+    begun = []
     try:
         for module in found:
-            module.compile()
+            if module not in _uses:
+                nn.Module.compile(module)  # type: ignore[no-untyped-call]
+            _uses[module] = _uses.get(module, 0) + 1
+            begun.append(module)
         yield
     finally:
-        for module in found:
-            module.__dict__.pop("_compiled_call_impl", None)
+        for module in begun:
+            _uses[module] -= 1
+            if not _uses[module]:
+                del _uses[module]
+                module.__dict__.pop("_compiled_call_impl", None)
+
+
+def hooks_in(module: nn.Module) -> str:
+    """Why the compiler wouldn't tell a module from others: which of its parts has hooks; empty: none has.
+
+    It doesn't ask for hooks again (`skip_nnmodule_hook_guards`), and all modules share what is compiled.
+    """
+    for name, part in module.named_modules():
+        own = getattr(part, "_orig_mod", part)
+        tables = (own._forward_hooks, own._forward_pre_hooks, own._backward_hooks, own._backward_pre_hooks)
+        if any(tables):
+            return f"{name or 'it'!r} has hooks"
+    return ""
 
 
 def compilations() -> int:

@@ -32,6 +32,7 @@ import torch
 from torch import nn
 
 from ckptplan.core.errors import PlanMismatchError, UnsupportedModelError
+from ckptplan.training.compiled import hooks_in
 
 RATIO: ContextVar[float] = ContextVar("RATIO", default=0.0)
 """The ratio of the variants that calls of compiled modules run; 0: the user's own code."""
@@ -55,7 +56,6 @@ class _Variant:
     structure: Hashable
     ratio: float
     call: Callable[..., Any]
-    given_up: bool = False
 
 
 _variants: list[_Variant] = []
@@ -74,14 +74,9 @@ def variant(module: nn.Module, original: Callable[..., Any]) -> Callable[..., An
     found = _variant_of.get(module, {}).get(ratio) if ratio else None
     if ratio and found is None:
         found = _variant_of.setdefault(module, {})[ratio] = _made(module, original, ratio)
-    if found is None or found.given_up:
+    if found is None:
         return original
     return functools.partial(found.call, _owner(module))
-
-
-def give_up(module: nn.Module, ratio: float) -> None:
-    """Have calls of this ratio run the user's own code, as where the compiler can't compile the variant any more."""
-    _variant_of[module][ratio].given_up = True
 
 
 def _made(module: nn.Module, original: Callable[..., Any], ratio: float) -> _Variant:
@@ -93,7 +88,7 @@ def _made(module: nn.Module, original: Callable[..., Any], ratio: float) -> _Var
 
     options = {**backend.config, "custom_partitioner_fn": SavingDraws(ratio)}
     # Without `fullgraph`: an error of the compiler's would leave its hook in Python's evaluation of frames.
-    call = torch.compile(_function(), options=options, dynamic=False)
+    call = torch.compile(_function(), options=options, dynamic=backend.dynamic)
     _variants.append(_Variant(backend, structure, ratio, call))
     return _variants[-1]
 
@@ -159,7 +154,9 @@ def backend_of(module: nn.Module, original: Callable[..., Any]) -> Any:
             "variants that save less"
         )
     if backend.dynamic:
-        raise UnsupportedModelError(f"a {name} is compiled with dynamic=True, and variants are of fixed shapes")
+        raise UnsupportedModelError(f"a {name} is compiled with dynamic=True, and what it saves is known for one shape")
+    if why := hooks_in(module):
+        raise UnsupportedModelError(f"a {name} is compiled, and {why}: the compiler would run its code for others, too")
     if backend.config.get("custom_partitioner_fn") is not None:
         raise UnsupportedModelError(f"a {name} is compiled with a custom_partitioner_fn, in whose place variants come")
     return backend

@@ -603,7 +603,8 @@ class _Played(torch.autograd.Function):
         there: dict[tuple[Origin, int], torch.Tensor] = {}
         more_bytes = 0
         for n, gradient in zip(ctx.leaves, given, strict=True):
-            if gradient is None:
+            if gradient is None:  # compiled code makes zeros in its place
+                more_bytes += _bytes((noted.outputs[n].lies.layout,)) if noted.outputs[n].requires_grad else 0
                 continue
             if gradient.stride() == noted.outputs[n].lies.layout.stride:
                 there["gradient", n] = gradient

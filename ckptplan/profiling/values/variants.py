@@ -33,11 +33,11 @@ from ckptplan.profiling.values.cut import fresh
 from ckptplan.runtime.swap.users_hooks import OwnHooks
 from ckptplan.state.restore import random_state
 from ckptplan.tensors.storages import same_bits
-from ckptplan.training.compiled import compiled_modules, is_compiled
+from ckptplan.training.compiled import compiled_modules, hooks_in, is_compiled, is_compiled_for_a_plan, ran_compiled
 from ckptplan.training.step import TrainingStep
 from ckptplan.training.variants import at_ratio, backend_of, calling, structure_of
 
-_MOST = 4
+_MOST = 6
 _RATIOS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.01)
 """Those that are listed; not 0, under which the compiler doesn't save what a partitioner asks for."""
 _LEAST_BYTES = 1 << 16
@@ -68,7 +68,7 @@ def note_variants(step: TrainingStep, target: Target, stages: Sequence[str], rep
             kinds[kind] = _variants(call, key, target, report)
         answers.compiled.update({(*key[:-1], ratio): its for ratio, its in kinds[kind].items()})
         ratios = ratios_of.get(name, (*kinds[kind],))  # those of all its calls
-        ratios_of[name] = tuple(ratio for ratio in ratios if ratio in kinds[kind])
+        ratios_of[name] = tuple(ratio for ratio in ratios if ratio in kinds[kind] and _is_taken(call, ratio))
 
     _run_for_real(step, found, answers, note)
 
@@ -81,13 +81,17 @@ def compilable(step: TrainingStep, stages: Sequence[str]) -> tuple[tuple[str, ..
     modules = dict(step.model.named_modules())
     names = dict.fromkeys(stage.partition("#")[0] for stage in stages)
     found = {name: modules[name] for name in names if any(True for _ in modules[name].children())}
+    there = tuple(name for name in found if is_compiled_for_a_plan(found[name]))
     called: dict[str, Hashable] = {}
     given: dict[Hashable, tuple[nn.Module, Any]] = {}
 
     def runner(name: str, module: nn.Module) -> Callable[..., Any]:
         def run(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             called[name] = kind = structure_of(module)
-            if kind not in given:
+            if why := hooks_in(module):
+                called[name] = kind = name, why
+                given.setdefault(kind, (module, why))
+            elif kind not in given:
                 given[kind] = module, pytree.tree_map_only(torch.Tensor, fresh([], {}), (args, kwargs))
             return original(*args, **kwargs)
 
@@ -96,9 +100,12 @@ def compilable(step: TrainingStep, stages: Sequence[str]) -> tuple[tuple[str, ..
     compiled = {name: module for name, module in found.items() if not is_compiled(module)}
     with patched_calls(compiled, runner), OwnHooks(lambda tensor: None, lambda nothing: nothing):
         step.forward()
-    tried = {kind: _not_compilable(module, *arguments) for kind, (module, arguments) in given.items()}
-    taken = tuple(name for name, kind in called.items() if tried[kind] is None)
-    kinds = len({called[name] for name in taken})
+    tried = {
+        kind: arguments if isinstance(arguments, str) else _not_compilable(module, *arguments)
+        for kind, (module, arguments) in given.items()
+    }
+    taken = (*there, *(name for name, kind in called.items() if tried[kind] is None))
+    kinds = len({structure_of(found[name]) for name in taken})
     notes = [f"{len(taken)} layers of {kinds} kind{'s' * (kinds != 1)} are compiled"] + [
         f"{next(name for name in called if called[name] == kind)!r} and its like aren't compiled: {why}"
         for kind, why in tried.items()
@@ -153,6 +160,17 @@ def _run_for_real(
         step.forward()
 
 
+def _is_taken(call: Call, ratio: float) -> bool:
+    """Whether the compiler takes a call: layers of a kind may differ in what they are compiled for again, too often."""
+    _, _, original, args, kwargs = call
+    args, kwargs = pytree.tree_map_only(torch.Tensor, fresh([], {}), (args, kwargs))
+    restore = random_state()
+    with at_ratio(ratio):
+        taken = ran_compiled(original(*args, **kwargs))
+    restore()
+    return taken is not False
+
+
 def _variants(call: Call, key: tuple[Any, ...], target: Target, report: Report) -> dict[float, Noted]:
     """Ratio, falling -> the variant of a call of a kind."""
     name, module, original, args, kwargs = call
@@ -164,23 +182,40 @@ def _variants(call: Call, key: tuple[Any, ...], target: Target, report: Report) 
     own = answers.compiled[key]
     if own.saved_bytes < _LEAST_BYTES:
         return found
-    try:
-        report(f"listing what variants of {name!r} would save")
-        for ratio in _spread(_listed(module, original, args, kwargs), own.saved_bytes):
-            report(f"compiling {name!r} to save less, under {ratio}")
+    report(f"listing what variants of {name!r} would save")
+    ratios, why = _listed(module, original, args, kwargs, own.saved_bytes)
+    for ratio in ratios:
+        report(f"compiling {name!r} to save less, under {ratio}")
+        try:
             with at_ratio(ratio):
                 noted = note_call(name, module, original, args, kwargs, target.device, (*key[:-1], ratio))
-            why = _otherwise(own, noted, functools.partial(_ran, original, module, args, kwargs), ratio)
-            if why is None:
-                found[ratio] = noted
-            else:
-                answers.notes.append(f"{name!r} isn't compiled under {ratio}: {why}")
-            restore()
-    except Exception as error:  # the compiler's own are of many kinds, and the user's own code has run
-        answers.notes.append(f"{name!r} isn't compiled to save less: {_told(error)}")
-    finally:
+            why = _otherwise(own, noted, module, functools.partial(_ran, original, module, args, kwargs), ratio)
+        except Exception as error:  # the compiler's are of many kinds, and the user's own code has run
+            why = _told(error)
         restore()
+        if why is None:
+            found[ratio] = noted
+        else:
+            answers.notes.append(f"{name!r} isn't compiled under {ratio}: {why}")
+    if why is not None and not ratios:
+        answers.notes.append(f"{name!r} isn't compiled to save less: {why}")
+    restore()
     return found
+
+
+def _listed(
+    module: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], own_bytes: int
+) -> tuple[list[float], str | None]:
+    """The ratios to compile, or why there are none."""
+    from ckptplan.training.partitioner import saved_bytes
+
+    try:
+        backend_of(module, original)
+        if ran_compiled(original(*args, **kwargs)) is False:
+            return [], "the compiler has given it up, and it runs as it is (TORCH_LOGS=recompiles tells why)"
+        return _spread(saved_bytes(calling(module), args, kwargs, _RATIOS), own_bytes), None
+    except Exception as error:  # as there
+        return [], _told(error)
 
 
 def _told(error: Exception) -> str:
@@ -188,15 +223,6 @@ def _told(error: Exception) -> str:
     if isinstance(error, UnsupportedModelError):
         return str(error)
     return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
-
-
-def _listed(
-    module: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[float, int]:
-    from ckptplan.training.partitioner import saved_bytes
-
-    backend_of(module, original)
-    return saved_bytes(calling(module), args, kwargs, _RATIOS)
 
 
 def _spread(listed: dict[float, int], own_bytes: int) -> list[float]:
@@ -225,15 +251,18 @@ def _ran(
     return [t.detach() for t in outputs], [*gradients]
 
 
-def _otherwise(own: Noted, noted: Noted, ran: Callable[[], Any], ratio: float) -> str | None:
+def _otherwise(own: Noted, noted: Noted, module: nn.Module, ran: Callable[[], Any], ratio: float) -> str | None:
     """Why a variant isn't the user's own code; None if it is."""
     if not noted.does_as(own):
         return "it returns or writes something else than the model's own compiled code"
     if noted.saved_bytes > _LESS * own.saved_bytes:
         return "it saves as much as the model's own compiled code"
     restore = random_state()
+    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     outputs, gradients = ran()
     restore()
+    for buffer, value in buffers:
+        buffer.detach().copy_(value)
     with at_ratio(ratio):
         others, other_gradients = ran()
     if not all(map(same_bits, outputs, others)):
@@ -246,6 +275,6 @@ def _otherwise(own: Noted, noted: Noted, ran: Callable[[], Any], ratio: float) -
         elif not same_bits(a, b):
             largest = a.abs().max().item()
             beyond = (a - b).abs().max().item() / largest if largest else float("inf")
-            if not low or beyond > ROUNDING:
+            if not low or not beyond <= ROUNDING:  # NaN isn't
                 return f"its gradients differ, by {beyond:.1e} of their largest element"
     return None

@@ -3,8 +3,8 @@
 NOTE [Compiled anew]
 The compiler compiles a function again where a guard on its inputs fails, and after some times (`recompile_limit`) it
 runs the function as it is, after one warning in a log. The gradients stay right, and neither the bytes nor the times
-are the planned ones. So each call of a compiled stage is compared with its first one under the plan: whether the
-compiler was at work, and whether compiled code made the output.
+are the planned ones. So of each call of a compiled stage it is asked whether compiled code made the output, as in its
+first one under the plan and by each variant, and behind the first one, whether the compiler was at work.
 
 Example: a last batch of 384 in place of 512 rows; every stage is compiled again for it, which is told once.
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 from ckptplan.runtime.guard.differences import Differences
+from ckptplan.runtime.recompute.call import PlannedStage
 from ckptplan.training.compiled import compilations, ran_compiled
 
 
@@ -24,21 +25,21 @@ class CompiledStages:
         self._differences = differences
         self._compiled: dict[int, bool] = {}  # by stage: whether compiled code made the first output with a graph
 
-    def look(self, index: int, name: str, before: int, output: Any) -> None:
+    def look(self, stage: PlannedStage, before: int, output: Any) -> None:
         """Look at a call's output; `before` is what `compilations` said when it began."""
-        compiled = ran_compiled(output)
+        compiled, name = ran_compiled(output), stage.name
         if compiled is None:
             return
-        if index not in self._compiled:
-            self._compiled[index] = compiled
-            return
-        if self._compiled[index] and not compiled:
+        is_first = stage.index not in self._compiled
+        if is_first:
+            self._compiled[stage.index] = compiled or stage.choice.ratio > 0
+        if self._compiled[stage.index] and not compiled:
             self._differences.note(
                 "compiled",
                 f"stage {name!r} was compiled and runs as it is now: the compiler has given it up, at its limit of "
                 "recompilations, say (TORCH_LOGS=recompiles tells why)",
             )
-        elif compilations() != before:
+        elif compilations() != before and not is_first:
             self._differences.note(
                 "compiled",
                 f"stage {name!r} was compiled again, for inputs of another shape or since a value changed that its "
