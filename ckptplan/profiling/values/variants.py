@@ -164,11 +164,11 @@ def _is_taken(call: Call, ratio: float) -> bool:
     """Whether the compiler takes a call: layers of a kind may differ in what they are compiled for again, too often."""
     _, _, original, args, kwargs = call
     args, kwargs = pytree.tree_map_only(torch.Tensor, fresh([], {}), (args, kwargs))
-    restore = random_state()
-    with at_ratio(ratio):
-        taken = ran_compiled(original(*args, **kwargs))
+    restore, taken = random_state(), False
+    with at_ratio(ratio), contextlib.suppress(Exception):  # the compiler's are of many kinds
+        taken = ran_compiled(original(*args, **kwargs)) is not False
     restore()
-    return taken is not False
+    return taken
 
 
 def _variants(call: Call, key: tuple[Any, ...], target: Target, report: Report) -> dict[float, Noted]:
