@@ -458,7 +458,7 @@ def test_agrees_with_core_on_random_plans() -> None:
         for i in range(len(options)):
             depth = sum(segment.depth(i) for segment in segments)
             inside = depth and not profile.stages[i].is_glue
-            again = options[i].recomputes and profile.stages[i].has_backward
+            again = options[i].runs_again and profile.stages[i].has_backward
             assert timeline.runs[i] == 1 + (depth if inside else again), (seed, i)
 
         still = simulate(profile, [decision(option) for option in options], segments)
