@@ -248,7 +248,8 @@ def apply(
         raise InvalidInputError(f"swap_dir={swap_dir!r}; pass a directory's path")
     device = model_device(model)
     with contextlib.ExitStack() as undo:
-        undo.enter_context(stages_compiled(unwrapped(model), plan.compiled))
+        if plan.compiled:
+            undo.enter_context(stages_compiled(unwrapped(model), plan.compiled))
         model = _fitting(model, plan)
         old_graph, fresh_state = OldGraph(device), FreshState(device)
         checks = None if check == "off" else Checks(device, always=check == "always")
