@@ -34,29 +34,20 @@ from models import MODELS, Made
 from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 import ckptplan
 from ckptplan.core.errors import InfeasibleBudgetError
 from ckptplan.profiling.values.variants import ROUNDING
 from ckptplan.training.compiled import stages_compiled
+from ckptplan.training.partitioner import SavingDraws
 
 RATIOS = (0.8, 0.6, 0.4, 0.2)
 MIDDLE = (0.6, 0.4)
 """The middle of the range, in which mixing has most to give."""
 
 
-class Knob(CustomPartitionerFn):
+class Knob(SavingDraws):
     """PyTorch's own partitioner under an `activation_memory_budget`: the knob, for one model among several."""
-
-    def __init__(self, ratio: float) -> None:
-        self.ratio = ratio
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Knob) and other.ratio == self.ratio
-
-    def __hash__(self) -> int:
-        return hash(self.ratio)
 
     def uuid(self) -> Any:
         return "knob", self.ratio

@@ -40,8 +40,27 @@ def checked_actions(actions: Iterable[Action]) -> tuple[Action, ...]:
     return found
 
 
+class HowAgain:
+    """What follows from the fields that say how a stage runs again."""
+
+    __slots__ = ()
+    recomputes: bool
+    ops: tuple[int, ...]
+    ratio: float
+
+    @property
+    def way(self) -> Way:
+        """How it runs again: the operations whose outputs it saves, or the ratio of its compiled code."""
+        return self.ratio or self.ops
+
+    @property
+    def runs_again(self) -> bool:
+        """Whether backward calls the stage's forward again: compiled code runs a part of it by itself."""
+        return self.recomputes and not self.ratio
+
+
 @dataclass(frozen=True, slots=True)
-class Option:
+class Option(HowAgain):
     """One way to run a stage.
 
     Parameters
@@ -107,16 +126,6 @@ class Option:
                 f"{owner}: launch_s={self.launch_s} must be 0 with recomputes=False and no moves; what every option "
                 "takes belongs to the stage"
             )
-
-    @property
-    def way(self) -> Way:
-        """How it runs again: the operations whose outputs it saves, or the ratio of its compiled code."""
-        return self.ratio or self.ops
-
-    @property
-    def runs_again(self) -> bool:
-        """Whether backward calls the stage's forward again: compiled code runs a part of it by itself."""
-        return self.recomputes and not self.ratio
 
     @property
     def added_s(self) -> float:

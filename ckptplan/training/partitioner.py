@@ -40,7 +40,7 @@ class SavingDraws(CustomPartitionerFn):
         self.ratio = ratio
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, SavingDraws) and other.ratio == self.ratio
+        return isinstance(other, SavingDraws) and (type(other), other.ratio) == (type(self), self.ratio)
 
     def __hash__(self) -> int:
         return hash(self.ratio)

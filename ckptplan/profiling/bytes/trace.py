@@ -32,7 +32,7 @@ import torch
 from ckptplan.core import rules
 from ckptplan.core.device import Device
 from ckptplan.core.errors import UnsupportedModelError
-from ckptplan.core.option import DISCARD, Action, Option, Way
+from ckptplan.core.option import DISCARD, Action, HowAgain, Option
 from ckptplan.core.plan import KEEP, Decision, Decisions
 from ckptplan.core.progress import counted
 from ckptplan.core.request import Report, ignore_progress
@@ -142,7 +142,7 @@ def trace_chain(
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _Held(HowAgain):
     """Storages that an option of a stage holds; fields as in `ckptplan.core.option.Option`, without bytes and times."""
 
     saved: tuple[int, ...]
@@ -151,16 +151,6 @@ class _Held:
     moves: tuple[int, ...] = ()
     ops: tuple[int, ...] = ()
     ratio: float = 0.0
-
-    @property
-    def way(self) -> Way:
-        """As of an `Option`."""
-        return self.ratio or self.ops
-
-    @property
-    def runs_again(self) -> bool:
-        """As of an `Option`."""
-        return self.recomputes and not self.ratio
 
     @property
     def all(self) -> tuple[int, ...]:
@@ -592,8 +582,8 @@ class _Tracing:
                 moves = tuple(p for p in option.moves if moved.get(option.saved[p]) == k)
                 action: Action = "recompute" if option.recomputes else "swap" if option.moves else "keep"
                 point = len(decisions)  # the controller counts module stages alone
-                fields: dict[str, Any] = {"ops": option.ops, "ratio": option.ratio}
-                decisions.append(Decision.moving(action, moves, point, point, names[k], **fields))
+                decision = Decision.moving(action, moves, point, point, names[k], ops=option.ops, ratio=option.ratio)
+                decisions.append(decision)
         return tuple(decisions)
 
     # --- bytes ---

@@ -145,7 +145,7 @@ class Noted:
     def saved_bytes(self) -> int:
         """Bytes that it saves of what forward makes."""
         own = {lies.number for lies in self.saved if lies.origin == "new"}
-        return sum(self.new[n].elements * self.new[n].dtype.itemsize for n in own) + self.hidden_bytes
+        return _bytes(tuple(self.new[n] for n in own)) + self.hidden_bytes
 
     def does_as(self, other: Noted) -> bool:
         """Whether a call returns and writes the same as another, in storages of the same numbers."""
@@ -224,37 +224,64 @@ def note_compiled(step: TrainingStep, target: Target) -> None:
     noted = target.answers.compiled
     device = target.device
 
+    def note(call: Call) -> None:
+        key = call_key(call)
+        if key not in noted:
+            noted[key] = note_call(call, device, key)
+
+    run_for_real(step, found, note)
+
+
+class Call(NamedTuple):
+    """A call of a module in a real run: what it runs, without the patch around it, and the arguments."""
+
+    name: str
+    module: nn.Module
+    original: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def __call__(self) -> Any:
+        """Make the call."""
+        return self.original(*self.args, **self.kwargs)
+
+    @property
+    def inputs(self) -> list[torch.Tensor]:
+        """The distinct tensors among the arguments."""
+        return distinct_tensors((self.args, self.kwargs))
+
+    def cut(self) -> Call:
+        """The call on inputs cut from their graphs."""
+        args, kwargs = pytree.tree_map_only(torch.Tensor, fresh([], {}), (self.args, self.kwargs))
+        return self._replace(args=args, kwargs=kwargs)
+
+
+def run_for_real(step: TrainingStep, modules: dict[str, nn.Module], before: Callable[[Call], None]) -> None:
+    """Run the step, saving nothing, and call `before` with each call of these modules before it is made."""
+
     def runner(name: str, module: nn.Module) -> Callable[..., Any]:
         def run(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            key = call_key(name, module, args, kwargs)
-            if key not in noted:
-                # Autograd saves tensors as usual, whichever hooks are installed around.
-                with OwnHooks(lambda tensor: tensor, lambda tensor: tensor):
-                    noted[key] = note_call(name, module, original, args, kwargs, device, key)
+            # Autograd saves tensors as usual, whichever hooks are installed around.
+            with OwnHooks(lambda tensor: tensor, lambda tensor: tensor):
+                before(Call(name, module, original, args, kwargs))
             return original(*args, **kwargs)
 
         return run
 
-    with (
-        patched_calls(found, runner),
-        OwnHooks(lambda tensor: None, lambda nothing: nothing),
-    ):
+    with _patched(modules, runner), OwnHooks(lambda tensor: None, lambda nothing: nothing):
         step.forward()
 
 
 @contextlib.contextmanager
-def patched_calls(
-    modules: dict[str, nn.Module], runner: Callable[[str, nn.Module], Callable[..., Any]]
-) -> Iterator[None]:
-    """Inside, calls of these modules go through what `runner` returns for each."""
+def _patched(modules: dict[str, nn.Module], runner: Callable[[str, nn.Module], Callable[..., Any]]) -> Iterator[None]:
     _lone_owners()  # cached now: it can't be measured inside a backward
     with installed([StandIn(module, runner(name, module)) for name, module in modules.items()]):
         yield
 
 
-def call_key(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+def call_key(call: Call) -> tuple[Any, ...]:
     """Key of a call; calls with equal keys run the same compiled code with the same layouts. Its ratio is the last."""
-    leaves, spec = pytree.tree_flatten((args, kwargs))
+    leaves, spec = pytree.tree_flatten((call.args, call.kwargs))
 
     def described(leaf: Any) -> Hashable:
         if isinstance(leaf, torch.Tensor):
@@ -266,7 +293,8 @@ def call_key(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[s
 
     kinds = [kind for kind in ("cpu", "cuda") if torch.amp.is_autocast_available(kind)]
     autocast = tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
-    return name, torch.is_grad_enabled(), module.training, autocast, spec, tuple(map(described, leaves)), RATIO.get()
+    inputs = tuple(map(described, leaves))
+    return call.name, torch.is_grad_enabled(), call.module.training, autocast, spec, inputs, RATIO.get()
 
 
 class _Given(torch.autograd.Function):
@@ -284,26 +312,11 @@ class _Given(torch.autograd.Function):
         return tuple(torch.ones_like(t, device=ctx.device) for t in ctx.like)
 
 
-Trial = functools.partial[Any]
-"""A call of a compiled module on inputs cut from their graphs."""
-
-
-def note_call(
-    name: str,
-    module: nn.Module,
-    original: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    device: torch.device,
-    key: tuple[Any, ...],
-) -> Noted:
+def note_call(call: Call, device: torch.device, key: tuple[Any, ...]) -> Noted:
     """Run a call as rule 1 says, and describe it."""
-    restore = random_state()
-    args, kwargs = pytree.tree_map_only(torch.Tensor, fresh([], {}), (args, kwargs))  # cut from their graphs
-    trial: Trial = functools.partial(original, *args, **kwargs)
-    del args, kwargs
-    described = _described(name, module, trial)
-    wanting = [*distinct_tensors((trial.args, trial.keywords)), *module.parameters()]
+    restore, module, trial = random_state(), call.module, call.cut()
+    described = _described(trial)
+    wanting = [*trial.inputs, *module.parameters()]
     forward_peak, forward_end, backward_peak = _measured(trial, wanting, device, held=False)
     _, _, held_peak = _measured(trial, wanting, device, held=True)
     restore()
@@ -321,9 +334,9 @@ def note_call(
     )
 
 
-def _described(name: str, module: nn.Module, trial: Trial) -> dict[str, Any]:
+def _described(trial: Call) -> dict[str, Any]:
     """The fields of `Noted` for a call, but for its bytes and its kind."""
-    inputs = distinct_tensors((trial.args, trial.keywords))
+    name, module, inputs = trial.name, trial.module, trial.inputs
     buffers = _buffers(module)
     versions = [t._version for t in inputs]
     storages = _Storages()
@@ -393,7 +406,7 @@ def _described_gradients(
     return tuple(where.get(id(t)) for t in wanting)
 
 
-def _measured(trial: Trial, wanting: list[torch.Tensor], device: torch.device, *, held: bool) -> tuple[int, int, int]:
+def _measured(trial: Call, wanting: list[torch.Tensor], device: torch.device, *, held: bool) -> tuple[int, int, int]:
     """Run forward and backward and measure them; with `held`, the outputs are held until the end.
 
     Returns
@@ -486,7 +499,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
         return run
 
-    with patched_calls(compiled_modules(model), runner):
+    with _patched(compiled_modules(model), runner):
         yield
 
 
@@ -503,7 +516,7 @@ def compiled_as_noted(model: nn.Module, world: FakeWorld) -> Iterator[None]:
 
     def runner(name: str, module: nn.Module) -> Callable[..., Any]:
         def run(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            noted = world.compiled_calls.get(call_key(name, module, args, kwargs))
+            noted = world.compiled_calls.get(call_key(Call(name, module, original, args, kwargs)))
             if noted is None and RATIO.get() and RATIO.get() not in world.noted_ratios:
                 raise NeedsVariantError(RATIO.get())
             if noted is None:
@@ -515,7 +528,7 @@ def compiled_as_noted(model: nn.Module, world: FakeWorld) -> Iterator[None]:
 
         return run
 
-    with patched_calls(compiled_modules(model), runner):
+    with _patched(compiled_modules(model), runner):
         yield
 
 

@@ -16,21 +16,23 @@ MiB; three variants are compiled, under 0.9, 0.6 and 0.2.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
-from torch.utils import _pytree as pytree
 
 from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.core.request import Report
 from ckptplan.profiling.target import Target
 from ckptplan.profiling.values.answers import Answers
-from ckptplan.profiling.values.compiled import Noted, call_key, distinct_tensors, note_call, patched_calls
-from ckptplan.profiling.values.cut import fresh
-from ckptplan.runtime.swap.users_hooks import OwnHooks
+from ckptplan.profiling.values.compiled import (
+    Call,
+    Noted,
+    call_key,
+    distinct_tensors,
+    note_call,
+    run_for_real,
+)
 from ckptplan.state.restore import random_state
 from ckptplan.tensors.storages import same_bits
 from ckptplan.training.compiled import compiled_modules, hooks_in, is_compiled, is_compiled_for_a_plan, ran_compiled
@@ -48,9 +50,6 @@ ROUNDING = 2e-2
 """Most by which a gradient in low precision may differ, as a share of its largest element."""
 _LOW = (torch.float16, torch.bfloat16)
 
-Call = tuple[str, nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]]
-"""The module's name, the module, its own code, and the arguments."""
-
 
 def note_variants(step: TrainingStep, target: Target, stages: Sequence[str], report: Report) -> None:
     """Note the variants of compiled stages in `target.answers` (NOTE [Noted variants])."""
@@ -63,14 +62,14 @@ def note_variants(step: TrainingStep, target: Target, stages: Sequence[str], rep
     kinds: dict[str, dict[float, Noted]] = {}
 
     def note(call: Call, key: tuple[Any, ...]) -> None:
-        kind, name = answers.compiled[key].kind, call[0]
+        kind, name = answers.compiled[key].kind, call.name
         if kind not in kinds:
             kinds[kind] = _variants(call, key, target, report)
         answers.compiled.update({(*key[:-1], ratio): its for ratio, its in kinds[kind].items()})
         ratios = ratios_of.get(name, (*kinds[kind],))  # those of all its calls
         ratios_of[name] = tuple(ratio for ratio in ratios if ratio in kinds[kind] and _is_taken(call, ratio))
 
-    _run_for_real(step, found, answers, note)
+    run_for_real(step, found, _noted_alone(answers, note))
 
 
 def compilable(step: TrainingStep, stages: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -83,27 +82,16 @@ def compilable(step: TrainingStep, stages: Sequence[str]) -> tuple[tuple[str, ..
     found = {name: modules[name] for name in names if any(True for _ in modules[name].children())}
     there = tuple(name for name in found if is_compiled_for_a_plan(found[name]))
     called: dict[str, Hashable] = {}
-    given: dict[Hashable, tuple[nn.Module, Any]] = {}
+    given: dict[Hashable, Call | str] = {}
 
-    def runner(name: str, module: nn.Module) -> Callable[..., Any]:
-        def run(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            called[name] = kind = structure_of(module)
-            if why := hooks_in(module):
-                called[name] = kind = name, why
-                given.setdefault(kind, (module, why))
-            elif kind not in given:
-                given[kind] = module, pytree.tree_map_only(torch.Tensor, fresh([], {}), (args, kwargs))
-            return original(*args, **kwargs)
+    def note(call: Call) -> None:
+        why = hooks_in(call.module)
+        kind = called[call.name] = (call.name, why) if why else structure_of(call.module)
+        if kind not in given:
+            given[kind] = why or call.cut()
 
-        return run
-
-    compiled = {name: module for name, module in found.items() if not is_compiled(module)}
-    with patched_calls(compiled, runner), OwnHooks(lambda tensor: None, lambda nothing: nothing):
-        step.forward()
-    tried = {
-        kind: arguments if isinstance(arguments, str) else _not_compilable(module, *arguments)
-        for kind, (module, arguments) in given.items()
-    }
+    run_for_real(step, {name: module for name, module in found.items() if not is_compiled(module)}, note)
+    tried = {kind: each if isinstance(each, str) else _not_compilable(each) for kind, each in given.items()}
     taken = (*there, *(name for name, kind in called.items() if tried[kind] is None))
     kinds = len({structure_of(found[name]) for name in taken})
     notes = [f"{len(taken)} layers of {kinds} kind{'s' * (kinds != 1)} are compiled"] + [
@@ -114,11 +102,12 @@ def compilable(step: TrainingStep, stages: Sequence[str]) -> tuple[tuple[str, ..
     return taken, tuple(notes)
 
 
-def _not_compilable(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+def _not_compilable(trial: Call) -> str | None:
     from ckptplan.training.partitioner import saved_bytes
 
     try:
-        return None if saved_bytes(calling(module), args, kwargs, _RATIOS[:1]) else "no gradient passes through it"
+        found = saved_bytes(calling(trial.module), trial.args, trial.kwargs, _RATIOS[:1])
+        return None if found else "no gradient passes through it"
     except Exception as error:  # the compiler's are of many kinds
         return _told(error)
 
@@ -131,68 +120,54 @@ def note_at(step: TrainingStep, target: Target, ratio: float) -> None:
     kinds: dict[str, Noted] = {}
 
     def note(call: Call, key: tuple[Any, ...]) -> None:
-        name, module, original, args, kwargs = call
         kind, there = answers.compiled[key].kind, (*key[:-1], ratio)
         with at_ratio(ratio), contextlib.suppress(UnsupportedModelError):  # of a module that the plan leaves as it is
             if kind not in kinds:
-                kinds[kind] = note_call(name, module, original, args, kwargs, target.device, there)
+                kinds[kind] = note_call(call, target.device, there)
             answers.compiled[there] = kinds[kind]
 
-    _run_for_real(step, compiled_modules(step.model), answers, note)
+    run_for_real(step, compiled_modules(step.model), _noted_alone(answers, note))
 
 
-def _run_for_real(
-    step: TrainingStep, modules: dict[str, nn.Module], answers: Answers, note: Callable[[Call, tuple[Any, ...]], None]
-) -> None:
-    """Run the step, saving nothing, and call `note` with each noted call of these modules and its key."""
+def _noted_alone(answers: Answers, note: Callable[[Call, tuple[Any, ...]], None]) -> Callable[[Call], None]:
+    """A function that calls `note` with a call and its key, if the user's own code was noted and makes a graph."""
 
-    def runner(name: str, module: nn.Module) -> Callable[..., Any]:
-        def run(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            key = call_key(name, module, args, kwargs)
-            if torch.is_grad_enabled() and key in answers.compiled:
-                with OwnHooks(lambda tensor: tensor, lambda tensor: tensor):
-                    note((name, module, original, args, kwargs), key)
-            return original(*args, **kwargs)
+    def before(call: Call) -> None:
+        key = call_key(call)
+        if torch.is_grad_enabled() and key in answers.compiled:
+            note(call, key)
 
-        return run
-
-    with patched_calls(modules, runner), OwnHooks(lambda tensor: None, lambda nothing: nothing):
-        step.forward()
+    return before
 
 
 def _is_taken(call: Call, ratio: float) -> bool:
     """Whether the compiler takes a call: layers of a kind may differ in what they are compiled for again, too often."""
-    _, _, original, args, kwargs = call
-    args, kwargs = pytree.tree_map_only(torch.Tensor, fresh([], {}), (args, kwargs))
-    restore, taken = random_state(), False
+    trial, restore, taken = call.cut(), random_state(), False
     with at_ratio(ratio), contextlib.suppress(Exception):  # the compiler's are of many kinds
-        taken = ran_compiled(original(*args, **kwargs)) is not False
+        taken = ran_compiled(trial()) is not False
     restore()
     return taken
 
 
 def _variants(call: Call, key: tuple[Any, ...], target: Target, report: Report) -> dict[float, Noted]:
     """Ratio, falling -> the variant of a call of a kind."""
-    name, module, original, args, kwargs = call
-    answers = target.answers
+    answers, name = target.answers, call.name
     assert answers is not None
-    restore = random_state()
-    args, kwargs = pytree.tree_map_only(torch.Tensor, fresh([], {}), (args, kwargs))
+    trial, restore = call.cut(), random_state()
     found: dict[float, Noted] = {}
     own = answers.compiled[key]
     if own.saved_bytes < _LEAST_BYTES:
         return found
     report(f"listing what variants of {name!r} would save")
-    ratios, why = _listed(module, original, args, kwargs, own.saved_bytes)
+    ratios, why = _listed(trial, own.saved_bytes)
     for ratio in ratios:
         report(f"compiling {name!r} to save less, under {ratio}")
         try:
             with at_ratio(ratio):
-                noted = note_call(name, module, original, args, kwargs, target.device, (*key[:-1], ratio))
-            why = _otherwise(own, noted, module, functools.partial(_ran, original, module, args, kwargs), ratio)
+                noted = note_call(call, target.device, (*key[:-1], ratio))
+            why = _otherwise(own, noted, trial, ratio)
         except Exception as error:  # the compiler's are of many kinds, and the user's own code has run
             why = _told(error)
-        restore()
         if why is None:
             found[ratio] = noted
         else:
@@ -203,17 +178,15 @@ def _variants(call: Call, key: tuple[Any, ...], target: Target, report: Report) 
     return found
 
 
-def _listed(
-    module: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], own_bytes: int
-) -> tuple[list[float], str | None]:
+def _listed(trial: Call, own_bytes: int) -> tuple[list[float], str | None]:
     """The ratios to compile, or why there are none."""
     from ckptplan.training.partitioner import saved_bytes
 
     try:
-        backend_of(module, original)
-        if ran_compiled(original(*args, **kwargs)) is False:
+        backend_of(trial.module, trial.original)
+        if ran_compiled(trial()) is False:
             return [], "the compiler has given it up, and it runs as it is (TORCH_LOGS=recompiles tells why)"
-        return _spread(saved_bytes(calling(module), args, kwargs, _RATIOS), own_bytes), None
+        return _spread(saved_bytes(calling(trial.module), trial.args, trial.kwargs, _RATIOS), own_bytes), None
     except Exception as error:  # as there
         return [], _told(error)
 
@@ -238,33 +211,31 @@ def _spread(listed: dict[float, int], own_bytes: int) -> list[float]:
     return [ratios[round(i * last / (_MOST - 1))] for i in range(_MOST)]
 
 
-def _ran(
-    original: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+def _ran(trial: Call) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
     """Outputs of a call, and the gradients for random ones that come in, the same in each run from a random state."""
-    outputs = distinct_tensors(original(*args, **kwargs))
+    outputs = distinct_tensors(trial())
     differentiable = [t for t in outputs if t.requires_grad]
     generator = torch.Generator().manual_seed(0)
     given = [torch.randn(t.shape, generator=generator).to(t.device, t.dtype) for t in differentiable]
-    wanting = [t for t in (*distinct_tensors((args, kwargs)), *module.parameters()) if t.requires_grad]
+    wanting = [t for t in (*trial.inputs, *trial.module.parameters()) if t.requires_grad]
     gradients = torch.autograd.grad(differentiable, wanting, given, allow_unused=True) if differentiable else ()
     return [t.detach() for t in outputs], [*gradients]
 
 
-def _otherwise(own: Noted, noted: Noted, module: nn.Module, ran: Callable[[], Any], ratio: float) -> str | None:
+def _otherwise(own: Noted, noted: Noted, trial: Call, ratio: float) -> str | None:
     """Why a variant isn't the user's own code; None if it is."""
     if not noted.does_as(own):
         return "it returns or writes something else than the model's own compiled code"
     if noted.saved_bytes > _LESS * own.saved_bytes:
         return "it saves as much as the model's own compiled code"
     restore = random_state()
-    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-    outputs, gradients = ran()
+    buffers = [(buffer, buffer.detach().clone()) for buffer in trial.module.buffers()]
+    outputs, gradients = _ran(trial)
     restore()
     for buffer, value in buffers:
         buffer.detach().copy_(value)
     with at_ratio(ratio):
-        others, other_gradients = ran()
+        others, other_gradients = _ran(trial)
     if not all(map(same_bits, outputs, others)):
         return "it returns other values than the model's own compiled code"
     low = torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu") or any(t.dtype in _LOW for t in outputs)
