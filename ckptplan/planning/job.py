@@ -150,9 +150,9 @@ class Job:
 
         Where a plan is as fast as keeping everything, further shares have no plan: none of theirs is faster.
         """
-        kept_s, until = self.profile.fastest_step_s, time.monotonic() + self.limits.time_limit_s
+        fastest_s, until = self.profile.fastest_step_s, time.monotonic() + self.limits.time_limit_s
         jobs = list(self.each(replace(self.limits, on_plan=None)))
-        found, bounds = dict[int, tuple[Plan, Job]](), [kept_s] * len(jobs)
+        found, bounds = dict[int, tuple[Plan, Job]](), [fastest_s] * len(jobs)
         for number, job in enumerate(jobs):
             # Shares that are soon known to be infeasible leave the others more time.
             left_s = max((until - time.monotonic()) / (len(jobs) - number), job.limits.time_limit_s * SHARE)
@@ -170,7 +170,7 @@ class Job:
                         bounds[number] = _from(error.min_peak_bytes, search).lower_bound_s
                 continue
             found[number], bounds[number] = (plan, job), plan.lower_bound_s
-            if plan.step_s <= kept_s * (1 + self.limits.gap):
+            if plan.step_s <= fastest_s * (1 + self.limits.gap):
                 break
         return found, bounds
 
