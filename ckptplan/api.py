@@ -18,7 +18,6 @@ from ckptplan.core.profile import Profile
 from ckptplan.core.progress import limited, search_state
 from ckptplan.core.request import (
     Limits,
-    OneSolveKeywords,
     SearchKeywords,
     SolveKeywords,
     Training,
@@ -57,7 +56,7 @@ def solve(
     max_overhead: float | None = None,
     swap_dir: str | Path | None = None,
     plan_file: str | Path | None = None,
-    **options: Unpack[OneSolveKeywords],
+    **options: Unpack[SolveKeywords],
 ) -> Plan:
     """The fastest plan that fits the budget, and how far from the best possible it can be at most.
 
@@ -87,9 +86,8 @@ def solve(
     **options
         What is trained: `loss_fn`, `optimizer`, `device`, `step`, `amp`, `accumulate`, `ddp`, `fsdp`
         (`ckptplan.core.request.Training`); what a plan may use: `actions`, `segments`, `menus`, `host_gb`, `disk_gb`,
-        `time_limit_s`, `gap`, `seed`, `workers`, `on_progress`, `on_plan` (`ckptplan.core.request.Limits`).
-        `compile=True` plans the model as if its layers were compiled one by one: those stages that have parts and that
-        the compiler takes whole. It comes back uncompiled; `apply` compiles them, and `remove` takes that back.
+        `time_limit_s`, `gap`, `seed`, `workers`, `on_progress`, `on_plan`; `compile`, to have its layers compiled
+        (`ckptplan.core.request.Limits`).
 
     Returns
     -------
@@ -104,7 +102,7 @@ def solve(
     """
 
     def alone(together: Together | None = None) -> Plan:
-        require_known(solve, options, OneSolveKeywords)
+        require_known(solve, options, SolveKeywords)
         wanted = Budget.of(budget_gb, budget)
         if (budget_gb, budget) != (None, None) and max_overhead is not None:
             given = f"budget_gb={budget_gb!r}" if budget is None else f"budget={budget!r}"
@@ -126,7 +124,6 @@ def solve(
         if plan_file is not None:
             _check_file_suits(training, together)
             asked = f"{request_text(wanted, limits, max_overhead)}; {_step_text(model_or_profile, training)}"
-            asked += "; compiled" if options.get("compile") else ""
             found = plan_in(plan_file, asked)
             if found is not None and _holds(found, model_or_profile, budget_bytes):
                 return found
@@ -134,13 +131,12 @@ def solve(
         if together is not None and training.inputs is not None and not isinstance(model_or_profile, Profile):
             training = together.widened_inputs(model_or_profile, training)
 
-        with _compiled(model_or_profile, training, within, options.get("compile", False)) as (names, said):
-            job = _job(model_or_profile, training, swap_dir, within)
+        with _job(model_or_profile, training, swap_dir, within) as job:
 
             def solved(budget_bytes: int | None) -> Plan:
                 plan = _solved(job, budget_bytes, wanted.share, max_overhead)
                 limits.on_progress(f"solved: {search_state(plan.step_s, plan.lower_bound_s, plan.peak_bytes)}")
-                return replace(plan, notes=(*notes, *said, *plan.notes), compiled=names)
+                return replace(plan, notes=(*notes, *plan.notes))
 
             plan = solved(budget_bytes) if together is None else together.planned(job, budget_bytes, solved)
         return plan if plan_file is None else keep(plan, plan_file, asked)
@@ -152,19 +148,6 @@ def solve(
     plan = solved_together(model_or_profile, options.get("ddp"), options.get("fsdp"), alone)
     remember(plan, options)
     return plan
-
-
-def _compiled(
-    model_or_profile: nn.Module | Profile, training: Training, limits: Limits, compiles: bool
-) -> contextlib.AbstractContextManager[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """A context in which the model's layers are compiled if `compiles`, with their names and notes on them."""
-    if not isinstance(compiles, bool) or (compiles and isinstance(model_or_profile, Profile)):
-        raise InvalidInputError(f"compile={compiles!r}; it is True or False, and True goes with a model")
-    if not compiles or isinstance(model_or_profile, Profile):
-        return contextlib.nullcontext(((), ()))
-    from ckptplan.planning.model_job import compiled_for
-
-    return compiled_for(model_or_profile, training, limits)
 
 
 def _free_bytes(
@@ -272,8 +255,7 @@ def frontier(
         from ckptplan.planning.model_job import sharded
 
         sharding = sharded(model_or_profile, options.get("fsdp"))
-    with sharding:
-        job = _job(model_or_profile, Training.of(options, inputs), swap_dir, each)
+    with sharding, _job(model_or_profile, Training.of(options, inputs), swap_dir, each) as job:
         found = []
         for one in job.each(together):
             limits = replace(one.handing_out, time_limit_s=one.limits.time_limit_s)
@@ -389,13 +371,15 @@ def _broken(profile: Profile, plan: Plan) -> str:
     return broken[0].detail if broken else ""
 
 
-def _job(model_or_profile: nn.Module | Profile, training: Training, swap_dir: str | Path | None, limits: Limits) -> Job:
-    """The job of planning a model, which is profiled first, or a profile."""
+def _job(
+    model_or_profile: nn.Module | Profile, training: Training, swap_dir: str | Path | None, limits: Limits
+) -> contextlib.AbstractContextManager[Job]:
+    """A context with the job of planning a model, which is profiled first, or a profile."""
     if not isinstance(model_or_profile, Profile):
         from ckptplan.planning.model_job import job_of_model
 
         return job_of_model(model_or_profile, training, swap_dir, limits)
-    extra = training.given() + (["swap_dir"] if swap_dir is not None else [])
+    extra = training.given() + ["swap_dir"] * (swap_dir is not None) + ["compile"] * limits.compile
     if extra:
         raise InvalidInputError(f"{', '.join(extra)} can't be given with a profile, which is measured already")
-    return job_of_profile(model_or_profile, limits)
+    return contextlib.nullcontext(job_of_profile(model_or_profile, limits))

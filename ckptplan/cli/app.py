@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from ckptplan.cli import device, inspect, plan, report
-from ckptplan.cli.arguments import WHAT_STAGES_SAVE, Offload, TimeLimit, parts_of
+from ckptplan.cli.arguments import WHAT_STAGES_SAVE, Compiled, Offload, TimeLimit, parts_of
 from ckptplan.cli.output import INTERRUPTED, show_error, show_interrupt, show_users_error
 from ckptplan.cli.subject import is_torch
 from ckptplan.core.errors import CkptPlanError, InvalidInputError
@@ -109,6 +109,7 @@ def run(
     budget: Annotated[str, typer.Option(help='"20 GiB", "50%" of the way to everything kept, or "auto".')] = "auto",
     module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module's name, as for python -m.")] = False,
     offload: Offload = WHAT_STAGES_SAVE,
+    compiled: Compiled = False,
     time_limit: TimeLimit = 10.0,
 ) -> None:
     """Run a training script as it is, and plan what it trains.
@@ -121,7 +122,9 @@ def run(
     # Imported here: it imports torch.
     from ckptplan.integrations.launch import launch, of_script
 
-    how = {"budget": budget, "offload": parts_of(offload), "time_limit_s": time_limit}
+    how = {"budget": budget, "offload": parts_of(offload), "time_limit_s": time_limit} | (
+        {"compile": True} if compiled else {}
+    )
     try:
         launch(script[0], script[1:], as_module=module, **how)
     except CkptPlanError:

@@ -129,6 +129,11 @@ Offload = Annotated[
 Together = Annotated[bool, typer.Option("--segments/--no-segments", help="Whether stages may be recomputed together.")]
 
 
+Compiled = Annotated[
+    bool, typer.Option("--compile", help="Compile a model's layers one by one while the plan is applied.")
+]
+
+
 TimeLimit = Annotated[float, typer.Option(min=0.1, help="Seconds the solver may take.")]
 
 

@@ -22,6 +22,7 @@ from ckptplan.cli.arguments import (
     Actions,
     Autocast,
     Budget,
+    Compiled,
     DiskLimit,
     Gap,
     HostLimit,
@@ -122,6 +123,7 @@ def solve(
     actions: Actions = EVERY_ACTION,
     offload: Offload = WHAT_STAGES_SAVE,
     segments: Together = True,
+    compiled: Compiled = False,
     accumulate: Accumulate = None,
     time_limit: TimeLimit = 10.0,
     gap: Gap = NO_LIMITS.gap,
@@ -142,6 +144,7 @@ def solve(
         )
     check_writable(output, "the plan")
     options = _options(host_gb, disk_gb, actions, offload, segments, accumulate, time_limit, gap)
+    options["compile"] = compiled
     budget_in_gb = number(budget_gb, "--budget-gb")
     subject, inputs = subject_of(source)
     from ckptplan.api import solve as solve_subject
@@ -222,6 +225,7 @@ def frontier(
     actions: Actions = EVERY_ACTION,
     offload: Offload = WHAT_STAGES_SAVE,
     segments: Together = True,
+    compiled: Compiled = False,
     accumulate: Accumulate = None,
     time_limit: Annotated[float, typer.Option(min=0.1, help="Seconds for all plans together.")] = 60.0,
     gap: Gap = NO_LIMITS.gap,
@@ -242,6 +246,7 @@ def frontier(
     Example: [bold]ckptplan frontier profile.json --points 8 -o plans[/bold]
     """
     options = _options(host_gb, disk_gb, actions, offload, segments, accumulate, time_limit, gap)
+    options["compile"] = compiled
     for place in () if output is None else (output, *output.parents):
         if place.exists() and not place.is_dir():
             raise InvalidInputError(f"the plans can't be written to {output}: {place} is a file; give a folder's name")

@@ -252,8 +252,6 @@ class Plan(Saved):
         `saved_bytes`.
     between : int
         As of the profile.
-    compiled : tuple of str
-        Modules that `apply` compiles, if they aren't, for as long as the plan is applied (`solve(..., compile=True)`).
     """
 
     SCHEMA = "ckptplan.plan/4"
@@ -295,7 +293,6 @@ class Plan(Saved):
     offload: tuple[Kind, ...] = ACTIVATIONS
     residents: tuple[Resident, ...] = ()
     between: int = 0
-    compiled: tuple[str, ...] = ()
 
     @staticmethod
     def upgraded(data: dict[str, Any]) -> dict[str, Any]:

@@ -30,6 +30,7 @@ class Fingerprint:
     `parallel`: what runs the model on several devices, and counts (`DDP.kind`, `sharded.kind_of`);
     empty: nothing does. `autocast`: the type to which autocast around the forward casts ("bfloat16", "float16"), or
     "off"; empty: not known. It isn't compared either, since applying a plan runs nothing: the first forward tells.
+    `compiled`: modules of `model` that `apply` compiles, if they aren't, for as long as a plan is applied.
     """
 
     model: str
@@ -42,6 +43,7 @@ class Fingerprint:
     optimizer: str = ""
     parallel: str = ""
     autocast: str = ""
+    compiled: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_fields("fingerprint", self)
@@ -56,7 +58,7 @@ class Fingerprint:
         """
         for field in dataclasses.fields(self):
             want, have = getattr(self, field.name), getattr(found, field.name)
-            if field.name not in (*ignore, "optimizer", "autocast") and want != have:
+            if field.name not in (*ignore, "optimizer", "autocast", "compiled") and want != have:
                 raise PlanMismatchError(f"{self._difference(field.name, want, have)}; solve again for this model")
 
     @staticmethod

@@ -101,17 +101,12 @@ class PlanKeywords(SearchKeywords, total=False):
 
     disk_gb: float | None
     menus: bool
+    compile: bool
     on_plan: OnPlan | None
 
 
 class SolveKeywords(StepKeywords, PlanKeywords, total=False):
-    """Options of `frontier`."""
-
-
-class OneSolveKeywords(SolveKeywords, total=False):
-    """Options of `solve`, and of `apply` without a plan."""
-
-    compile: bool
+    """Options of `solve` and `frontier`, and of `apply` without a plan."""
 
 
 class BatchKeywords(TrainingKeywords, SearchKeywords, total=False):
@@ -125,7 +120,7 @@ class ApplyKeywords(LossKeywords, SearchKeywords, total=False):
     disk_gb: float | None
 
 
-class ApplyOrSolveKeywords(OneSolveKeywords, total=False):
+class ApplyOrSolveKeywords(SolveKeywords, total=False):
     """Options of `apply`: without a plan, those of `solve`; with one, `ApplyKeywords`."""
 
 
@@ -262,6 +257,9 @@ class Limits:
         Whether consecutive stages may be recomputed together, also nested; needs "recompute".
     menus : bool
         Whether a stage may save, move or recompute only some of its operations' outputs.
+    compile : bool
+        Whether a model is planned as if its layers were compiled one by one: those stages that have parts and that the
+        compiler takes whole. It comes back uncompiled; `apply` compiles them, and `remove` takes that back.
     host_bytes : int, optional
         Limit on bytes swapped to the host; with 0 swaps go to the disk, if allowed. None: no limit. As a keyword:
         `host_gb`, in units of 2**30 bytes.
@@ -303,6 +301,7 @@ class Limits:
     offload: tuple[Kind, ...] = ACTIVATIONS
     segments: bool = True
     menus: bool = True
+    compile: bool = False
     host_bytes: int | None = None
     disk_bytes: int | None = None
     time_limit_s: float = 10.0
@@ -315,7 +314,7 @@ class Limits:
     def __post_init__(self) -> None:
         object.__setattr__(self, "actions", checked_actions(self.actions))
         object.__setattr__(self, "offload", checked_offload(self.offload))
-        for name in ("segments", "menus"):
+        for name in ("segments", "menus", "compile"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidInputError(f"{name}={getattr(self, name)!r}; it is True or False")
         limit_s = self.time_limit_s

@@ -280,8 +280,8 @@ def _check_settings(trainer: Trainer) -> None:
     if engine == "FSDP":
         engine += str(getattr(plugin, "fsdp_version", 1))
     refused = {
-        "torch_compile=True compiles the whole model, into which no plan can reach; leave it out and compile the "
-        "layers (for layer in model.model.layers: layer.compile())": getattr(args, "torch_compile", False),
+        "torch_compile=True compiles the whole model, into which no plan can reach; leave it out and have the "
+        "callback compile the layers (compile=True)": getattr(args, "torch_compile", False),
         "activation_offloading=True moves activations by itself; leave it out, a plan swaps what pays": getattr(
             args, "activation_offloading", False
         ),

@@ -48,7 +48,7 @@ from ckptplan.runtime.guard.spots import SHEET_BYTES
 from ckptplan.state.process import in_own_context
 from ckptplan.state.restore import restored
 from ckptplan.tensors.storages import local_part
-from ckptplan.training.compiled import compiled_modules
+from ckptplan.training.compiled import compiled_modules, stages_compiled
 from ckptplan.training.gradients import accumulates, starting_gradients
 from ckptplan.training.step import TrainingStep, caching, check_supported, every_layer, inputs_text, planned_config
 
@@ -172,6 +172,7 @@ def estimate(
     with (
         _config(model, plan),
         steps[0].parallel.reduced() as run.keeps_whole_gradients,
+        stages_compiled(model, () if plan is None else plan.fingerprint.compiled),
         restored(model, reached, runs=bool(compiled_modules(model))) as rewind,
     ):
         rewind()

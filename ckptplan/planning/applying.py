@@ -22,7 +22,7 @@ from ckptplan.core.request import (
     ApplyKeywords,
     ApplyOrSolveKeywords,
     Limits,
-    OneSolveKeywords,
+    SolveKeywords,
     Training,
     recalled,
     require_known,
@@ -49,7 +49,6 @@ from ckptplan.state.parameters import ParameterState
 from ckptplan.state.process import in_own_context
 from ckptplan.state.restore import restored
 from ckptplan.tensors.storages import unique_bytes
-from ckptplan.training.compiled import stages_compiled
 from ckptplan.training.gradients import rewinding, starting_gradient_bytes
 from ckptplan.training.measure import run_step
 from ckptplan.training.step import check_supported, fingerprint, make_step, training_config
@@ -174,7 +173,7 @@ def _replacing(model: nn.Module) -> Iterator[None]:
 
 def _later(model: nn.Module, inputs: Any, wanted: dict[str, Any], how: dict[str, Any]) -> Handle:
     """Return a handle whose plan the first training forward makes, with the options `wanted`, and applies."""
-    require_known(apply, wanted.keys() - {"budget_gb", "budget", "swap_dir"}, OneSolveKeywords)
+    require_known(apply, wanted.keys() - {"budget_gb", "budget", "swap_dir"}, SolveKeywords)
     if inputs is not None or wanted.get("step") is not None or how["profile"] is not None:
         raise InvalidInputError(
             "without a plan, apply plans for the inputs of the first training forward; leave out inputs=, step= and "
@@ -311,8 +310,8 @@ def trace(
         accumulate = plan.fingerprint.accumulates
     options = Training(inputs, loss_fn, step=step, accumulate=accumulate, ddp=ddp_under(model, plan))
     training = make_step(model, options)
-    with stages_compiled(training.model, plan.compiled):
-        plan.fingerprint.require(fingerprint(training), ignore=("accumulates",))
+    made_for = plan.fingerprint
+    made_for.require(fingerprint(training, compiles=made_for.compiled), ignore=("accumulates",))
     model = training.model
     with (
         apart(model, optimizer),

@@ -46,42 +46,28 @@ from ckptplan.training.measure import held_tensors, optimizer_tensors
 from ckptplan.training.step import TrainingStep, check_supported, fingerprint
 
 
-def job_of_model(model: nn.Module, training: Training, swap_dir: str | Path | None, limits: Limits) -> Job:
-    """Profile a model's step and return the job of planning it."""
-    target = find_target(model, training.device)
-    check_supported(model)
-    # Built once, so that profile and replay have the same inputs, whether given or found.
-    step, notes = training_step(model, training, target)
-    within = staged(limits) if target.is_cuda else limits
-    return job_of_step(step, notes, target, training.optimizer, swap_dir, within)
-
-
 @contextlib.contextmanager
-def compiled_for(
-    model: nn.Module, training: Training, limits: Limits
-) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """Inside, the stages of a model that have parts and that the compiler takes whole are compiled.
-
-    Yields
-    ------
-    names, notes : tuple of str
+def job_of_model(model: nn.Module, training: Training, swap_dir: str | Path | None, limits: Limits) -> Iterator[Job]:
+    """Profile a model's step; inside, the job of planning it can be used, and layers that a plan compiles are compiled.
 
     Raises
     ------
     UnsupportedModelError
-        If the device isn't in this machine.
+        If layers are to be compiled for a device that isn't in this machine.
     """
     target = find_target(model, training.device)
-    if target.spec is not None:
+    if limits.compile and target.spec is not None:
         raise UnsupportedModelError(
             f"compile=True for {target.description}, which isn't here: what compiled code takes is known only from "
             "running it; plan on the device, or the model as it is"
         )
     check_supported(model)
-    step, _ = training_step(model, training, target)
-    names, notes = compilable_stages(step, target, limits.on_progress)
+    # Built once, so that profile and replay have the same inputs, whether given or found.
+    step, notes = training_step(model, training, target)
+    within = staged(limits) if target.is_cuda else limits
+    names, more = compilable_stages(step, target, limits.on_progress) if limits.compile else ((), ())
     with stages_compiled(step.model, names):
-        yield names, notes
+        yield job_of_step(step, (*more, *notes), target, training.optimizer, swap_dir, within)
 
 
 def step_text(model: nn.Module, training: Training) -> str:

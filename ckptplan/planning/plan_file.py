@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # these import torch
 
 def request_text(budget: Budget, limits: Limits, max_overhead: float | None = None) -> str:
     """Return what a plan in a file has to have been asked for, beside the model and the step."""
-    names = ("actions", "offload", "segments", "menus", "host_bytes", "disk_bytes")
+    names = ("actions", "offload", "segments", "menus", "compile", "host_bytes", "disk_bytes")
     may = ", ".join(f"{name}={getattr(limits, name)!r}" for name in names)
     return f"{budget!r}, max_overhead={max_overhead!r}, {may}"
 

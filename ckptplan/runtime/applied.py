@@ -18,6 +18,7 @@ from ckptplan.runtime.controller import Controller, is_glue
 from ckptplan.runtime.guard.shapes import Larger
 from ckptplan.runtime.observe.stats import Peaks, Stats
 from ckptplan.runtime.swap.stores import Store, close_all, handing_over
+from ckptplan.training.compiled import stages_compiled
 
 Place = Callable[[Plan, Controller | None], tuple[Controller, Mapping[Tier, Store]]]
 """Function that applies a plan to the model; the new controller goes on with the counters of the former one."""
@@ -81,9 +82,11 @@ class Applied:
         self.on_error: Callable[[BaseException], None] | None = None
         self.optimizer: weakref.ref[torch.optim.Optimizer] | None = None
         self.handle: object = None
-        self.guards = contextlib.ExitStack()
         self._place = place
-        self.controller, self.stores = place(plan, None)
+        with contextlib.ExitStack() as guards:
+            guards.enter_context(stages_compiled(model, plan.fingerprint.compiled))
+            self.controller, self.stores = place(plan, None)
+            self.guards = guards.pop_all()
         self.controller.holds = self
         self.peaks = Peaks(device)
         self.is_on = True

@@ -42,7 +42,6 @@ from ckptplan.runtime.observe.counters import Counters
 from ckptplan.runtime.observe.meter import Meter
 from ckptplan.runtime.observe.stats import Stats
 from ckptplan.runtime.swap.stores import Store, SwapOptions, close_all, make_stores
-from ckptplan.training.compiled import stages_compiled
 from ckptplan.training.step import check_supported, fingerprint, make_step, model_device, training_config
 
 _HANDLES: weakref.WeakValueDictionary[int, Handle] = weakref.WeakValueDictionary()
@@ -247,52 +246,48 @@ def apply(
     if swap_dir is not None and not isinstance(swap_dir, (str, os.PathLike)):
         raise InvalidInputError(f"swap_dir={swap_dir!r}; pass a directory's path")
     device = model_device(model)
-    with contextlib.ExitStack() as undo:
-        if plan.compiled:
-            undo.enter_context(stages_compiled(unwrapped(model), plan.compiled))
-        model = _fitting(model, plan)
-        old_graph, fresh_state = OldGraph(device), FreshState(device)
-        checks = None if check == "off" else Checks(device, always=check == "always")
+    model = _fitting(model, plan)
+    old_graph, fresh_state = OldGraph(device), FreshState(device)
+    checks = None if check == "off" else Checks(device, always=check == "always")
 
-        def place(plan: Plan, former: Controller | None) -> tuple[Controller, Mapping[Tier, Store]]:
-            """Install `plan`, whose controller goes on with the counters of the `former` one."""
-            differences = Differences("raise" if strict else "warn")
-            counters = Counters(meter=Meter(device), differences=differences) if former is None else former.counters
-            stores = make_stores(device, plan, swap_dir, swap_options)
-            try:
-                controller = Controller(
-                    model,
-                    plan.decided,
-                    stores,
-                    torch.device(device),
-                    one_forward=plan.fingerprint.inputs != "step()",
-                    counters=counters,
-                    observers=(
-                        fresh_state,
-                        HeldOver(plan, counters.differences),
-                        GradientGuard(model, plan, counters.differences),
-                        Unplanned(model, plan, device, counters.differences),
-                    ),
-                    checks=checks,
-                )
-                controller.old_graph = old_graph
-                if former is not None:
-                    controller.weights.optimizers.extend(former.weights.optimizers)
-                elif optimizer is not None:
-                    controller.weights.knows(optimizer)
-                controller.install()
-            except BaseException:
-                close_all(stores)
-                raise
-            return controller, stores
+    def place(plan: Plan, former: Controller | None) -> tuple[Controller, Mapping[Tier, Store]]:
+        """Install `plan`, whose controller goes on with the counters of the `former` one."""
+        differences = Differences("raise" if strict else "warn")
+        counters = Counters(meter=Meter(device), differences=differences) if former is None else former.counters
+        stores = make_stores(device, plan, swap_dir, swap_options)
+        try:
+            controller = Controller(
+                model,
+                plan.decided,
+                stores,
+                torch.device(device),
+                one_forward=plan.fingerprint.inputs != "step()",
+                counters=counters,
+                observers=(
+                    fresh_state,
+                    HeldOver(plan, counters.differences),
+                    GradientGuard(model, plan, counters.differences),
+                    Unplanned(model, plan, device, counters.differences),
+                ),
+                checks=checks,
+            )
+            controller.old_graph = old_graph
+            if former is not None:
+                controller.weights.optimizers.extend(former.weights.optimizers)
+            elif optimizer is not None:
+                controller.weights.knows(optimizer)
+            controller.install()
+        except BaseException:
+            close_all(stores)
+            raise
+        return controller, stores
 
-        applied = Applied(model, device, plan, place, adviser)
-        applied.on_error = applied.controller.on_error = functools.partial(add_note, applied)
-        if on_larger is not None:
-            replace_for_larger(applied, on_larger)
-        applied.guards.enter_context(fresh_state.watching())
-        applied.guards.callback(undo.pop_all().close)
-        return Handle(applied)
+    applied = Applied(model, device, plan, place, adviser)
+    applied.on_error = applied.controller.on_error = functools.partial(add_note, applied)
+    if on_larger is not None:
+        replace_for_larger(applied, on_larger)
+    applied.guards.enter_context(fresh_state.watching())
+    return Handle(applied)
 
 
 def _fitting(model: nn.Module, plan: Plan) -> nn.Module:
@@ -303,6 +298,7 @@ def _fitting(model: nn.Module, plan: Plan) -> nn.Module:
             "the plan comes from a profile written by hand, which belongs to no model; it can be simulated only"
         )
     step = make_step(model, Training((), ddp=ddp_under(model, plan)))
-    planned.require(fingerprint(step), ignore=("inputs", "accumulates", *step.parallel.free_fields(planned.parallel)))
+    here = fingerprint(step, compiles=planned.compiled)
+    planned.require(here, ignore=("inputs", "accumulates", *step.parallel.free_fields(planned.parallel)))
     check_supported(step.model)
     return step.model

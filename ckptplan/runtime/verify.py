@@ -252,10 +252,10 @@ def verify(
     training.on_device(model_device(model))
     is_wrapped, model = training.model is not model, training.model
     ignored = () if plan.fingerprint.parallel else training.parallel.free_fields("")  # measured as it is now
-    with stages_compiled(model, plan.compiled):
-        plan.fingerprint.require(fingerprint(training), ignore=("accumulates", *ignored))
+    made_for = plan.fingerprint
+    made_for.require(fingerprint(training, compiles=made_for.compiled), ignore=("accumulates", *ignored))
     with (
-        stages_compiled(model, plan.compiled),  # in the plain steps, too
+        stages_compiled(model, made_for.compiled),  # in the plain steps, too
         apart(model, optimizer),
         ParameterState(model.parameters()).restored() as parameters,
         training_config(model),

@@ -6,7 +6,8 @@ import contextlib
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from types import CodeType
 from typing import Any, TypeVar
 
 import torch
@@ -35,12 +36,12 @@ def is_compiled(module: nn.Module) -> bool:
     return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
 
 
-def compiled_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the outermost compiled modules of `model` by name."""
+def compiled_modules(model: nn.Module, also: Collection[str] = ()) -> dict[str, nn.Module]:
+    """Return the outermost modules of `model` that are compiled, or named in `also`, by name."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{outer}.") or not outer for outer in found)
-        if is_compiled(module) and not inside:
+        if (name in also or is_compiled(module)) and not inside:
             found[name] = module
     return found
 
@@ -73,7 +74,7 @@ def stages_compiled(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
     try:
         for module in found:
             if module not in _uses:
-                nn.Module.compile(module)  # type: ignore[no-untyped-call]
+                _compile(module)
             _uses[module] = _uses.get(module, 0) + 1
             begun.append(module)
         yield
@@ -83,6 +84,24 @@ def stages_compiled(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
             if not _uses[module]:
                 del _uses[module]
                 module.__dict__.pop("_compiled_call_impl", None)
+
+
+_codes: dict[tuple[type, str], CodeType] = {}
+
+
+def _compile(module: nn.Module) -> None:
+    """As `module.compile()`, which leaves what PyTorch's own classes run as it is: their files aren't compiled."""
+    if not type(module).forward.__module__.startswith("torch."):
+        return nn.Module.compile(module)  # type: ignore[no-untyped-call,no-any-return]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)
+
+    # One code for modules of a kind, of which the compiler knows no file, and which count alone for its limit.
+    call.__code__ = _codes.setdefault(
+        (type(module), repr(module)), call.__code__.replace(co_filename="<compiled module>")
+    )
+    module._compiled_call_impl = torch.compile(call)
 
 
 def hooks_in(module: nn.Module) -> str:

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from inspect import getclosurevars
 from types import FunctionType
@@ -25,7 +25,7 @@ from ckptplan.distributed import parallel_of
 from ckptplan.distributed.engines import check_engine
 from ckptplan.distributed.parallel import Parallel, class_of
 from ckptplan.tensors import accelerator
-from ckptplan.training.compiled import check_compiled, compiled_modules
+from ckptplan.training.compiled import check_compiled, compiled_modules, is_compiled_for_a_plan
 from ckptplan.training.gradients import accumulates
 from ckptplan.training.inputs import input_tensors
 
@@ -384,8 +384,11 @@ def inputs_text(step: TrainingStep) -> str:
     return ", ".join(map(str, input_tensors(step.args, step.kwargs)))
 
 
-def fingerprint(step: TrainingStep, device_name: str | None = None) -> Fingerprint:
-    """Return the fingerprint that a profile of `step` is bound to; `device_name` names a device of another machine."""
+def fingerprint(step: TrainingStep, device_name: str | None = None, *, compiles: Collection[str] = ()) -> Fingerprint:
+    """Return the fingerprint that a profile of `step` is bound to; `device_name` names a device of another machine.
+
+    `compiles` names modules that a plan compiles, as if they were compiled already.
+    """
     model, kind = step.model, class_of(step.model)
     digest = hashlib.sha256()
     for name, p in model.named_parameters(remove_duplicate=False):
@@ -393,9 +396,9 @@ def fingerprint(step: TrainingStep, device_name: str | None = None) -> Fingerpri
     count = sum(p.numel() for p in model.parameters())
     device = model_device(model)
     name = device_name or (accelerator.properties(device).name if accelerator.is_accelerator(device) else device.type)
-    compiled = ", ".join(compiled_modules(model))
+    compiled = compiled_modules(model, compiles)
     return Fingerprint(
-        model=f"{kind.__module__}.{kind.__qualname__}" + (f" with {compiled} compiled" if compiled else ""),
+        model=f"{kind.__module__}.{kind.__qualname__}" + (f" with {', '.join(compiled)} compiled" if compiled else ""),
         parameters=f"{count} in {digest.hexdigest()[:16]}",
         training=model.training,
         inputs=inputs_text(step) if step.fn is None else "step()",
@@ -404,6 +407,7 @@ def fingerprint(step: TrainingStep, device_name: str | None = None) -> Fingerpri
         accumulates=step.accumulates,
         parallel=step.parallel.kind,
         autocast=present_autocast(device.type) if step.autocast is None else _type_name(step.autocast[1]),
+        compiled=tuple(name for name, module in compiled.items() if is_compiled_for_a_plan(module)),
     )
 
 

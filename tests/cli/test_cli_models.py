@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,8 +17,10 @@ import ckptplan
 from ckptplan.cli.demo import DemoRow, Size, plans_of, verdict
 from ckptplan.cli.demo import run as demonstrate
 from ckptplan.core.estimate import Estimate
+from ckptplan.core.frontier import Frontier
+from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
-from ckptplan.runtime.verify import Verification
+from ckptplan.runtime.verify import Verification, verify
 
 
 def test_compare_takes_a_model(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,6 +135,29 @@ def test_profile_writes_what_solve_takes(run: Run, tmp_path: Path, monkeypatch: 
     assert made.parallel.startswith("fsdp, 4 ranks")
     assert_clean_error(run("profile", path), "is not a model")
     assert_clean_error(run("profile", "profiled_model:build", "-o", tmp_path), "it is a folder")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+def test_layers_are_compiled_where_it_is_asked(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "blocks_model.py").write_text(
+        "import torch\n"
+        "from torch.nn import GELU, Linear, Sequential\n"
+        "def build():\n"
+        "    layers = [Sequential(Linear(64, 256), GELU(), Linear(256, 64)) for _ in range(3)]\n"
+        "    return Sequential(*layers), (torch.ones(256, 64),)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    plan = tmp_path / "plan.json"
+    assert "3 layers of 1 kind are compiled" in output(
+        run("solve", "blocks_model:build", "--compile", "--budget", "60%", "-o", plan)
+    )
+    output(run("frontier", "blocks_model:build", "--compile", "--points", "2", "-o", tmp_path / "plans"))
+    for made in (Plan.load(plan), *Frontier.load(tmp_path / "plans" / "frontier.json")):
+        assert made.fingerprint.compiled == ("0", "1", "2")
+        model, inputs = importlib.import_module("blocks_model").build()
+        assert verify(model, made, inputs, repeats=1).gradients_equal
+    output(run("profile", "blocks_model:build", "-o", tmp_path / "profile.json"))
+    assert_clean_error(run("solve", tmp_path / "profile.json", "--compile", "--budget", "60%"), "compile", "a profile")
 
 
 def test_names_that_are_no_files(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,6 @@ from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.profile import Profile
 from ckptplan.core.request import (
     Limits,
-    OneSolveKeywords,
     PlanKeywords,
     SolveKeywords,
     StepKeywords,
@@ -36,7 +35,6 @@ def test_keywords_name_the_fields_of_the_objects() -> None:
     assert StepKeywords.__optional_keys__ == of_training - {"inputs"}  # type: ignore[attr-defined]
     both = StepKeywords.__optional_keys__ | PlanKeywords.__optional_keys__  # type: ignore[attr-defined]
     assert SolveKeywords.__optional_keys__ == both  # type: ignore[attr-defined]
-    assert OneSolveKeywords.__optional_keys__ == both | {"compile"}  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("described", [Training, Limits])

@@ -41,7 +41,7 @@ ADDED = {
     },
     "option": {"launch_s": 0.0, "overhead_s": 0.0, "ratio": 0.0},
     "link": {"copy_s": 0.0},
-    "fingerprint": {"accumulates": False, "optimizer": "", "parallel": "", "autocast": ""},
+    "fingerprint": {"accumulates": False, "optimizer": "", "parallel": "", "autocast": "", "compiled": []},
     "plan": {
         "outside": None,
         "uncalled": [],
@@ -62,7 +62,6 @@ ADDED = {
         "offload": ["activations"],
         "residents": [],
         "between": 0,
-        "compiled": [],
     },
 }
 """Fields that a file may lack since they were added later, and what their absence means."""

@@ -17,6 +17,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 from ckptplan.core.errors import InfeasibleBudgetError, InvalidInputError, UnsupportedModelError
 from ckptplan.core.plan import Plan
 from ckptplan.integrations.transformers import ActivationPlanCallback
+from ckptplan.training.compiled import is_compiled
 
 STEPS = 4
 GIB = 2**30
@@ -159,6 +160,30 @@ def test_training_is_the_same_and_within_the_budget(way: str, tmp_path: Path, ca
     assert_as_before(planned)
     # As before, but for checkpointing, which the Trainer itself leaves on.
     assert any(getattr(m, "gradient_checkpointing", False) for m in planned.model.modules()) == checkpoints
+
+
+class Compiled(MeasuredTrainer):
+    """Of a model whose blocks are compiled."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for block in self.model.transformer.h:
+            block.compile()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+def test_layers_are_compiled_where_it_is_asked(tmp_path: Path) -> None:
+    """With the bits of a training whose user has compiled them; afterwards they aren't."""
+    plain = trained(tmp_path, kind=Compiled)
+    callback = planner_for(plain, compile=True)
+    planned = trained(tmp_path, callback)
+    assert_same(planned, plain)
+    assert callback.plan is not None
+    assert callback.plan.fingerprint.compiled == ("transformer.h.0", "transformer.h.1")
+    assert max(planned.peaks) <= callback.plan.budget_bytes < max(plain.peaks)
+    assert not any(is_compiled(module) for module in planned.model.modules())
+    assert_as_before(planned)
+    torch._dynamo.reset()
 
 
 def test_batches_of_other_lengths(tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ def test_a_training_goes_on_as_without_a_plan(planned: Any) -> None:
         under = trained(named(measured, "compiled-2", "compiled-1"))
     model.load_state_dict(start)
     assert [name for name in plain if not torch.equal(plain[name], under[name])] == []
-    assert differences.keys() == {"compiled"}  # a batch of another size
+    assert differences.keys() == {"recompiled"}  # a batch of another size
 
 
 def test_where_a_variant_cannot_be_compiled_the_model_runs_as_it_was_compiled(
@@ -289,7 +289,7 @@ def test_layers_are_compiled_for_a_plan_and_for_no_longer(tmp_path: Path) -> Non
     torch._dynamo.reset()
     model, x = model_of("")
     plan = ckptplan.solve(model, inputs=x, budget="40%", actions=("keep", "recompute"), compile=True)
-    assert plan.compiled == tuple(f"layers.{i}" for i in range(4))  # what stands alone has nothing to fuse
+    assert plan.fingerprint.compiled == tuple(f"layers.{i}" for i in range(4))  # what stands alone has nothing to fuse
     assert plan.notes[0] == "4 layers of 1 kind are compiled"
     assert any(choice.ratio for choice in plan.choices)
     assert not is_compiled(model)
@@ -317,7 +317,7 @@ def test_layers_that_the_compiler_cannot_take_whole_stay_as_they_are() -> None:
     model, x = model_of("")
     model.layers[2] = Broken()
     plan = ckptplan.solve(model, inputs=x, budget="60%", compile=True, menus=False)
-    assert plan.compiled == ("layers.0", "layers.1", "layers.3")
+    assert plan.fingerprint.compiled == ("layers.0", "layers.1", "layers.3")
     assert any("'layers.2'" in note and "graph breaks" in note for note in plan.notes)
     torch._dynamo.reset()
 
@@ -326,10 +326,12 @@ def test_compile_needs_a_model_and_its_device() -> None:
     model, x = model_of("")
     with pytest.raises(InvalidInputError, match="compile=1"):
         ckptplan.solve(model, 1, inputs=x, compile=1)  # type: ignore[arg-type]
+    with pytest.raises(InvalidInputError, match="compile=1"):
+        ckptplan.apply(model, budget_gb=1, compile=1)  # type: ignore[arg-type]
     with pytest.raises(UnsupportedModelError, match="compile=True for NVIDIA A100"):
         ckptplan.solve(model, 1, inputs=x, compile=True, device="a100-40gb")
     chain = Profile.from_chain([0.1], [0.1], [1], [1], input_bytes=1)
-    with pytest.raises(InvalidInputError, match="goes with a model"):
+    with pytest.raises(InvalidInputError, match="compile can't be given with a profile"):
         ckptplan.solve(chain, 1, compile=True)
 
 
@@ -377,7 +379,7 @@ def test_layers_with_hooks_are_not_compiled(part: str) -> None:
         apply(model, plan)
     assert not is_compiled(model)
     again = ckptplan.solve(model, inputs=x, budget="60%", compile=True, menus=False)
-    assert again.compiled == ("layers.0", "layers.1", "layers.3")
+    assert again.fingerprint.compiled == ("layers.0", "layers.1", "layers.3")
     assert any("'layers.2'" in note and "has hooks" in note for note in again.notes)
     hook.remove()
     torch._dynamo.reset()
@@ -392,7 +394,7 @@ def test_a_plan_replaces_another_for_which_layers_were_compiled() -> None:
     handle = ckptplan.apply(model, first)
     model(x).mean().backward()
     under = ckptplan.solve(model, inputs=x, budget="70%", compile=True, menus=False, accumulate=False)
-    assert under.compiled == first.compiled
+    assert under.fingerprint.compiled == first.fingerprint.compiled
     model.zero_grad()
     handle = ckptplan.apply(model, second, replace=True)
     assert is_compiled(model)
@@ -418,7 +420,7 @@ def test_an_output_without_a_gradient_counts_as_zeros_in_backward() -> None:
     model: Any = Made(lambda self, x: functools.reduce(lambda x, layer: layer(x)[0], self.layers, x), layers=layers)
     x = torch.randn(512, 64)
     plan = ckptplan.solve(model.train(), inputs=x, budget="100%", compile=True)
-    assert plan.compiled == ("layers.0", "layers.1", "layers.2")
+    assert plan.fingerprint.compiled == ("layers.0", "layers.1", "layers.2")
     check(model, plan, x)
     measured = verify(model, plan, x, repeats=1).measured_peak_bytes
     tight = ckptplan.solve(model, budget_gb=measured / 2**30, inputs=x, compile=True, actions=("keep", "recompute"))

@@ -6,7 +6,9 @@ runs the function as it is, after one warning in a log. The gradients stay right
 are the planned ones. So of each call of a compiled stage it is asked whether compiled code made the output, as in its
 first one under the plan and by each variant, and behind the first one, whether the compiler was at work.
 
-Example: a last batch of 384 in place of 512 rows; every stage is compiled again for it, which is told once.
+Example: a last batch of 384 in place of 512 rows; every stage is compiled again for it, which is told once. That is
+the difference "recompiled", for which no plan is made anew: it would be one for the same code. "compiled" is code that
+the compiler has given up, which a new plan counts as it is.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ class CompiledStages:
             )
         elif compilations() != before and not is_first:
             self._differences.note(
-                "compiled",
+                "recompiled",
                 f"stage {name!r} was compiled again, for inputs of another shape or since a value changed that its "
                 "code depends on (TORCH_LOGS=recompiles tells which); solve again with such inputs",
             )
