@@ -121,7 +121,7 @@ def knob(model: nn.Module, names: Sequence[str], ratio: float) -> Iterator[None]
 def layers_of(model: nn.Module, inputs: Any) -> tuple[str, ...]:
     """What `compile=True` compiles."""
     plan = ckptplan.solve(model, inputs=inputs, budget="100%", compile=True, menus=False, gap=1.0)
-    return plan.compiled
+    return plan.fingerprint.compiled
 
 
 # --- speed ---
