@@ -93,6 +93,7 @@ def check(model: nn.Module, plan: Plan, x: Any, slack: float = 0.01) -> None:
 
 def test_each_distinct_stage_has_variants_that_hold_less(planned: Any) -> None:
     _, _, measured = planned
+    assert any("outputs and gradients of the model's own compiled code, bit for bit" in n for n in measured.notes)
     for name in (f"layers.{i}" for i in range(4)):
         found = variants_of(measured, name)
         assert 1 <= len(found) <= 6
@@ -217,6 +218,7 @@ def test_bf16_under_autocast_is_within_rounding() -> None:
     model, x = model_of("torch.compile")
     measured = profile(model, x, amp="bfloat16")
     assert variants_of(measured, measured.stages[1].name)
+    assert any("gradients within 2% of their largest element" in note for note in measured.notes)
     plan = named(measured, "compiled-1", "compiled-2")
 
     def ran(plan: Plan | None) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -290,7 +292,7 @@ def test_layers_are_compiled_for_a_plan_and_for_no_longer(tmp_path: Path) -> Non
     model, x = model_of("")
     plan = ckptplan.solve(model, inputs=x, budget="40%", actions=("keep", "recompute"), compile=True)
     assert plan.fingerprint.compiled == tuple(f"layers.{i}" for i in range(4))  # what stands alone has nothing to fuse
-    assert plan.notes[0] == "4 layers of 1 kind are compiled"
+    assert "4 layers of 1 kind are compiled" in plan.notes
     assert any(choice.ratio for choice in plan.choices)
     assert not is_compiled(model)
     plan.save(tmp_path / "plan.json")

@@ -28,6 +28,7 @@ from ckptplan.profiling.values.answers import Answers
 from ckptplan.profiling.values.compiled import (
     Call,
     Noted,
+    Output,
     call_key,
     distinct_tensors,
     note_call,
@@ -49,6 +50,12 @@ _LESS = 0.95
 ROUNDING = 2e-2
 """Most by which a gradient in low precision may differ, as a share of its largest element."""
 _LOW = (torch.float16, torch.bfloat16)
+_PROMISES = (
+    "code compiled to save less gives the outputs and gradients of the model's own compiled code, bit for bit",
+    "code compiled to save less gives the outputs of the model's own compiled code, bit for bit, and in low precision "
+    f"gradients within {ROUNDING:.0%} of their largest element",
+)
+"""Of calls in full and in low precision."""
 
 
 def note_variants(step: TrainingStep, target: Target, stages: Sequence[str], report: Report) -> None:
@@ -174,6 +181,8 @@ def _variants(call: Call, key: tuple[Any, ...], target: Target, report: Report) 
             answers.notes.append(f"{name!r} isn't compiled under {ratio}: {why}")
     if why is not None and not ratios:
         answers.notes.append(f"{name!r} isn't compiled to save less: {why}")
+    if found and (promise := _PROMISES[_is_low(own)]) not in answers.notes:
+        answers.notes.append(promise)
     restore()
     return found
 
@@ -238,7 +247,6 @@ def _otherwise(own: Noted, noted: Noted, trial: Call, ratio: float) -> str | Non
         others, other_gradients = _ran(trial)
     if not all(map(same_bits, outputs, others)):
         return "it returns other values than the model's own compiled code"
-    low = torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu") or any(t.dtype in _LOW for t in outputs)
     for a, b in zip(gradients, other_gradients, strict=True):
         if a is None or b is None:
             if a is not b:
@@ -246,6 +254,12 @@ def _otherwise(own: Noted, noted: Noted, trial: Call, ratio: float) -> str | Non
         elif not same_bits(a, b):
             largest = a.abs().max().item()
             beyond = (a - b).abs().max().item() / largest if largest else float("inf")
-            if not low or not beyond <= ROUNDING:  # NaN isn't
+            if not _is_low(own) or not beyond <= ROUNDING:  # NaN isn't
                 return f"its gradients differ, by {beyond:.1e} of their largest element"
     return None
+
+
+def _is_low(noted: Noted) -> bool:
+    """Whether a call runs in low precision: under autocast, or with outputs in 16 bits."""
+    autocast = torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu")
+    return autocast or any(isinstance(t, Output) and t.lies.layout.dtype in _LOW for t in noted.outputs)
