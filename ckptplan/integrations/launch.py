@@ -117,7 +117,7 @@ class _Watch:
                 sys.meta_path.insert(0, finder)
                 stack.callback(sys.meta_path.remove, finder)
             yield
-        # Whoever was imported meanwhile (the compiler) may hold the functions that were put in place.
+        # The compiler, if it was imported meanwhile, holds the functions that were put in place.
         self._handle, self._optimizers = None, []
 
     # What follows runs while the framework is imported, so this package's integration is imported by `give`, later.
