@@ -16,14 +16,7 @@ from ckptplan.core.frontier import Frontier, beats
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.progress import limited, search_state
-from ckptplan.core.request import (
-    Limits,
-    SearchKeywords,
-    SolveKeywords,
-    Training,
-    remember,
-    require_known,
-)
+from ckptplan.core.request import Limits, SearchKeywords, SolveKeywords, Training, remember, require_known
 from ckptplan.core.units import GIB, format_bytes
 from ckptplan.planning.by_rules import plans_by_rules
 from ckptplan.planning.job import Job, job_of_profile

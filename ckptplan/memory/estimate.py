@@ -45,6 +45,7 @@ from ckptplan.profiling.workload.optimizer_names import notes_on
 from ckptplan.profiling.workload.optimizers import make_optimizer
 from ckptplan.runtime.guard.digests import BENCH_BYTES
 from ckptplan.runtime.guard.spots import SHEET_BYTES
+from ckptplan.runtime.handle import without_plan
 from ckptplan.state.process import in_own_context
 from ckptplan.state.restore import restored
 from ckptplan.tensors.storages import local_part
@@ -170,6 +171,7 @@ def estimate(
     )
     reached = [each for step in steps for each in step.reached()]
     with (
+        without_plan(model),
         _config(model, plan),
         steps[0].parallel.reduced() as run.keeps_whole_gradients,
         stages_compiled(model, () if plan is None else plan.fingerprint.compiled),

@@ -225,7 +225,7 @@ def compilable_stages(step: TrainingStep, target: Target, report: Report) -> tup
     with _untouched(step, runs=True) as rewind, as_ours(step, "tracing"):
         found = answered(lambda: find_stages(step, target), step, target, rewind)
         rewind()
-        return compilable(step, found.stages)
+        return compilable(step, target.device, found.stages)
 
 
 @in_own_context

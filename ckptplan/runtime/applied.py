@@ -82,11 +82,13 @@ class Applied:
         self.on_error: Callable[[BaseException], None] | None = None
         self.optimizer: weakref.ref[torch.optim.Optimizer] | None = None
         self.handle: object = None
-        self._place = place
-        with contextlib.ExitStack() as guards:
-            guards.enter_context(stages_compiled(model, plan.fingerprint.compiled))
+        self._place, self._compiles = place, plan.fingerprint.compiled
+        self._compiled = contextlib.ExitStack()
+        with self._compiled:
+            self._compile()
             self.controller, self.stores = place(plan, None)
-            self.guards = guards.pop_all()
+            self._compiled = self._compiled.pop_all()
+        self.guards = contextlib.ExitStack()
         self.controller.holds = self
         self.peaks = Peaks(device)
         self.is_on = True
@@ -115,19 +117,26 @@ class Applied:
             return False
         self._removed, self.is_on = True, False
         self.controller.remove()
+        self._compiled.close()
         if self.controller.checks is not None:
             self.controller.checks.close()
         return True
+
+    def _compile(self) -> None:
+        """Compile the layers that the first plan has compiled: later ones are for the model with these."""
+        self._compiled.enter_context(stages_compiled(self.model, self._compiles))
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Take the plan off the model inside; afterwards it is applied again."""
         was_on, self.is_on = self.is_on, False
         self.controller.remove()
+        self._compiled.close()
         try:
             yield
         finally:
             if was_on and not self._removed:
+                self._compile()
                 self.controller.install()
                 self.is_on = True
 

@@ -556,15 +556,19 @@ class Controller:
     ) -> Any:
         choice, index = stage.choice, stage.index
         current.own.enter(stage.module)
+        before = compilations() if stage.module in self._compiled_modules else -1
         if (choice.action == "recompute" and not choice.ratio) or index in self._segments:
             try:
-                return self._run_recomputed(current, stage, original, args, kwargs, again=again)
+                output = self._run_recomputed(current, stage, original, args, kwargs, again=again)
             except NotRepeatableError as error:  # before the stage has run
                 self.counters.differences.note("repeat", f"stage {stage.name!r} is kept: {error}", error)
+            else:
+                if before >= 0:
+                    self._compiled_stages.look(stage, before, output)
+                return output
         self.counters.runs[index] += 1
-        if stage.module not in self._compiled_modules:
+        if before < 0:
             return self._run_once(current, stage, original, args, kwargs)
-        before = compilations()
         try:
             with at_ratio(choice.ratio):
                 output = self._run_once(current, stage, original, args, kwargs)

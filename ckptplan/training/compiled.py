@@ -6,8 +6,8 @@ import contextlib
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
-from types import CodeType
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -74,7 +74,7 @@ def stages_compiled(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
     try:
         for module in found:
             if module not in _uses:
-                _compile(module)
+                module._compiled_call_impl = CompiledForPlan(module)  # type: ignore[assignment]
             _uses[module] = _uses.get(module, 0) + 1
             begun.append(module)
         yield
@@ -83,25 +83,80 @@ def stages_compiled(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
             _uses[module] -= 1
             if not _uses[module]:
                 del _uses[module]
-                module.__dict__.pop("_compiled_call_impl", None)
+                if isinstance(module.__dict__.get("_compiled_call_impl"), CompiledForPlan):  # not the user's, since
+                    del module._compiled_call_impl
 
 
-_codes: dict[tuple[type, str], CodeType] = {}
+class CompiledForPlan:
+    """The compiled call of a module that a plan compiles.
+
+    NOTE [Compiled for a plan]
+    The module runs as it is, uncompiled, where its user would see a difference or compiled code can't be had:
+
+    1. Without gradients, as without a plan: each size of an evaluation would be compiled, too.
+    2. While a part of it has hooks, which compiled code leaves out: the compiler doesn't ask for them again
+       (`skip_nnmodule_hook_guards`).
+    3. From the first error of the compiler on.
+
+    Modules of one structure share their code, and each structure has a code object of its own: the compiler's limit on
+    recompilations counts them apart. Its file is none that the compiler skips: `module.compile()` leaves PyTorch's own
+    classes (`nn.Sequential`) uncompiled.
+
+    Example: in training a block runs compiled. A forward hook that records its activations is registered: the block
+    runs uncompiled, the hook is called, and the difference "compiled" is warned of. Without the hook, it runs compiled.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        structure = structure_of(module)
+        if structure not in _calls:
+            _calls[structure] = torch.compile(uncompiled_call())
+        self.compiled = _calls[structure]
+        self._tables = [table for part in module.modules() for table in _hooks_of(part)]
+        self._is_given_up = False
+
+    @property
+    def is_on(self) -> bool:
+        """Whether a call runs compiled code."""
+        return torch.is_grad_enabled() and not self._is_given_up and not any(self._tables)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module."""
+        if self.is_on:
+            try:
+                return self.compiled(self.module, *args, **kwargs)
+            except Exception as error:
+                if not is_compilers(error):
+                    raise
+                self._is_given_up = True
+        return self.module._call_impl(*args, **kwargs)
 
 
-def _compile(module: nn.Module) -> None:
-    """As `module.compile()`, which leaves what PyTorch's own classes run as it is: their files aren't compiled."""
-    if not type(module).forward.__module__.startswith("torch."):
-        return nn.Module.compile(module)  # type: ignore[no-untyped-call,no-any-return]
+_calls: dict[Hashable, Callable[..., Any]] = {}
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return module._call_impl(*args, **kwargs)
 
-    # One code for modules of a kind, of which the compiler knows no file, and which count alone for its limit.
-    call.__code__ = _codes.setdefault(
-        (type(module), repr(module)), call.__code__.replace(co_filename="<compiled module>")
-    )
-    module._compiled_call_impl = torch.compile(call)
+def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return module._call_impl(*args, **kwargs)
+
+
+def uncompiled_call() -> Callable[..., Any]:
+    """A function that calls a module uncompiled, and for the compiler is neither this package's nor an earlier one."""
+    return FunctionType(_call.__code__.replace(co_filename="<uncompiled call>"), _call.__globals__, "call")
+
+
+def structure_of(module: nn.Module) -> Hashable:
+    """Equal for modules that are compiled to the same code."""
+    owner = owner_of(module)
+    return type(owner), repr(owner), tuple((n, p.shape, p.dtype, p.requires_grad) for n, p in owner.named_parameters())
+
+
+def owner_of(module: nn.Module) -> nn.Module:
+    """The module that is compiled: `torch.compile` returns one around it."""
+    return getattr(module, "_orig_mod", module)
+
+
+def _hooks_of(part: nn.Module) -> tuple[Mapping[int, Any], ...]:
+    return part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks
 
 
 def hooks_in(module: nn.Module) -> str:
@@ -110,9 +165,7 @@ def hooks_in(module: nn.Module) -> str:
     It doesn't ask for hooks again (`skip_nnmodule_hook_guards`), and all modules share what is compiled.
     """
     for name, part in module.named_modules():
-        own = getattr(part, "_orig_mod", part)
-        tables = (own._forward_hooks, own._forward_pre_hooks, own._backward_hooks, own._backward_pre_hooks)
-        if any(tables):
+        if any(_hooks_of(owner_of(part))):
             return f"{name or 'it'!r} has hooks"
     return ""
 

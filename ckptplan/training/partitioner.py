@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._functorch import config
@@ -20,6 +21,7 @@ from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ckptplan.core.errors import UnsupportedModelError
+from ckptplan.training.compiled import owner_of, uncompiled_call
 
 Partitioned = tuple[GraphModule, GraphModule]
 
@@ -71,16 +73,10 @@ def _draws(node: Node) -> bool:
     return True
 
 
-def saved_bytes(call: Callable[..., Any], args: Any, kwargs: Any, ratios: Sequence[float]) -> dict[float, int]:
-    """Return, per ratio, the bytes that code compiled under it would save besides inputs and parameters.
+def saved_bytes(module: nn.Module, args: Any, kwargs: Any, ratios: Sequence[float]) -> dict[float, int]:
+    """Return, per ratio, the bytes that a module compiled under it would save besides inputs and parameters.
 
-    The call is traced and runs once as it was traced; nothing is compiled. Nothing is found for a call that has no
-    backward, or that the compiler doesn't look at.
-
-    Parameters
-    ----------
-    call : callable
-        What `torch.compile` would be called with.
+    Its call is traced and runs once as it was traced; nothing is compiled. Nothing is found for one without backward.
 
     Raises
     ------
@@ -102,7 +98,7 @@ def saved_bytes(call: Callable[..., Any], args: Any, kwargs: Any, ratios: Sequen
     backend = aot_autograd(fw_compiler=_as_it_is, partition_fn=listing, decompositions=select_decomp_table())
     breaks = counters["graph_break"].total()
     # Without `fullgraph`: an error of the compiler's would leave its hook in Python's evaluation of frames.
-    torch.compile(call, backend=backend, dynamic=False)(*args, **kwargs)
+    torch.compile(uncompiled_call(), backend=backend, dynamic=False)(owner_of(module), *args, **kwargs)
     if counters["graph_break"].total() != breaks:
         raise UnsupportedModelError("its code has graph breaks; take them out (TORCH_LOGS=graph_breaks names them)")
     return found

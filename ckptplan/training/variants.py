@@ -21,7 +21,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import types
 import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextvars import ContextVar
@@ -32,7 +31,7 @@ import torch
 from torch import nn
 
 from ckptplan.core.errors import PlanMismatchError, UnsupportedModelError
-from ckptplan.training.compiled import hooks_in
+from ckptplan.training.compiled import CompiledForPlan, hooks_in, owner_of, structure_of, uncompiled_call
 
 RATIO: ContextVar[float] = ContextVar("RATIO", default=0.0)
 """The ratio of the variants that calls of compiled modules run; 0: the user's own code."""
@@ -71,12 +70,14 @@ def variant(module: nn.Module, original: Callable[..., Any]) -> Callable[..., An
         If there are no variants of it.
     """
     ratio = RATIO.get()
+    if isinstance(original, CompiledForPlan) and not original.is_on:
+        return original
     found = _variant_of.get(module, {}).get(ratio) if ratio else None
     if ratio and found is None:
         found = _variant_of.setdefault(module, {})[ratio] = _made(module, original, ratio)
     if found is None:
         return original
-    return functools.partial(found.call, _owner(module))
+    return functools.partial(found.call, owner_of(module))
 
 
 def _made(module: nn.Module, original: Callable[..., Any], ratio: float) -> _Variant:
@@ -88,34 +89,9 @@ def _made(module: nn.Module, original: Callable[..., Any], ratio: float) -> _Var
 
     options = {**backend.config, "custom_partitioner_fn": SavingDraws(ratio)}
     # Without `fullgraph`: an error of the compiler's would leave its hook in Python's evaluation of frames.
-    call = torch.compile(_function(), options=options, dynamic=backend.dynamic)
+    call = torch.compile(uncompiled_call(), options=options, dynamic=backend.dynamic)
     _variants.append(_Variant(backend, structure, ratio, call))
     return _variants[-1]
-
-
-def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return module._call_impl(*args, **kwargs)
-
-
-def _function() -> Callable[..., Any]:
-    """A function that calls a module uncompiled, and for the compiler is neither this package's nor an earlier one."""
-    return types.FunctionType(_call.__code__.replace(co_filename="<variant>"), _call.__globals__, "call")
-
-
-def calling(module: nn.Module) -> Callable[..., Any]:
-    """A function that calls a module uncompiled, for a compiler that hasn't met it."""
-    return functools.partial(_function(), _owner(module))
-
-
-def structure_of(module: nn.Module) -> Hashable:
-    """Equal for modules that are compiled to the same code."""
-    owner = _owner(module)
-    return type(owner), repr(owner), tuple((n, p.shape, p.dtype, p.requires_grad) for n, p in owner.named_parameters())
-
-
-def _owner(module: nn.Module) -> nn.Module:
-    """The module that is compiled: `torch.compile` returns one around it."""
-    return getattr(module, "_orig_mod", module)
 
 
 def check_variants(module: nn.Module, original: Callable[..., Any]) -> None:
@@ -143,6 +119,7 @@ def backend_of(module: nn.Module, original: Callable[..., Any]) -> Any:
     """
     while isinstance(original, functools.partial):  # of the patch around the call (`PatchedForward`)
         original = original.args[0]
+    original = getattr(original, "compiled", original)  # `CompiledForPlan`
     context = inspect.getclosurevars(original).nonlocals.get("self") if inspect.isfunction(original) else None
     backend: Any = getattr(context, "callback", None)
     while hasattr(backend, "_torchdynamo_orig_backend"):

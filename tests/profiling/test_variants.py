@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -170,7 +171,7 @@ def test_where_a_variant_cannot_be_compiled_the_model_runs_as_it_was_compiled(
     def fails(*args: Any, **kwargs: Any) -> Any:
         raise torch._dynamo.exc.Unsupported("no")
 
-    monkeypatch.setattr(variants, "_function", lambda: fails)
+    monkeypatch.setattr(variants, "uncompiled_call", lambda: fails)
     monkeypatch.setattr(torch, "compile", lambda call, **how: call)
     with pytest.warns(RuntimeWarning, match="'layers.0' runs as the model was compiled"):
         got, differences = _gradients(model, x, plan)
@@ -427,4 +428,129 @@ def test_an_output_without_a_gradient_counts_as_zeros_in_backward() -> None:
     measured = verify(model, plan, x, repeats=1).measured_peak_bytes
     tight = ckptplan.solve(model, budget_gb=measured / 2**30, inputs=x, compile=True, actions=("keep", "recompute"))
     check(model, tight, x)
+    torch._dynamo.reset()
+
+
+def test_many_kinds_of_layers_are_traced_apart() -> None:
+    """Not all by one code object, which the compiler gives up after some."""
+    from ckptplan.training.partitioner import saved_bytes  # whose imports warn
+
+    torch._dynamo.reset()
+    for width in range(8, 8 + 2 * torch._dynamo.config.recompile_limit):
+        block = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width))
+        assert saved_bytes(block, (torch.randn(4, width),), {}, (0.5,)).keys() == {0.5}
+    torch._dynamo.reset()
+
+
+class Scaled(Block):
+    """The compiler compiles it anew for each of its scales."""
+
+    def __init__(self, scale: int) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scale
+
+
+class Leaving(Block):
+    """Leaves a part of its loss in an attribute."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        self.auxiliary = y.square().mean()
+        return y
+
+
+def test_notes_say_which_layers_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
+    model, x = model_of("")
+    model.layers = nn.ModuleList([*map(Scaled, (2, 3, 4)), Leaving()])
+    plan = ckptplan.solve(model, inputs=x, budget="60%", compile=True, menus=False)
+    assert plan.fingerprint.compiled == ("layers.0", "layers.1")
+    for text in (
+        "2 layers of 1 kind are compiled",
+        "'layers.2' and its like aren't compiled: the compiler has given it up (TORCH_LOGS=recompiles tells why)",
+        "'layers.3' and its like aren't compiled: it leaves tensors with graphs in attributes",
+    ):
+        assert text in plan.notes
+    check(model, plan, x, slack=0.05)  # the attribute's graph goes sooner than one of the loss
+    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, "/nonexistent/c++"))
+    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
+    torch._dynamo.reset()
+    plan = ckptplan.solve(model, inputs=x, budget="60%", compile=True, menus=False)
+    assert plan.fingerprint.compiled == ()
+    assert any("No working C++ compiler found" in note for note in plan.notes)
+    check(model, plan, x, slack=0.05)
+    torch._dynamo.reset()
+
+
+def test_a_step_that_differentiates_its_forward_is_planned_uncompiled() -> None:
+    model, x = model_of("")
+
+    def step() -> Any:
+        given = x.clone().requires_grad_()
+        loss = model(given).square().mean()
+        (gradient,) = torch.autograd.grad(loss, given, create_graph=True)
+        return loss + gradient.square().sum()
+
+    plan = ckptplan.solve(model, step=step, budget="100%", compile=True)
+    assert plan.fingerprint.compiled == ()
+    assert any("no layer is compiled: the step's forward runs a backward of its own" in note for note in plan.notes)
+
+
+def test_layers_compiled_for_a_plan_run_as_they_are_where_compiled_code_would_differ() -> None:
+    torch._dynamo.reset()
+    model, x = model_of("")
+    for layer in model.layers:
+        layer.drop.p = 0.0  # whose numbers compiled code draws otherwise
+    plan = ckptplan.solve(model, inputs=x, budget="60%", compile=True, menus=False)
+    plain = ckptplan.solve(model, inputs=x, budget="60%", menus=False)
+    handle = ckptplan.apply(model, plan)
+    model(x).mean().backward()
+    before = counters["stats"]["unique_graphs"]
+    for rows in (64, 128, 192):  # an evaluation
+        with torch.no_grad():
+            model(x[:rows])
+    with handle.paused():
+        assert not is_compiled(model)
+    assert ckptplan.estimate(model, x, accumulate=False).peak_bytes > 0
+    assert counters["stats"]["unique_graphs"] == before
+
+    def ran() -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        model.zero_grad()
+        model(x).square().mean().backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    hook = model.layers[1].down.register_forward_hook(lambda module, args, output: output * 2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ours = ran()
+    assert any("'layers.1' was compiled and runs uncompiled: it has hooks" in str(w.message) for w in caught)
+    handle.remove()
+    for a, b in zip(ours, ran(), strict=True):  # compiled layers round otherwise
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+    hook.remove()
+    handle = ckptplan.apply(model, plan)
+    handle = ckptplan.apply(model, plain, replace=True)
+    assert not is_compiled(model)
+    model.layers[0].compile()
+    handle.remove()
+    assert is_compiled(model)  # by the user
+    torch._dynamo.reset()
+
+
+def test_larger_inputs_are_planned_for_with_compiled_layers() -> None:
+    torch._dynamo.reset()
+    model, x = model_of("")
+    plan = ckptplan.solve(model, inputs=x[:256], budget="50%", compile=True, time_limit_s=1.0)
+    handle = ckptplan.apply(model, plan)
+    with pytest.warns(RuntimeWarning, match="planned again for"):
+        model(x).mean().backward()
+    assert handle.plan.fingerprint.compiled == plan.fingerprint.compiled
+    assert len(handle.replans) == 1
+    handle.remove()
+    assert not is_compiled(model)
     torch._dynamo.reset()

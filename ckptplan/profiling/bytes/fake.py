@@ -182,6 +182,8 @@ class FakeWorld(TorchDispatchMode):
         operations run.
     answer : Answer or None
         Result of the last operation in the real run, if it was taken from there.
+    runs_uncompiled : bool
+        Whether compiled modules run as they are, and not as noted in a real run.
     plays_compiled : bool
         The operations that run now stand for compiled code.
     reads : int
@@ -202,6 +204,7 @@ class FakeWorld(TorchDispatchMode):
         self._answers = answers if answers is not None and answers.phases else None
         self.answer: Answer | None = None
         self.plays_compiled = False
+        self.runs_uncompiled = False
         self.reads = 0
         self._real_shapes: dict[Hashable, list[_Shape | None]] = {}
         self._drew = False  # a random operation has made real values here

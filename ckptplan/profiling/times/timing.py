@@ -81,6 +81,8 @@ _SHORT_S = 2e-3  # a shorter stage runs a first time in each round: cold caches 
 _MOST_RUNS = 30
 _MORE_S = 0.25  # most time for rounds beyond the least number; none that would take longer is begun
 _ERROR = 0.01  # of the step, below which it is timed no more
+_COMPARE_S = 10.0  # most time for comparing variants of compiled stages, whose compilation takes longer
+_COMPARED = 0.004  # of a stage's time: an error of the differences between its variants at which these are known
 
 
 def why_not_again(
@@ -238,6 +240,7 @@ class _Timing:
         self.runs: Counter[str] = Counter()  # of each way of a kind that was timed
         self.plain_s: dict[str, float] = {}  # of a kind's last plain run
         self.tries = False
+        self.compare_s = 0.0  # most time in which each kind's variants are compared in this round; 0: they aren't
         self.left: Measurement | None = None
 
     def excess_s(self, kind: str, way: Way, lane: int) -> float:
@@ -249,7 +252,7 @@ class _Timing:
             ]
             for w in (None, way)
         )
-        return statistics.median(b - a for a, b in zip(plain, other, strict=True))
+        return statistics.median(b - a for a, b in zip(plain, other, strict=False))  # variants are timed more often
 
     def least_s(self, kind: str, way: option.Way, forward_s: float) -> float:
         """Least time of a recompute that can be believed, whatever was measured."""
@@ -277,7 +280,7 @@ class _Timing:
         # From each way its median is taken, so that one of its runs deviates by nothing.
         free = len(shares) / max(len(shares) - len(ways), 1)
         deviation = 1.4826 * math.sqrt(free) * statistics.median(shares)
-        return 1.2533 * deviation / math.sqrt(self.runs[kind]) * medians_s[0]
+        return 1.2533 * deviation / math.sqrt(len(ways[0])) * medians_s[0]
 
     def _unsettled(self) -> set[str]:
         """The kinds with more than their share of the step's error, if that is too large."""
@@ -287,8 +290,28 @@ class _Timing:
             return set()
         return {kind for kind, error_s in errors_s.items() if error_s > _ERROR * step_s / math.sqrt(len(errors_s))}
 
+    def _compared(self, kind: str) -> Iterator[tuple[Way, bool]]:
+        """The plain stage and its variants in turn, until their differences are known or the time for it is over.
+
+        These are a few per cent of the stage's time, and decide between plans alone.
+        """
+        ways = [None, *self._variants_of(kind)]
+        until = time.perf_counter() + self.compare_s
+        for number in range(_MOST_RUNS):
+            yield from ((way, True) for way in (ways if number % 2 else reversed(ways)))
+            plain_s, *others_s = (self._took_s(kind, way) for way in ways)
+            errors_s = (_error([b - a for a, b in zip(plain_s, took_s, strict=True)]) for took_s in others_s)
+            if max(errors_s) <= _COMPARED * statistics.median(plain_s) or time.perf_counter() > until:
+                return
+
+    def _variants_of(self, kind: str) -> list[float]:
+        return [way for way in self.ways_of(kind) if isinstance(way, float)]
+
     def _runs_of(self, kind: str, ways: Sequence[Way]) -> Iterator[tuple[Way, bool]]:
         """The ways in which a kind runs in this round, one after the other, each with whether its times count."""
+        if self.compare_s:
+            yield from self._compared(kind)
+            return
         warms: Sequence[Way] = ways
         if not self.runs[kind] and is_accelerator(self.device):
             # These find how long the device's queue has to be held up.
@@ -317,6 +340,9 @@ class _Timing:
                 if not wanted or took_s > left_s:
                     break
                 left_s -= took_s  # what the next one will take
+        if compiled := {kind for kind in self.counts if self._variants_of(kind)}:
+            self.compare_s = _COMPARE_S / len(compiled)
+            self.round(times=compiled)
 
     def round(self, *, tries: bool = False, times: Collection[str] = (), watched: RealStorages | None = None) -> None:
         """Run one forward of the step.
@@ -514,6 +540,12 @@ class _Timing:
                 self.samples.setdefault((kind, way, "forward"), []).append(forward)
                 self.samples.setdefault((kind, way, "backward"), []).append(backward)
         self.runs[kind] += 1
+
+
+def _error(values: Sequence[float]) -> float:
+    """Estimated standard error of the median of normal values."""
+    middle = statistics.median(values)
+    return 1.2533 * 1.4826 * statistics.median(abs(value - middle) for value in values) / math.sqrt(len(values))
 
 
 def _tensors(output: Any) -> list[torch.Tensor]:

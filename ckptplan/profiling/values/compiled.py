@@ -49,7 +49,7 @@ from ckptplan.state.restore import random_state
 from ckptplan.tensors import accelerator
 from ckptplan.tensors.private import disable_current_modes
 from ckptplan.tensors.storages import tensors_in
-from ckptplan.training.compiled import compiled_modules, out_of_sight
+from ckptplan.training.compiled import compiled_modules, out_of_sight, owner_of
 from ckptplan.training.measure import no_cycles_collected, recorded_allocations
 from ckptplan.training.step import TrainingStep
 from ckptplan.training.variants import RATIO
@@ -232,6 +232,10 @@ def note_compiled(step: TrainingStep, target: Target) -> None:
     run_for_real(step, found, note)
 
 
+class ForwardDifferentiatesError(UnsupportedModelError):
+    """Forward runs backward through what it has computed."""
+
+
 class Call(NamedTuple):
     """A call of a module in a real run: what it runs, without the patch around it, and the arguments."""
 
@@ -257,7 +261,18 @@ class Call(NamedTuple):
 
 
 def run_for_real(step: TrainingStep, modules: dict[str, nn.Module], before: Callable[[Call], None]) -> None:
-    """Run the step, saving nothing, and call `before` with each call of these modules before it is made."""
+    """Run the step, saving nothing, and call `before` with each call of these modules before it is made.
+
+    Raises
+    ------
+    ForwardDifferentiatesError
+        If forward needs what it saves.
+    """
+
+    def needed(nothing: Any) -> Any:
+        raise ForwardDifferentiatesError(
+            "the step's forward runs a backward of its own, and compiled code has no second derivatives"
+        )
 
     def runner(name: str, module: nn.Module) -> Callable[..., Any]:
         def run(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -268,7 +283,7 @@ def run_for_real(step: TrainingStep, modules: dict[str, nn.Module], before: Call
 
         return run
 
-    with _patched(modules, runner), OwnHooks(lambda tensor: None, lambda nothing: nothing):
+    with _patched(modules, runner), OwnHooks(lambda tensor: None, needed):
         step.forward()
 
 
@@ -516,6 +531,8 @@ def compiled_as_noted(model: nn.Module, world: FakeWorld) -> Iterator[None]:
 
     def runner(name: str, module: nn.Module) -> Callable[..., Any]:
         def run(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if world.runs_uncompiled:
+                return owner_of(module)._call_impl(*args, **kwargs)
             noted = world.compiled_calls.get(call_key(Call(name, module, original, args, kwargs)))
             if noted is None and RATIO.get() and RATIO.get() not in world.noted_ratios:
                 raise NeedsVariantError(RATIO.get())

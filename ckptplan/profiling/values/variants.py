@@ -16,10 +16,11 @@ MiB; three variants are compiled, under 0.9, 0.6 and 0.2.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.core.request import Report
@@ -27,6 +28,7 @@ from ckptplan.profiling.target import Target
 from ckptplan.profiling.values.answers import Answers
 from ckptplan.profiling.values.compiled import (
     Call,
+    ForwardDifferentiatesError,
     Noted,
     Output,
     call_key,
@@ -34,11 +36,20 @@ from ckptplan.profiling.values.compiled import (
     note_call,
     run_for_real,
 )
+from ckptplan.state.put_back import Steps, put_back
 from ckptplan.state.restore import random_state
-from ckptplan.tensors.storages import same_bits
-from ckptplan.training.compiled import compiled_modules, hooks_in, is_compiled, is_compiled_for_a_plan, ran_compiled
+from ckptplan.state.surroundings import Surroundings
+from ckptplan.tensors.storages import same_bits, tensors_in
+from ckptplan.training.compiled import (
+    CompiledForPlan,
+    compiled_modules,
+    hooks_in,
+    is_compiled,
+    ran_compiled,
+    structure_of,
+)
 from ckptplan.training.step import TrainingStep
-from ckptplan.training.variants import at_ratio, backend_of, calling, structure_of
+from ckptplan.training.variants import at_ratio, backend_of
 
 _MOST = 6
 _RATIOS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.01)
@@ -79,44 +90,84 @@ def note_variants(step: TrainingStep, target: Target, stages: Sequence[str], rep
     run_for_real(step, found, _noted_alone(answers, note))
 
 
-def compilable(step: TrainingStep, stages: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+class _Given(NamedTuple):
+    """A call to make again: behind forward autocast is off."""
+
+    call: Call
+    around: Surroundings
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[Call]:
+        """Inside, the call can be made as in forward."""
+        undo: Steps = []
+        try:
+            self.around.put(undo, self.call.inputs)
+            yield self.call.cut()
+        finally:
+            put_back(undo)
+
+
+def compilable(
+    step: TrainingStep, device: torch.device, stages: Sequence[str]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Run `step` for real; return which of its stages to compile, and notes on them.
 
-    A module without parts has nothing to fuse. Others are traced as the compiler would, once for each structure.
+    A module without parts has nothing to fuse. Others are traced as the compiler would, once for each structure, and
+    then run compiled, each by itself: the compiler may take some and give others up.
     """
     modules = dict(step.model.named_modules())
     names = dict.fromkeys(stage.partition("#")[0] for stage in stages)
     found = {name: modules[name] for name in names if any(True for _ in modules[name].children())}
-    there = tuple(name for name in found if is_compiled_for_a_plan(found[name]))
     called: dict[str, Hashable] = {}
-    given: dict[Hashable, Call | str] = {}
+    given: dict[Hashable, _Given] = {}
 
     def note(call: Call) -> None:
-        why = hooks_in(call.module)
-        kind = called[call.name] = (call.name, why) if why else structure_of(call.module)
+        kind = called[call.name] = structure_of(call.module)
         if kind not in given:
-            given[kind] = why or call.cut()
+            given[kind] = _Given(call.cut(), Surroundings(device, call.inputs))
 
-    run_for_real(step, {name: module for name, module in found.items() if not is_compiled(module)}, note)
-    tried = {kind: each if isinstance(each, str) else _not_compilable(each) for kind, each in given.items()}
-    taken = (*there, *(name for name, kind in called.items() if tried[kind] is None))
-    kinds = len({structure_of(found[name]) for name in taken})
-    notes = [f"{len(taken)} layers of {kinds} kind{'s' * (kinds != 1)} are compiled"] + [
-        f"{next(name for name in called if called[name] == kind)!r} and its like aren't compiled: {why}"
-        for kind, why in tried.items()
-        if why is not None
-    ]
+    try:
+        run_for_real(step, {name: module for name, module in found.items() if not is_compiled(module)}, note)
+    except ForwardDifferentiatesError as error:
+        return (), (f"no layer is compiled: {error}",)
+    traced = {kind: _not_traced(each) for kind, each in given.items()}
+    why_not = {name: traced[kind] or _not_compilable(given[kind], found[name]) for name, kind in called.items()}
+    taken = tuple(name for name, why in why_not.items() if why is None)
+    kinds = len({called[name] for name in taken})
+    notes = [f"{len(taken)} layer{'s' * (len(taken) != 1)} of {kinds} kind{'s' * (kinds != 1)} are compiled"]
+    told = dict[tuple[Hashable, str], str]()  # by kind and reason, the first name
+    for name, why in why_not.items():
+        if why is not None:
+            told.setdefault((called[name], why), name)
+    notes += [f"{name!r} and its like aren't compiled: {why}" for (_, why), name in told.items()]
     return taken, tuple(notes)
 
 
-def _not_compilable(trial: Call) -> str | None:
+def _not_traced(given: _Given) -> str | None:
+    """Why the compiler can't take a call; None if it can."""
     from ckptplan.training.partitioner import saved_bytes
 
     try:
-        found = saved_bytes(calling(trial.module), trial.args, trial.kwargs, _RATIOS[:1])
+        with given.again() as trial:
+            found = saved_bytes(trial.module, trial.args, trial.kwargs, _RATIOS[:1])
         return None if found else "no gradient passes through it"
     except Exception as error:  # the compiler's are of many kinds
         return _told(error)
+
+
+def _not_compilable(like: _Given, module: nn.Module) -> str | None:
+    """Why a module can't be compiled for a plan, by a call with the arguments of one like it; None if it can."""
+    if why := hooks_in(module):
+        return why
+    try:
+        with like.again() as trial:
+            output = CompiledForPlan(module).compiled(module, *trial.args, **trial.kwargs)
+        if ran_compiled(output) is False:
+            return "the compiler has given it up (TORCH_LOGS=recompiles tells why)"
+    except Exception as error:  # as there
+        return _told(error)
+    left = (t for part in module.modules() for t in tensors_in(vars(part)))
+    return "it leaves tensors with graphs in attributes" if any(t.grad_fn is not None for t in left) else None
 
 
 def note_at(step: TrainingStep, target: Target, ratio: float) -> None:
@@ -195,7 +246,7 @@ def _listed(trial: Call, own_bytes: int) -> tuple[list[float], str | None]:
         backend_of(trial.module, trial.original)
         if ran_compiled(trial()) is False:
             return [], "the compiler has given it up, and it runs as it is (TORCH_LOGS=recompiles tells why)"
-        return _spread(saved_bytes(calling(trial.module), trial.args, trial.kwargs, _RATIOS), own_bytes), None
+        return _spread(saved_bytes(trial.module, trial.args, trial.kwargs, _RATIOS), own_bytes), None
     except Exception as error:  # as there
         return [], _told(error)
 

@@ -142,5 +142,6 @@ def require_in_range(step: TrainingStep, target: Target) -> None:
     InvalidInputError
     """
     world = FakeWorld(target)
+    world.runs_uncompiled = True
     with fake_parameters(step.model, world, step.reached()), target.choices(), world, _InRange():
         step.forward()

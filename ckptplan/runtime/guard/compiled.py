@@ -38,8 +38,8 @@ class CompiledStages:
         if self._compiled[stage.index] and not compiled:
             self._differences.note(
                 "compiled",
-                f"stage {name!r} was compiled and runs as it is now: the compiler has given it up, at its limit of "
-                "recompilations, say (TORCH_LOGS=recompiles tells why)",
+                f"stage {name!r} was compiled and runs uncompiled: it has hooks, which compiled code leaves out, or "
+                "the compiler has given it up (TORCH_LOGS=recompiles tells why)",
             )
         elif compilations() != before and not is_first:
             self._differences.note(
