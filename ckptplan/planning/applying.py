@@ -76,7 +76,7 @@ def apply(
     budget_gb=12, loss_fn=..., optimizer=...)`.
 
     The model's classes, parameter names, `state_dict` and hooks don't change; only `forward` of the stages is replaced
-    on the instances. Forwards without gradients, or in evaluation mode, run without the plan. The `use_cache` of a
+    on the instances. Forwards without gradients run without the plan. The `use_cache` of a
     Hugging Face configuration is off while the plan is applied. On CUDA the allocator's cache is emptied and its peak
     statistics are reset, so that `handle.stats` has the plan's peaks (its `earlier` has those from before); it is
     emptied again before the first forward after an update that makes an optimizer's state.

@@ -42,6 +42,7 @@ from ckptplan.runtime.observe.counters import Counters
 from ckptplan.runtime.observe.meter import Meter
 from ckptplan.runtime.observe.stats import Stats
 from ckptplan.runtime.swap.stores import Store, SwapOptions, close_all, make_stores
+from ckptplan.training.compiled import hooks_in, is_compiled
 from ckptplan.training.step import check_supported, fingerprint, make_step, model_device, training_config
 
 _HANDLES: weakref.WeakValueDictionary[int, Handle] = weakref.WeakValueDictionary()
@@ -301,4 +302,7 @@ def _fitting(model: nn.Module, plan: Plan) -> nn.Module:
     here = fingerprint(step, compiles=planned.compiled)
     planned.require(here, ignore=("inputs", "accumulates", *step.parallel.free_fields(planned.parallel)))
     check_supported(step.model)
+    for name, module in step.model.named_modules():
+        if name in planned.compiled and not is_compiled(module) and (why := hooks_in(module)):
+            raise PlanMismatchError(f"the plan has a {type(module).__name__} compiled, and {why}; solve again")
     return step.model
