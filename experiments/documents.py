@@ -14,6 +14,7 @@ import json
 import math
 import os
 import platform
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -136,10 +137,24 @@ def command() -> str:
     return " ".join(["python", *sys.argv])
 
 
+def commit() -> str:
+    """The commit of the code that runs, with "-dirty" if it was changed since; empty outside of a repository."""
+
+    def git(*args: str) -> str:
+        return subprocess.run(["git", *args], cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
+
+    try:
+        changed = git("diff", "--name-only", "HEAD", "--", ":/ckptplan", ":/experiments/*.py")
+        return git("rev-parse", "--short=8", "HEAD") + "-dirty" * bool(changed)
+    except OSError:  # there is no git
+        return ""
+
+
 def environment(threads: int = 1) -> dict[str, Any]:
-    """The versions, the machine's size and how busy it is."""
+    """The commit and versions, the machine's size and how busy it is."""
     return {
-        "python": platform.python_version(), **{name: version(name) for name in ("torch", "transformers", "ortools")},
+        "commit": commit(), "python": platform.python_version(),
+        **{name: version(name) for name in ("torch", "transformers", "ortools")},
         "ckptplan": ckptplan.__version__, "cpus": os.cpu_count(), "threads": threads,
         "load_average": os.getloadavg(),
     }  # fmt: skip
