@@ -38,7 +38,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 import ckptplan
 from ckptplan.core.errors import InfeasibleBudgetError
 from ckptplan.profiling.values.variants import ROUNDING
-from ckptplan.training.compiled import stages_compiled
+from ckptplan.training.compiled import stages_compiled, structure_of, uncompiled_call
 from ckptplan.training.partitioner import SavingDraws
 
 RATIOS = (0.8, 0.6, 0.4, 0.2)
@@ -99,7 +99,6 @@ GRADIENTS = ["gpt2", "llama", "vit", "bert", "t5", "convnext", "unet", "uneven"]
 def model_of(name: str, *, dropout: bool) -> Made:
     model, inputs = KNOWN[name]()
     quiet(model)
-    torch._dynamo.config.recompile_limit = 64  # layers of several kinds share a forward, compiled under each knob
     if not dropout:
         without_dropout(model)
     return model, inputs
@@ -108,9 +107,12 @@ def model_of(name: str, *, dropout: bool) -> Made:
 @contextlib.contextmanager
 def knob(model: nn.Module, names: Sequence[str], ratio: float) -> Iterator[None]:
     """Inside, the modules of these names are compiled under one ratio; 1: as they are."""
-    options = {"custom_partitioner_fn": Knob(ratio)}
-    for name in names:
-        model.get_submodule(name).compile(options=options, dynamic=False, fullgraph=True)
+    how: Any = {"options": {"custom_partitioner_fn": Knob(ratio)}, "dynamic": False, "fullgraph": True}
+    calls: dict[Any, Any] = {}
+    for name in names:  # as a plan's layers are compiled, PyTorch's own classes included
+        module = model.get_submodule(name)
+        call = calls.setdefault(structure_of(module), torch.compile(uncompiled_call(), **how))
+        module._compiled_call_impl = functools.partial(call, module)  # type: ignore[assignment]
     try:
         yield
     finally:
