@@ -73,7 +73,7 @@ def same(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
 
 def smaller(name: str, inputs: torch.Tensor) -> Iterator[torch.Tensor]:
     # One sample of `unet` is left out: with one thread PyTorch takes a kernel for it whose columns weigh more than all
-    # that two samples hold (docs/architecture.md says so).
+    # that two samples hold.
     yield from (inputs[:n] for n in ((1, len(inputs) - 1) if name != "unet" else ()))
     if name == "transformer":
         yield from (inputs[:, :1], inputs[:, :7], inputs[:1, :31], inputs[:1, :1])
