@@ -492,8 +492,11 @@ class Controller:
             for enter in self._enter:
                 enter(index, args, kwargs)
             first = made_nodes() if self.weights.groups else 0
+            before = compilations() if module in self._compiled_modules else None
             output = self._run_choice(current, self._planned[index], original, args, kwargs, again=again)
             del args, kwargs
+            if before is not None:
+                self._compiled_stages.look(self._planned[index], before, output)
             if self.weights.groups:
                 self.weights.stage_ends(index, output, first)
             for place in self._release_after.get(index, ()):
@@ -556,24 +559,19 @@ class Controller:
     ) -> Any:
         choice, index = stage.choice, stage.index
         current.own.enter(stage.module)
-        before = compilations() if stage.module in self._compiled_modules else -1
         if (choice.action == "recompute" and not choice.ratio) or index in self._segments:
             try:
-                output = self._run_recomputed(current, stage, original, args, kwargs, again=again)
+                return self._run_recomputed(current, stage, original, args, kwargs, again=again)
             except NotRepeatableError as error:  # before the stage has run
                 self.counters.differences.note("repeat", f"stage {stage.name!r} is kept: {error}", error)
-            else:
-                if before >= 0:
-                    self._compiled_stages.look(stage, before, output)
-                return output
         self.counters.runs[index] += 1
-        if before < 0:
+        if not choice.ratio:
             return self._run_once(current, stage, original, args, kwargs)
         try:
             with at_ratio(choice.ratio):
-                output = self._run_once(current, stage, original, args, kwargs)
+                return self._run_once(current, stage, original, args, kwargs)
         except Exception as error:
-            if not choice.ratio or not is_compilers(error):
+            if not is_compilers(error):
                 raise
             self.counters.differences.note(
                 "compiled",
@@ -581,8 +579,6 @@ class Controller:
                 f"compiled to save less ({type(error).__name__})",
             )
             return self._run_once(current, stage, original, args, kwargs)
-        self._compiled_stages.look(stage, before, output)
-        return output
 
     def _run_once(
         self, current: _Pass, stage: PlannedStage, original: Callable[..., Any], args: Any, kwargs: dict[str, Any]

@@ -240,7 +240,7 @@ class _Timing:
         self.runs: Counter[str] = Counter()  # of each way of a kind that was timed
         self.plain_s: dict[str, float] = {}  # of a kind's last plain run
         self.tries = False
-        self.compare_s = 0.0  # most time in which each kind's variants are compared in this round; 0: they aren't
+        self.compare_s = 0.0  # of this round
         self.left: Measurement | None = None
 
     def excess_s(self, kind: str, way: Way, lane: int) -> float:
@@ -252,7 +252,8 @@ class _Timing:
             ]
             for w in (None, way)
         )
-        return statistics.median(b - a for a, b in zip(plain, other, strict=False))  # variants are timed more often
+        plain = plain[: len(other)]  # variants are timed more often than other ways, and plain with each
+        return statistics.median(b - a for a, b in zip(plain, other, strict=True))
 
     def least_s(self, kind: str, way: option.Way, forward_s: float) -> float:
         """Least time of a recompute that can be believed, whatever was measured."""
@@ -341,10 +342,16 @@ class _Timing:
                     break
                 left_s -= took_s  # what the next one will take
         if compiled := {kind for kind in self.counts if self._variants_of(kind)}:
-            self.compare_s = _COMPARE_S / len(compiled)
-            self.round(times=compiled)
+            self.round(times=compiled, compare_s=_COMPARE_S / len(compiled))
 
-    def round(self, *, tries: bool = False, times: Collection[str] = (), watched: RealStorages | None = None) -> None:
+    def round(
+        self,
+        *,
+        tries: bool = False,
+        times: Collection[str] = (),
+        compare_s: float = 0.0,
+        watched: RealStorages | None = None,
+    ) -> None:
         """Run one forward of the step.
 
         Parameters
@@ -353,10 +360,12 @@ class _Timing:
             Check of each stage that it can run again.
         times : collection of str
             The kinds of stage to time.
+        compare_s : float
+            Most time in which the variants of each of these kinds are compared; 0: each way runs once.
         watched : RealStorages, optional
             Watches the round, in which nothing is tried or timed then.
         """
-        self.tries, self.wanted, self.anchors = tries, set(times), []
+        self.tries, self.wanted, self.compare_s, self.anchors = tries, set(times), compare_s, []
         self.number += 1
         self.watched = watched
         self.rewind()
