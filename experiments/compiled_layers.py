@@ -5,11 +5,13 @@
     python experiments/compiled_layers.py --out experiments/results --part seconds
 
 "speed": every layer of a model is compiled under one `activation_memory_budget`, without this package; its peak is
-measured (allocator events), and a plan without swaps is made for that peak. Then all take steps in turn, and a cell's
-ratio is between neighbours in time: the median, and its bootstrap interval. Dropout is off, so that the knob's
-gradients are right. "gradients": plans that mix ratios, swaps, recompute and keep, beside the same compiled model
-without a plan, in fp32 and under bf16, with dropout as the models have it; and the knob alone, for which the numbers of
-dropout are drawn again. "seconds": what compiling takes, in a first process and in a second one.
+measured (allocator events), and a plan without swaps is made for that peak. Then all take steps in turn, each on two
+copies of the model, since copies that run the same code differ by some percent by where their tensors lie ("copies":
+the second of the knob's beside the first). A cell's ratio is between both copies' steps of the same round: the median,
+and its bootstrap interval. Dropout is off, so that the knob's gradients are right. "gradients": plans that mix ratios,
+swaps, recompute and keep, beside the same compiled model without a plan, in fp32 and under bf16, with dropout as the
+models have it; and the knob alone, for which the numbers of dropout are drawn again. "seconds": what compiling takes,
+in a first process and in a second one.
 """
 
 from __future__ import annotations
@@ -22,8 +24,10 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from itertools import zip_longest
+from typing import Any, NamedTuple
 
 import documents
 import numpy as np
@@ -41,6 +45,7 @@ from ckptplan.profiling.values.variants import ROUNDING
 from ckptplan.training.compiled import stages_compiled, structure_of, uncompiled_call
 from ckptplan.training.partitioner import SavingDraws
 
+Regime = Callable[[nn.Module], AbstractContextManager[None]]
 RATIOS = (0.8, 0.6, 0.4, 0.2)
 MIDDLE = (0.6, 0.4)
 """The middle of the range, in which mixing has most to give."""
@@ -141,57 +146,69 @@ def speed(name: str, rounds: int) -> list[dict[str, Any]]:
         profile = ckptplan.profile(profiled, inputs)
         profile_s = time.perf_counter() - began
 
-        def entered(label: str, context: Any, mine: nn.Module) -> Contender:
-            stack.enter_context(context)
-            return enter(f"compiled/{label}", mine, functools.partial(mine, **inputs), inputs)
-
-        everything = copy.deepcopy(model)
-        plain = entered("plain", stages_compiled(everything, names), everything)
-        cells: list[tuple[float, Contender, Contender | None, Any]] = []
-        for ratio in RATIOS:
+        def entered(regime: Regime) -> Contender:
+            """Another copy of the model, under this regime until the race is over."""
             mine = copy.deepcopy(model)
-            rival = entered(f"knob {ratio}", knob(mine, names, ratio), mine)
-            cells.append((ratio, rival, *_ours(model, inputs, names, profile, rival, stack)))
-        race([plain, *(c for _, rival, own, _ in cells for c in (rival, own) if c)], rounds)
+            stack.enter_context(regime(mine))
+            return enter("compiled", mine, functools.partial(mine, **inputs), inputs)
+
+        plain = entered(lambda mine: stages_compiled(mine, names))
+        cells: list[Cell] = []
+        for ratio in RATIOS:
+            rivals = [entered(functools.partial(knob, names=names, ratio=ratio)) for _ in range(2)]
+            cells.append(Cell(ratio, rivals, *_ours(profile, names, rivals[0].peak_bytes, entered)))
+        race([plain, *(c for cell in cells for pair in zip_longest(cell.rivals, cell.ours) for c in pair if c)], rounds)
     rows = []
-    for ratio, rival, own, plan in cells:
+    for cell in cells:
+        knobs_s = sum(np.array(c.times_s) for c in cell.rivals)
         row = {
-            "model": name, "ratio": ratio, "layers": len(names), "profile_s": profile_s,
-            "plain_peak_bytes": plain.peak_bytes, "peak_bytes": rival.peak_bytes, "step_s": rival.step_s,
-            "over_plain": rival.step_s / plain.step_s, "gradients_equal": _equal(rival, plain),
+            "model": name, "ratio": cell.ratio, "layers": len(names), "profile_s": profile_s,
+            "plain_peak_bytes": plain.peak_bytes, "peak_bytes": cell.rivals[0].peak_bytes,
+            "over_plain": np.median(knobs_s / 2).item() / plain.step_s,
+            "copies": median_within(np.array(cell.rivals[1].times_s) / np.array(cell.rivals[0].times_s)),
+            "gradients_equal": all(_equal(c, plain) for c in cell.rivals),
         }  # fmt: skip
-        if own is not None:
-            over = median_within(np.array(own.times_s) / np.array(rival.times_s))
+        if cell.plan is not None:
+            ours_s = sum(np.array(c.times_s) for c in cell.ours)
             row |= {
-                "our_peak_bytes": own.peak_bytes, "predicted_peak_bytes": plan.peak_bytes, "our_step_s": own.step_s,
-                "our_over_plain": own.step_s / plain.step_s, "over_rival": over, "gap": plan.gap,
-                "our_gradients_equal": _equal(own, plain), "options": dict(Counter(c.option for c in plan.choices)),
+                "our_peak_bytes": max(c.peak_bytes for c in cell.ours), "predicted_peak_bytes": cell.plan.peak_bytes,
+                "our_over_plain": np.median(ours_s / 2).item() / plain.step_s,
+                "over_rival": median_within(ours_s / knobs_s), "gap": cell.plan.gap,
+                "our_gradients_equal": all(_equal(c, plain) for c in cell.ours),
+                "options": dict(Counter(c.option for c in cell.plan.choices)),
             }  # fmt: skip
         rows.append(row)
     return rows
 
 
+class Cell(NamedTuple):
+    """The knob under one ratio, and a plan for its peak, on two copies each; without a plan where none fits."""
+
+    ratio: float
+    rivals: list[Contender]
+    ours: list[Contender]
+    plan: ckptplan.Plan | None
+
+
 def _ours(
-    model: nn.Module,
-    inputs: Any,
-    names: tuple[str, ...],
-    profile: ckptplan.Profile,
-    rival: Contender,
-    stack: contextlib.ExitStack,
-) -> tuple[Contender | None, ckptplan.Plan | None]:
+    profile: ckptplan.Profile, names: tuple[str, ...], peak_bytes: int, entered: Callable[[Regime], Contender]
+) -> tuple[list[Contender], ckptplan.Plan | None]:
     """A plan without swaps for the rival's measured peak; a budget larger by `SLACK` is tried first, as elsewhere."""
+
+    @contextlib.contextmanager
+    def planned(mine: nn.Module) -> Iterator[None]:
+        with stages_compiled(mine, names), ckptplan.apply(mine, plan) as handle, handle.unmetered():
+            yield
+
     for slack in (SLACK, 0.0):
         try:
-            plan = ckptplan.solve(profile, rival.peak_bytes * (1 + slack) / GIB, actions=("keep", "recompute"), gap=0.0)
+            plan = ckptplan.solve(profile, peak_bytes * (1 + slack) / GIB, actions=("keep", "recompute"), gap=0.0)
         except InfeasibleBudgetError:
-            return None, None
-        mine = copy.deepcopy(model)
-        stack.enter_context(stages_compiled(mine, names))
-        stack.enter_context(stack.enter_context(ckptplan.apply(mine, plan)).unmetered())
-        own = enter("compiled/ours", mine, functools.partial(mine, **inputs), inputs)
-        if own.peak_bytes <= rival.peak_bytes:
+            return [], None
+        own = entered(planned)
+        if own.peak_bytes <= peak_bytes:
             break
-    return own, plan
+    return [own, entered(planned)], plan
 
 
 def _equal(a: Contender, b: Contender) -> bool:
@@ -214,6 +231,7 @@ def told_speed(rows: Sequence[dict[str, Any]]) -> tuple[list[documents.Check], A
     lines = [
         (
             r["model"], r["ratio"], f"{r['peak_bytes'] / MIB:.1f}", f"{r['over_plain']:.3f}",
+            "{:.3f} ({:.3f} to {:.3f})".format(*r["copies"]),
             *(
                 ("no plan fits", None, None, None)
                 if "over_rival" not in r
@@ -225,7 +243,7 @@ def told_speed(rows: Sequence[dict[str, Any]]) -> tuple[list[documents.Check], A
         )
         for r in rows
     ]  # fmt: skip
-    columns = ("model", "knob", "peak MiB", "/plain", "ours /plain", "ours / knob", "ours MiB", "options")
+    columns = ("model", "knob", "peak MiB", "/plain", "copies", "ours /plain", "ours / knob", "ours MiB", "options")
     return checks, documents.table(columns, lines)
 
 
@@ -357,7 +375,7 @@ def main() -> None:
     parser = documents.parser(__doc__)
     parser.add_argument("--part", choices=("speed", "gradients", "seconds"), default="speed")
     parser.add_argument("--models", type=documents.among(KNOWN), help="default: those of the part")
-    parser.add_argument("--rounds", type=int, default=20, help="timed steps of each")
+    parser.add_argument("--rounds", type=int, default=20, help="timed steps of each copy")
     args = parser.parse_args()
     part = {
         "speed": (functools.partial(speed, rounds=args.rounds), told_speed, SPEED),
