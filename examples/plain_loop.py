@@ -25,12 +25,11 @@ def loss_of(output: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(output, labels)
 
 
-# Measure the model once, then plan for half of what a plan can save.
+# Measure the model once, plan for half of what a plan can save, and try the plan: peak, time and gradients.
 profile = ckptplan.profile(model, inputs, loss_fn=loss_of, optimizer=optimizer)
-plans = ckptplan.frontier(profile, points=3, time_limit_s=3)  # smallest peak, something between, everything kept
-budget_gb = (plans[0].peak_bytes + plans[-1].peak_bytes) / 2 / 2**30
-plan = ckptplan.solve(profile, budget_gb, time_limit_s=3)
+plan = ckptplan.solve(profile, budget="50%", time_limit_s=3)
 print(plan)
+print(ckptplan.verify(model, plan, inputs, loss_of, optimizer=optimizer))
 
 # Train. Gradients are bitwise those of plain training; only memory and time differ.
 with ckptplan.apply(model, plan, profile=profile) as handle:

@@ -12,10 +12,8 @@ from accelerate.state import AcceleratorState
 ROOT = Path(__file__).parent.parent
 
 PRINTED = {
-    "plain_loop.py": ("plan by ckptplan", "5 training forwards"),
-    "hugging_face.py": ("plan by ckptplan", "gradients bitwise equal"),
+    "plain_loop.py": ("plan by ckptplan", "gradients bitwise equal", "5 training forwards"),
     "frontier.py": ("proven gap", "memory    binds", "written to"),
-    "sorted_epoch.py": ("emptied", "two longest steps", "long to short", "short to long"),
     "trainer.py": ("ckptplan: ", " stages: peak", "5 forwards under it"),
     "lightning_loop.py": ("ckptplan: ", " stages: peak", "5 forwards under it"),
     "accelerate_loop.py": ("plan by ckptplan", "8 training forwards"),
