@@ -170,8 +170,8 @@ class _ChainStage:
 class Profile(Saved):
     """The chain of one training step of one model, with measured bytes and times.
 
-    The stages run forward 0, 1, ..., L-1, then backward L-1, ..., 1, 0, and then the optimizer updates. NOTE
-    [Residency] in rules.py has the rules by which a profile gives the bytes of each of these steps.
+    The stages run forward 0, 1, ..., L-1, then backward L-1, ..., 1, 0, and then the optimizer updates. The rules of
+    NOTE [Residency] in rules.py give the bytes of each of these steps.
 
     Parameters
     ----------
