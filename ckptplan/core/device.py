@@ -27,7 +27,10 @@ OP_CLASSES = ("matmul", "convolution", "attention", "elementwise", "reduction", 
 
 @dataclass(frozen=True, slots=True)
 class Device(Saved):
-    """Rates, sizes and fixed amounts of one device.
+    """Rates, sizes and fixed amounts of one device, which need not be here.
+
+    An operation takes the longest of three times: of its floating-point operations at their rate, of its bytes at
+    theirs, and `launch_s` (`profiling/times/roofline.py`).
 
     Parameters
     ----------
@@ -36,37 +39,41 @@ class Device(Saved):
     description : str
         The product's full name.
     memory_bytes : int
-        Device memory as the driver reports it.
+        Device memory as the driver reports it, less than the nominal size.
     context_bytes : int
-        Device memory that the driver takes before the first tensor.
+        Device memory that the driver takes before the first tensor; below `memory_bytes`.
     bytes_per_s : float
-        Bandwidth of the device's memory, peak.
+        Peak bandwidth of the device's memory, reads and writes together.
     flops_per_s : mapping
-        Data type ("float32", "tf32", "float16", "bfloat16", "float64") -> peak operations a second of dense products
-        of matrices.
+        Data type -> peak operations a second of dense products of matrices, where a multiplication and an addition are
+        two operations. Types have PyTorch's names. "float32" is required. "tf32" is the rate of float32 products where
+        PyTorch's settings allow TF32. A type left out runs at the rate of "float32"; 8-bit floating types at the rate
+        of "float8" or "float16", if there is one.
     out_bytes_per_s, in_bytes_per_s : float
-        Bandwidth to and from pinned host memory.
+        Bandwidth to and from pinned host memory; on the CPU, of the swap file.
     efficiency : mapping
-        Class of operation (`OP_CLASSES`) -> the share of the peak that it reaches, above 0, at most 1: of `flops_per_s`
-        for the first three, of `bytes_per_s` for the others. An entry "class.type", such as "matmul.float32", takes
-        precedence over that of the class.
+        Class of operation -> share of the peak that it reaches, above 0 and at most 1; 1 for classes left out.
+        "matmul" (with recurrent layers), "convolution" and "attention" have shares of `flops_per_s`, and
+        "matmul.float32", with a type, goes before "matmul". Where memory limits these three, they reach the share of
+        "elementwise". "elementwise", "reduction" (normalisations, softmax, losses, pooling) and "other" have shares of
+        `bytes_per_s`.
     launch_s : float
-        Smallest number of seconds between the starts of two operations.
+        Least number of seconds between the starts of two operations.
     compute_capability : tuple of int, optional
-        CUDA's (major, minor); None for other devices.
+        CUDA's (major, minor), such as (8, 0); None for other devices.
     sources : mapping
-        Field, or "field.key", -> source of its number.
+        Field, or "field.key", -> source of its number, or that it is an assumption.
     overheads : Overheads
-        What a running plan takes of compute; not measured if it is all 0.
+        Compute time of a running plan besides the stages' work; not measured if it is all 0.
     peer_bytes_per_s : float, optional
-        Rate at which collectives of devices in one machine send and receive, each: NCCL's bus bandwidth. None:
+        Rate at which each device sends and receives in collectives within a machine: NCCL's bus bandwidth. None:
         collectives take no time.
     machine_devices : int
         Number of devices in a machine.
     network_bytes_per_s : float, optional
-        The same rate between machines: what all network cards of one carry together.
+        The same rate between machines, of all network cards of one machine together.
     latency_s : float
-        Time of a transfer to or from host memory in addition to that of its bytes.
+        Time of a transfer to or from host memory in addition to the time of its bytes.
     """
 
     SCHEMA = "ckptplan.device/1"

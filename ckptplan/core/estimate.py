@@ -27,12 +27,7 @@ CATEGORIES = (
     "fragmentation",
     "context",
 )
-"""Categories of device memory, after DNNMem (Gao et al., ESEC/FSE 2020).
-
-"gathered weights" are the whole parameters of a sharded model's units; "forward outputs" are results that no backward
-needs; "rounding" is the difference between blocks and requested sizes; "fragmentation" that between the most reserved
-bytes and the blocks at the peak; "context" is the driver's memory.
-"""
+"""Categories of device memory, after DNNMem (Gao et al., ESEC/FSE 2020). `Estimate` describes them."""
 
 KEPT = ("output", "loss", "batch")
 """What a training loop may still reference when the next forward begins."""
@@ -53,21 +48,27 @@ def fits_in_words(needed_bytes: float, capacity_bytes: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Tensors:
-    """Blocks of one kind that are allocated at the peak.
+    """Tensors of one kind that are allocated at the peak.
+
+    Unknown texts are empty. A `*` in a name stands for the numbers of repeated layers, whose equal tensors are counted
+    together.
 
     Parameters
     ----------
     nbytes, count : int
         Sum of the requested sizes, and number of blocks.
-    category, stage : str
-        One of `CATEGORIES`; for saved activations, the stage that saves them.
+    category : str
+        A category of `Estimate`.
+    stage : str
+        For saved activations, the stage that saves them.
     name : str
-        Name of the parameter, buffer or state; empty for other tensors. In all names, a star stands for the numbers of
-        repeated layers that are counted together.
+        Name of the parameter, buffer or state; empty for other tensors.
     module, line, op : str
-        Origin: the module, the line of the model's code, the operation.
+        The module, the line of the model's code and the operation that made them.
     shape : tuple of int
+        Their size in each dimension.
     dtype : str
+        Their type.
     """
 
     nbytes: int
@@ -96,13 +97,13 @@ class Phase:
     Parameters
     ----------
     name : str
-        "loaded", "forward", "backward", "optimizer" ("zero_grad" without one), the same of later steps ("forward 2",
-        ...), of later micro-batches of a step ("forward 2, accumulating", "forward 2, accumulating 3"), or "inference"
-        ("inference 2" of the second batch).
+        "loaded", "forward", "backward", "optimizer" ("zero_grad" without one); the same of later steps ("forward 2")
+        and of micro-batches ("forward, accumulating", "forward 2, accumulating 3"); "inference" ("inference 2" of the
+        second batch).
     start_bytes, end_bytes, peak_bytes : int
-        In blocks, rounded up as the device does.
+        Bytes in blocks, rounded up as the device does.
     reserved_bytes : int
-        Highest number of reserved bytes; on the CPU equal to the peak.
+        Most bytes that the allocator reserves; on the CPU equal to the peak.
     categories : mapping
         Category -> bytes at the phase's peak; they add up to `peak_bytes`.
     batch : int or None
@@ -120,37 +121,43 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Estimate(Saved):
-    """The memory of a training step.
+    """The memory of a training.
+
+    Categories of bytes are weights, gathered weights (whole parameters of a sharded model's units), buffers, gradients,
+    optimizer state, inputs, forward outputs (results that no backward needs), output gradients, saved activations,
+    workspaces and temporaries, rounding (blocks less requested bytes), fragmentation (the most reserved bytes less the
+    blocks at the peak) and context (the driver's memory).
 
     Parameters
     ----------
     device : str
+        The device's full name.
     phases : tuple of Phase
-        In order, the training ones first.
+        In order, those of training first.
     peak_bytes : int
-        Highest number of bytes in blocks over all training phases.
+        Most bytes in blocks over all phases of training.
     peak_phase, peak_stage : str
-        The phase and the stage of the peak.
+        Phase and stage of the peak; the stage is empty outside of any.
     reserved_bytes : int
-        Highest number of bytes that the allocator reserves over all training phases.
+        Most bytes that the allocator reserves over all phases of training; on the CPU `peak_bytes`.
     context_bytes : int
-        The driver's memory.
+        The driver's memory besides.
     capacity_bytes : int or None
-        All memory of the device; None: not known.
+        All memory of the device; None for main memory.
     categories : mapping
-        Category -> bytes at the peak, the moment of `alive`; with "fragmentation" they add up to `total_bytes`.
+        Category -> bytes at the peak. With fragmentation they add up to `reserved_bytes` and `context_bytes` together.
     saved_bytes : mapping
-        Stage -> bytes that it saves for backward; each storage counts for the first stage that saves it.
+        Stage -> bytes that it saves for backward. Each storage counts for the first stage that saves it.
     alive : tuple of Tensors
-        Blocks allocated at the peak, largest first.
+        Tensors at the peak, largest first.
     notes : tuple of str
         Limits and assumptions of the estimate.
     holds_output : bool
         Whether the loop is taken to hold the output during backward.
     keeps : tuple of str
-        What it is taken to reference still when the next forward begins, of `KEPT`.
+        What the loop is taken to reference still when the next forward begins: "output", "loss", "batch".
     batches : tuple of str
-        The tensors of each batch, in the order in which they run.
+        The tensors of each batch, in the order in which the batches run.
     empty_cache : bool
         Whether the loop is taken to empty the allocator's cache after each step.
     """

@@ -21,11 +21,12 @@ def beats(one: Plan, other: Plan) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Frontier(Saved, Sequence[Plan]):
-    """The plans of a frontier, by rising peak and falling step time; a sequence.
+    """The plans of a frontier; a sequence.
 
     Parameters
     ----------
     plans : tuple of Plan
+        By rising peak and falling step time.
     """
 
     SCHEMA = "ckptplan.frontier/2"

@@ -20,17 +20,18 @@ TIERS: tuple[Tier, ...] = get_args(Tier)
 class Link:
     """Rates and latencies of the connection to a tier, with one first-in-first-out queue in each direction.
 
-    A transfer consists of storages of one stage that leave the device together, and return together.
+    Transfers to the host tier and to the disk tier pass through the same two queues. Each takes the time of its own
+    tier's link.
 
     Parameters
     ----------
     out_bytes_per_s, in_bytes_per_s : float
-        Bandwidth to the tier and from it.
+        Bandwidth to the tier and from it, above 0.
     latency_s : float
-        Time of a transfer in addition to that of its bytes.
+        Time of a transfer in addition to the time of its bytes.
     copy_s : float
-        Time to issue the copy of one storage. Predicted times don't include it; storages so small that it matters stay
-        on the device (`least_bytes`).
+        Time to issue the copy of one storage. Predicted times don't include it: storages so small that it matters
+        (`least_bytes`) stay on the device.
     """
 
     out_bytes_per_s: float

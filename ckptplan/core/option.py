@@ -63,34 +63,49 @@ class HowAgain:
 class Option(HowAgain):
     """One way to run a stage.
 
+    These names have rules:
+
+    - "recompute": needed by every module stage of a segment. It moves nothing and has no `ops`.
+    - "recompute+swap": holds all that "recompute" holds, and moves some of it. In a segment it costs the excess of its
+      `overhead_s` and `launch_s` over those of "recompute".
+    - "compiled-1", "compiled-2", ...: run with a `ratio`. The larger the number, the less they save. "compiled-1+swap",
+      ... also move what they save.
+    - "weights", "recompute+weights", "selective-1+weights", ...: as "keep", "recompute", "selective-1", ..., and the
+      stage's weights move. "optimizer", "gradients" and "weights+gradients" are alike. In a profile that offloads
+      these, the options that move activations move them too.
+    - "discard": `recomputes` is true and `recompute_s` is 0. Its stage has no "recompute", and no transfer has its
+      prefetch point there.
+
     Parameters
     ----------
     name : str
-        Unique in its stage: "keep", "swap", "recompute", "recompute+swap" (its inputs), "selective-1", ...,
-        "compiled-1", ..., "discard".
+        Unique in its stage.
     saved : tuple of int
-        Storages held until backward that can be moved, in the order in which the runtime saves them.
+        Storages held until backward that can be moved, in the order in which the runtime saves them. As in `pinned`,
+        they are made by this stage or before.
     pinned : tuple of int
-        Storages held until backward that can't be moved.
+        Storages held until backward that can't be moved; none of them is in `saved`.
     forward_bytes, backward_bytes : int
-        Difference between the bytes at the stage's start and at the peak of its forward, or of its backward.
+        Bytes that the stage adds to those at its start, at the worst moment of its forward or backward, its results
+        included.
     recompute_s : float
         Compute time of the recompute before its backward; of compiled code, what its forward and backward take more.
     recomputes : bool
         Whether backward runs the forward again, without the operations in `ops`, or a part of it (`ratio`).
     moves : tuple of int
-        Positions in `saved` of the storages that leave the device, subject to rule 4 of NOTE [Residency].
+        Positions in `saved` of the storages that leave the device, where rule 4 of NOTE [Residency] in rules.py allows
+        it.
     ops : tuple of int
-        Operations whose outputs a recomputing stage saves, by their number in its forward.
+        Operations whose outputs are saved although the stage recomputes, by their number in its forward.
     launch_s : float
-        Time in which the host launches the recompute and starts the copies; 0 if the host isn't modelled.
+        Time in which the host launches the recompute and the copies; 0 if the host isn't modelled.
     overhead_s : float
-        Compute time that the option takes besides: what its copies take from the compute beside them, the runtime's
-        own code, and where compiled code that saves less is faster, what the user's own takes more than the fastest.
-        All of it is counted in backward.
+        Further compute time, all of it counted in backward: what the copies take from the compute beside them, the
+        runtime's own code, and where compiled code is faster, what the model's own code takes more than the fastest.
     ratio : float
-        `activation_memory_budget` of the compiled code that runs in place of the user's own (NOTE [Variants] in
-        training/variants.py), which saves less and computes a part again within backward; 0: the user's own code.
+        `activation_memory_budget` of the compiled code that runs in place of the model's own, saves less and computes a
+        part again within backward (NOTE [Variants] in training/variants.py). `recomputes` is then true. 0: the model's
+        own code.
     """
 
     name: str

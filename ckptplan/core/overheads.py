@@ -12,22 +12,22 @@ from ckptplan.core.storage import Storage
 
 @dataclass(frozen=True, slots=True)
 class Overheads:
-    """Seconds that a device's compute loses to copies beside it, and that the runtime's own code takes.
+    """Compute time of a running plan besides the stages' own work: of the runtime's code, and lost to copies.
 
     The runtime's code runs on the host: beside a device that was timed, its seconds are launch time.
 
     Parameters
     ----------
     call_s : float
-        Each call of a stage.
+        Seconds per call of a stage.
     swap_s : float
-        Each stage that moves anything.
+        Seconds per stage that moves anything.
     storage_s : float
-        Each storage that such a stage saves: all of them are packed and unpacked.
+        Seconds per storage that such a stage saves: all of them are packed and unpacked.
     byte_s : float
-        Each byte moved, out and back: by so much the copies slow compute down.
+        Seconds per byte moved out and back, by which the copies slow compute down.
     rerun_s : float
-        Each run of a stage in a segment's sweep, besides its forward.
+        Seconds per run of a stage in a segment's sweep, besides its forward.
     """
 
     call_s: float = 0.0

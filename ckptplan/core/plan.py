@@ -36,9 +36,11 @@ class Transfer:
     moves : tuple of int
         Positions in the option's `saved`, at least one.
     release : int
-        Release point: the forward step by whose end the storages have left the device.
+        Release point: the forward step by whose end the storages have left the device. It isn't below the index of the
+        stage itself.
     prefetch : int
-        Prefetch point: the backward step at whose start their return is issued.
+        Prefetch point: the backward step at whose start their return is issued. It isn't below the index of the stage
+        itself or, in a segment, of the outermost segment's last stage.
     """
 
     moves: tuple[int, ...]
@@ -61,16 +63,17 @@ class Decision:
     Parameters
     ----------
     action : "keep", "swap" or "recompute"
+        "recompute" if the option recomputes; otherwise "swap" if it moves storages.
     transfers : tuple of Transfer
-        In the order in which they leave; of those with one prefetch point, the last returns first.
+        In the order in which they leave. Of those with one prefetch point, the last returns first.
     option : str
-        Name of the option; default: that of the action.
+        Name of the option; by default the action.
     ops : tuple of int
-        Operations whose outputs a recomputed stage saves.
+        The option's `ops`, so that a plan can be applied without its profile.
     tier : "host" or "disk"
         Destination of the moved storages.
     ratio : float
-        As of the option.
+        The option's `ratio`.
     """
 
     action: Action
@@ -133,6 +136,7 @@ class WeightMove:
     Parameters
     ----------
     resident : Resident
+        The storages that leave.
     stage : int
         The stage that moves it; -1: the update.
     release, prefetch : int or None
@@ -189,69 +193,77 @@ class Plan(Saved):
     Parameters
     ----------
     stages : tuple of str
-        Stage names in forward order.
+        The profile's stage names, in forward order.
     choices : tuple of Decision
         One per stage.
     status : "optimal" or "feasible"
-        "optimal": the gap is at most `OPTIMAL_GAP` over `space`.
-    budget_bytes, peak_bytes, host_bytes : int
-        The limit, the predicted peak on the device, and the bytes that go to the host tier.
-    step_s, baseline_step_s, lower_bound_s : float
-        Predicted makespan, the same with everything kept, and the proven bound over `space`. The step takes the longer
-        of two sums: of compute and copies, and of launching.
+        "optimal": the step and the bound agree to within 1e-6 (`OPTIMAL_GAP`).
+    budget_bytes : int
+        The limit that the plan was made for.
+    peak_bytes : int
+        Predicted peak on the device.
+    host_bytes : int
+        Bytes moved to the host tier.
+    step_s, baseline_step_s : float
+        Predicted step, and the step with everything kept. A step takes the time of compute and copies, or that of
+        launching if it is longer.
+    lower_bound_s : float
+        Proven: no plan of `space` has a shorter step.
     space : str
-        The plans for which the bound is proven.
+        The plans to which the bound refers.
     planner : str
+        Name of the planner that made the plan.
     fingerprint : Fingerprint
+        The profile's.
     inputs : tuple of (tuple of InputTensor, or None)
         Per stage, the largest tensors that the plan is valid for; None: not known.
     segments : tuple of Segment
         Stages recomputed together, in order and disjoint.
     peak_bound_bytes : int or None
-        For a plan solved for a largest slowdown: lower bound on the peak of any plan of `space` within that slowdown.
+        For a plan solved for a largest slowdown: no plan of `space` within that slowdown has a smaller peak.
     allocated_bytes, reserved_bytes : int or None
         On CUDA, the predicted peaks of the caching allocator's blocks and segments in training with the plan; they
         include the optimizer's update if it was given to `solve`. None on other devices, and for a plan of a profile.
     disk_bytes : int
-        The bytes that go to the disk tier.
+        Bytes moved to the disk tier.
     saved_bytes : tuple of (tuple of int)
         Per stage, the bytes of each storage that its option saves, in the order of saving; empty: not known. The
         runtime compares them with a forward that takes another path for other inputs.
     kept_bytes : tuple of int
         Per stage, the bytes that it saves if it is kept, for the same purpose; empty: not known.
     launch_s, baseline_launch_s : float
-        Time in which the host launches the step, and that with everything kept; 0 if the host isn't modelled. Where
+        Time in which the host launches the step, and the step with everything kept; 0 if the host isn't modelled. Where
         `launch_s` is `step_s`, the device waits for the host.
     forward_peak_bytes, between_bytes : int or None
-        The peak of forward, and the bytes that forward leaves for backward, including the output. The runtime uses them
-        to decide whether tensors that a loop holds of the forward before fit too. None: not known.
+        The peak of forward alone, and the bytes that forward leaves for backward, including the output. The runtime
+        uses them to decide whether tensors that a loop holds of the forward before fit too. None: not known.
     outside : tuple of str or None
-        Modules that the profiled step called outside all stages; None: not known.
+        As in the profile.
     uncalled : tuple of str
-        Modules inside of stages that it didn't call, the topmost of each path.
+        As in the profile.
     differentiated : tuple of Differentiated
-        Stages through which forward itself runs a backward (`Profile.differentiated`).
+        As in the profile.
     foreign : tuple of str or None
-        Classes of the modules with parameters that aren't the model's and that the profiled step called, as in its
-        loss; None: not known.
+        As in the profile.
     least_peak_bytes, most_peak_bytes : int or None
-        The smallest peak that was found for the profile, and the one with everything kept: budgets between them make a
+        The smallest peak that was found for the profile, and the peak with everything kept: budgets between them make a
         difference. None: not known.
     budget_share : float or None
-        The budget as a share of the way between them, 0 to 1; a plan for other inputs gets the same share of their way.
-        None: it was given in bytes.
+        The budget as a share of the way between these two peaks, 0 to 1. A plan for other inputs gets the same share of
+        their way. None: the budget was given in bytes.
     notes : tuple of str
-        Those of the profile: inputs and loss that were guessed, stages that can't be recomputed. Those of the search:
-        a faster plan that wasn't taken, copies to the disk that the bound counts as faster than they are.
+        Notes of the profile: inputs and loss that were guessed, stages that can't be recomputed. Notes on the budget
+        and the search: a faster plan that wasn't taken, copies to the disk that the bound counts as faster than they
+        are.
     asked : str
-        What was asked of a plan that is kept in a file for later runs (`plan_file=`); empty for others.
+        The request, for a plan kept in a file for later runs (`plan_file=`); empty for others.
     offload : tuple of str
-        The kinds of storages that its options move.
+        As in the profile.
     residents : tuple of Resident
-        What it may move besides what stages save. In a stage that uses some, their positions are those behind all of
-        `saved_bytes`.
+        Those of the profile that the plan may move. In a stage that uses some, their positions in transfers follow all
+        of its `saved_bytes`.
     between : int
-        As of the profile.
+        As in the profile.
     """
 
     SCHEMA = "ckptplan.plan/4"

@@ -23,14 +23,38 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """What a profile, and every plan made from it, is bound to.
+    """Model, inputs, device and versions that a profile, and every plan made from it, is bound to.
 
-    `accumulates`: whether the step starts with a gradient for each parameter that requires one. `optimizer`: the class
-    whose state and update count, empty without one; applying a plan asks for no optimizer, so it isn't compared.
-    `parallel`: what runs the model on several devices, and counts (`DDP.kind`, `sharded.kind_of`);
-    empty: nothing does. `autocast`: the type to which autocast around the forward casts ("bfloat16", "float16"), or
-    "off"; empty: not known. It isn't compared either, since applying a plan runs nothing: the first forward tells.
-    `compiled`: modules of `model` that `apply` compiles, if they aren't, for as long as a plan is applied.
+    `apply` refuses a plan whose fingerprint differs from the model's, with an error that names the field. It compares
+    neither `optimizer` nor `compiled`. Instead of `inputs`, `accumulates` and `autocast`, the tensors, gradients and
+    autocast of a step are compared when it runs. A profile written by hand has empty texts and `training=True`; its
+    plans can be simulated, not applied.
+
+    Parameters
+    ----------
+    model : str
+        The model's class with its module, and the names of modules in it that are compiled.
+    parameters : str
+        Number of elements, and a digest of the parameters' names, shapes, types and `requires_grad`.
+    training : bool
+        Whether the model is in training mode.
+    inputs : str
+        The step's input tensors; "step()" if the step is a function of its own.
+    device : str
+        Name of the device.
+    torch_version : str
+        Version of PyTorch.
+    accumulates : bool
+        Whether the step starts with a gradient for each parameter that requires one.
+    optimizer : str
+        Class of the optimizer whose state and update count; empty: none.
+    parallel : str
+        For a model on several devices: "ddp", with ", gradients in buckets" and ", outputs copied" where they are, for
+        `DistributedDataParallel`; "fsdp, 8 ranks, units ..." for a sharded model. Empty: one device.
+    autocast : str
+        "bfloat16", "float16" or "off" around the forward; empty: not known.
+    compiled : tuple of str
+        Modules that `apply` compiles, if they aren't compiled, for as long as the plan is applied.
     """
 
     model: str
@@ -144,45 +168,52 @@ class _ChainStage:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Profile(Saved):
-    """The chain of one step with measured bytes and times.
+    """The chain of one training step of one model, with measured bytes and times.
+
+    The stages run forward 0, 1, ..., L-1, then backward L-1, ..., 1, 0, and then the optimizer updates. The rules of
+    NOTE [Residency] in rules.py give the bytes of each of these steps.
 
     Parameters
     ----------
     stages : tuple of Stage
-        In forward order, at least one.
+        In forward order, at least one, with unique names.
     storages : tuple of Storage
-        What the stages' indices point into.
+        Memory blocks that outlive the stage that made them. Stages name them by their index.
     base_forward_bytes, base_backward_bytes : tuple of int
         Per stage, the bytes live at the start of its forward and backward that no storage in `storages` accounts for:
         parameters, buffers, optimizer state, inputs, gradients so far, gradients in flight.
     update_peak_bytes : int
-        Largest bytes after the last backward: the gradients with the optimizer's update.
+        Peak after the last backward: the gradients with the optimizer's update.
     link : Link
-        Bandwidth to and from the host tier.
+        Connection to the host tier.
     resident_bytes : int
-        What is there before the step: parameters, buffers, gradients, optimizer state, inputs. Part of every base.
+        Bytes before the step: parameters, buffers, gradients, optimizer state, inputs. Part of every base.
     fingerprint : Fingerprint
+        What the profile was measured on.
     notes : tuple of str
-        What a reader must know about how it was made.
+        What a reader must know about the measurement.
     disk : Link or None
-        The way to the disk tier behind the host, in nothing faster than `link`; None: there is none.
+        Connection to the disk tier behind the host, in no field faster than `link`; None: there is none.
     outside : tuple of str or None
-        Modules that the step calls and that lie in no stage's; None: not known.
+        Modules that the step calls and that lie in no stage's module; None: not known.
     uncalled : tuple of str
-        Modules that lie in a stage's and that the step doesn't call, the topmost of each path.
+        Modules inside stages that the step doesn't call, the topmost of each path.
     differentiated : tuple of Differentiated
         Stages through which forward itself runs a backward (`torch.autograd.grad` for a penalty, forces, an inner
-        loop); they are kept.
+        loop). They are kept.
     foreign : tuple of str or None
-        Classes of the modules with parameters that aren't the model's and that the step calls; None: not known.
+        Classes of the modules that the step calls and whose parameters aren't the model's, as in its loss; None: not
+        known.
     step_error : float
-        Standard error of `baseline_step_s`, as a share of it; 0 if the times are given, not measured.
+        Standard error of `baseline_step_s`, as a share of it, 0 to 1; 0 if the times are given, not measured.
     residents : tuple of Resident
-        What is on the device before the step and may be away within, if `offloading` allows it.
+        Parameters, buffers, gradients and optimizer state that may leave the device during the step, if `offload` has
+        their kind.
     offload : tuple of str
-        The kinds of storages that its options move.
+        Kinds of storages that options move: "activations", "weights", "optimizer", "gradients". The residents of these
+        kinds are the last `storages`, in the same order, and every option of their users saves them.
     between : int
-        The share of the frozen weights that are away between steps too, in parts of `resident.PARTS`.
+        How many of three equal parts of the frozen weights are away between steps too.
     """
 
     SCHEMA = "ckptplan.profile/3"

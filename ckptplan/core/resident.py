@@ -111,28 +111,32 @@ def check_between(between: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Resident:
-    """What is on the device before the step and may be away within (NOTE [Offloaded weights]).
+    """Weights, a gradient or optimizer state that may be away within the step (NOTE [Offloaded weights]).
 
     Parameters
     ----------
     names : tuple of str
-        Qualified names of the parameters and buffers that lie in it, and of a quantized one of the tensors that it
-        consists of or has in attributes; "gradient of " and the parameter's; of state, "parameter: key" of each tensor.
+        Of weights, the parameters and buffers in it; of a quantized one, the tensors that it consists of or has in
+        attributes ("layer.weight.scale"). Of a gradient, "gradient of " and the parameter. Of optimizer state,
+        "parameter: key" of each tensor.
     nbytes : int
+        Bytes of all its storages.
     users : tuple of int
-        Stages whose forward reads it, in order. Of a gradient, the stage whose backward adds to it; of state, the
-        update's, or none in a profile that has no such stage; likewise of a weight that is read in front of all stages
-        that have a backward, alone (rule 8).
+        Indices of the stages whose forward reads it, in order and without glue. Of a gradient, the stage whose backward
+        adds to it. Of optimizer state, and of a weight that is read only in front of all stages with a backward: none,
+        or 0 where the chain begins with the stage "optimizer update".
     trained : bool
-        Whether its values may change from step to step, so that it is copied out in each.
+        Whether its values may change in each step, so that each step copies it out.
     overhead_s, launch_s : float
-        Compute time and launching time that moving it takes, as of an option.
+        Compute time and launching time of moving it.
     kind : "weights", "optimizer" or "gradients"
+        What it is: parameters and buffers, optimizer state, or a gradient.
     sizes : tuple of int
-        Of state and of a quantized weight, the bytes of each tensor's storage, 0 where that is the one of the tensor
-        before; () for others, which are one storage.
+        Of optimizer state and of a quantized weight, the bytes of each tensor's storage, 0 where it shares the storage
+        of the tensor before; empty for others, which are one storage.
     returns : int or None
-        Of a weight that is away between steps, the stage at the start of whose forward it is allocated again.
+        Of a weight that is away between steps, the stage at the start of whose forward it is allocated again. None: it
+        isn't away between steps.
     """
 
     names: tuple[str, ...]

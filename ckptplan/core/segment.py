@@ -10,14 +10,19 @@ from ckptplan.core.errors import InvalidInputError
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Stages `first..last` recomputed together (NOTE [Residency], rule 6), with inner segments for its sweep.
+    """Stages `first..last` that are recomputed together (NOTE [Residency] in rules.py, rule 6).
+
+    Its module stages have the option "recompute" or "recompute+swap", and its glue "keep". The segment runs again just
+    before the backward of `last`. Each inner segment then holds only its inputs, until it runs again itself. Example:
+    `Segment(0, 3, (Segment(0, 1),))` runs the stages 0 and 1 three times, 2 and 3 twice.
 
     Parameters
     ----------
     first, last : int
-        Stage indices; at the top level `first < last`, since an option recomputes a single stage.
+        Indices of the first and the last stage, neither of them glue. At the top level `first < last`, since an option
+        recomputes a single stage.
     inner : tuple of Segment
-        In order and disjoint, within `first..last-1`.
+        Segments within `first..last-1` that are recomputed again while this one is, in order and disjoint.
     """
 
     first: int

@@ -23,8 +23,9 @@ class Differentiated:
     Parameters
     ----------
     stage : str
+        Its name.
     plain, creating : int
-        Backwards that begin in it: those that make no graph, and those that do (`create_graph=True`).
+        Number of backwards that begin in it and make no graph, and of those that make one (`create_graph=True`).
     """
 
     stage: str
@@ -37,15 +38,18 @@ class Differentiated:
 
 @dataclass(frozen=True, slots=True)
 class InputTensor:
-    """A tensor among the arguments of a stage; a plan is valid for tensors that aren't larger in any dimension.
+    """A tensor among the arguments of a stage.
+
+    A plan is valid for a call if each tensor is at the path of a planned one and larger in no dimension.
 
     Parameters
     ----------
     path : str
         Its path in `(args, kwargs)`, as `torch.utils._pytree.keystr` writes it.
     dtype : str
-        Without "torch.".
+        Its type without "torch.", such as "float32".
     shape : tuple of int
+        Its size in each dimension, 0 or more.
     """
 
     path: str
@@ -70,25 +74,26 @@ class Stage:
     Parameters
     ----------
     name : str
-        Qualified name, with `#k` from the second call on; in parentheses for glue.
+        The module's qualified name, with `#k` from its second call on. A name in parentheses is glue.
     kind : str
         Stages of one kind have the same operations, shapes and dtypes, and therefore the same measurements.
     options : tuple of Option
-        The menu; the first option is "keep".
+        Ways to run it, with unique names. "keep" is the first, and for glue the only one.
     forward_s, backward_s : float
         Compute time of forward and of backward, without recompute.
     linked : tuple of int
-        The storages held by "recompute" that are unmodified outputs of earlier stages.
+        The storages held by "recompute" that are unmodified outputs of earlier stages. A segment with the stage that
+        made such a storage makes it again.
     inputs : tuple of InputTensor or None
-        The largest tensors among its arguments that a plan is valid for; None: not known.
+        The largest tensors among its arguments that a plan is valid for; None: not known, and not checked.
     forward_launch_s, backward_launch_s : float
         Time in which the host launches forward and backward; 0 if the host isn't modelled.
-    forward_wait_s : float
-        The part of `forward_s` in which the first run waits for weights that return before it (NOTE [Offloaded
-        weights]); no further run does.
     rerun_overhead_s, rerun_overhead_launch_s : float
         Time that a run in a segment's sweep takes besides `forward_s` and `forward_launch_s`, for the runtime's own
-        code; 0 for a stage that can't be recomputed.
+        code; 0 for a stage without "recompute".
+    forward_wait_s : float
+        The part of `forward_s` in which the first run waits for weights that return before it (NOTE [Offloaded
+        weights] in resident.py). Further runs don't wait.
     """
 
     name: str

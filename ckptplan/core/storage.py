@@ -11,31 +11,33 @@ from ckptplan.core.errors import InvalidInputError
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """One memory block that outlives the step that made it; views share it and it is counted once.
+    """One memory block that outlives the stage that made it. Views share it, and it is counted once.
 
     Parameters
     ----------
     name : str
-        The stage that makes it and a number, for messages.
+        For messages: the stage that makes it, and a number.
     nbytes : int
         Size as the device's allocator counts it.
     born : int
         Forward step that makes it; -1: it exists before the step.
     program_until : int
-        Last forward step at whose start a variable of the program holds it; `born` if there is none.
+        Last forward step at whose start a variable of the program holds it; `born` if none does.
     to_end : bool
         Whether it counts until the end of the step: the caller keeps it, like the model's output, or the program or its
         graph holds it when forward ends.
     stays : bool
         Whether it never moves, because a transfer would cost more than it frees.
-    on_host : bool
-        Whether the tier to which it moves has the same bytes already, as of frozen weights: it leaves without a copy.
     graph_until : int or None
-        Last forward step at whose start the graph that saved it is there, which the program drops in forward: no stage
-        holds it any longer, and no backward reads it. None: stages hold it until their backward.
+        For a storage saved by a graph that the program drops in forward: the last forward step at whose start the graph
+        is there. Only one stage may hold such a storage. From the next forward step on no stage holds it, and no
+        backward reads it. None: stages hold it until their backward.
+    on_host : bool
+        Whether the tier to which it moves has the same bytes already, as of frozen weights. Then it leaves without a
+        copy, and is copied back.
     origin : str
-        The operation that makes it, the module whose forward runs then, and the line of the model's code, for people:
-        "aten.gelu in h.0.mlp.act, modeling_gpt2.py:312". Empty if it isn't known; compared with nothing.
+        For messages: the operation that makes it, the module whose forward runs then, and the line of the model's code,
+        such as "aten.gelu in h.0.mlp.act, modeling_gpt2.py:312". Empty: not known. Comparisons of storages ignore it.
     """
 
     name: str

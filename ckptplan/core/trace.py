@@ -42,9 +42,20 @@ def lane_of(way: Literal["out", "in"], tier: Tier) -> Lane:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One interval [start_s, end_s) of a lane. Spans of a lane are disjoint, or one is inside the other.
+    """One interval of a lane. Spans of a lane are disjoint, or one is inside the other.
 
-    A measured copy has an empty `stage`, since several stages may hold the storage, and `nbytes` above 0.
+    Attributes
+    ----------
+    lane : "compute", "out", "in", "disk out" or "disk in"
+        Compute, or copies in one direction to or from one tier.
+    what : "forward", "recompute", "backward", "stall", "out" or "in"
+        The work in it; "stall" is waiting.
+    stage : str
+        Name of the stage; empty for a measured copy, since several stages may hold the storage.
+    start_s, end_s : float
+        Seconds at which it begins and ends.
+    nbytes : int
+        Bytes copied; 0 if nothing is.
     """
 
     lane: Lane
@@ -57,7 +68,17 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class DrawnStep:
-    """One step: its spans, and the bytes on the device as (seconds, bytes from then on)."""
+    """The spans of one step, and its bytes on the device.
+
+    Attributes
+    ----------
+    spans : tuple of Span
+        What ran and what was copied.
+    memory : tuple of (float, int)
+        Seconds, and bytes on the device from then on; empty: not recorded.
+    step_s : float
+        Time of the step.
+    """
 
     spans: tuple[Span, ...]
     memory: tuple[tuple[float, int], ...]
