@@ -15,7 +15,7 @@ import pytest
 import ckptplan
 
 ROOT = Path(__file__).parent.parent
-README, GUIDE = ROOT / "README.md", ROOT / "docs" / "guide.md"
+README = ROOT / "README.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -86,22 +86,30 @@ def test_the_block_of_the_readme_runs(
     assert "nothing to gain" not in out
 
 
+RUN: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "own_loop": (("gradients bitwise equal", "1 new plan"), ("profile.json", "plan.json")),
+    "budget": ((), ("plan.html",)),
+    "fit": (("on NVIDIA L4", "fits with a plan"), ("estimate.json",)),
+    "measure": (("12 training forwards",), ("trace.json",)),
+    "frameworks": ((), ()),
+}
+"""By page whose blocks are one program: text of its output, and the files that it writes."""
+
+
 @pytest.mark.usefixtures("short_search")
 @pytest.mark.filterwarnings("ignore:input .* goes beyond the plan:RuntimeWarning")
-def test_blocks_of_the_guide_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("page", RUN)
+def test_the_blocks_of_a_page_run(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In order, as one program."""
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {"__name__": "__main__"}
-    for number, block in enumerate(blocks(GUIDE)):
-        exec(compile(block, f"guide.md, block {number}", "exec"), names)
+    for number, block in enumerate(blocks(ROOT / "docs" / f"{page}.md")):
+        exec(compile(block, f"{page}.md, block {number}", "exec"), names)
+    texts, files = RUN[page]
     out = capsys.readouterr().out
-    for text in ("gradients bitwise equal", "on NVIDIA L4", "fits with a plan", "1 new plan", "12 training forwards"):
-        assert text in out
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "profile.json", "plan.json", "plan.html", "estimate.json", "trace.json"
-    }  # fmt: skip
+    assert [text for text in texts if text not in out] == []
+    assert {path.name for path in tmp_path.iterdir()} == set(files)
 
 
 def code_blocks_are_python(page: Path) -> None:

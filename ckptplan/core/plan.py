@@ -319,7 +319,7 @@ class Plan(Saved):
         if (count := data.pop("in_flight", 1)) != 1:
             raise InvalidInputError(
                 f"the plan is for in_flight={short_repr(count)} forwards, and plans are for one at a time: solve again "
-                "with the budget less what the others hold (docs/guide.md, Pipelines)"
+                "with the budget less what the others hold (docs/devices.md, Pipelines)"
             )
         kept_s = data.get("baseline_launch_s", 0.0)
         launched = {"step_s": data.get("launch_s", 0.0), "baseline_step_s": kept_s}

@@ -127,7 +127,7 @@ class ApplyOrSolveKeywords(SolveKeywords, total=False):
 GONE = {
     "cache": "profiles are kept in no folder; plan_file= keeps a plan for the next run, Profile.save a profile",
     "checksums": "apply(..., check='always') compares all that comes back with what left, on any tier",
-    "in_flight": "a plan is for one forward at a time; leave room for what the others hold (docs/guide.md, Pipelines)",
+    "in_flight": "a plan is for one forward at a time; leave room for what the others hold: docs/devices.md, Pipelines",
     "on_oom": "an out-of-memory error passes through, with a note that says where it was and what helps",
     "retries": "a step that runs out of memory isn't repeated",
 }

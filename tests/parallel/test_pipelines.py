@@ -98,7 +98,7 @@ def compared(name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_stages_train_as_without_a_plan_and_within_their_budgets(two: Ranks, name: str) -> None:
-    """The guide's way to leave room for the forwards that wait; the first of them is warned of."""
+    """The documented way to leave room for the forwards that wait; the first of them is warned of."""
     for found in two.good(compared, name):
         assert found["equal"]
         assert found["acts"]

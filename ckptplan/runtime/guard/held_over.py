@@ -109,7 +109,7 @@ class HeldOver(Observer):
                     f"{format_bytes(self._between_bytes)} beside its inputs, which the plan, made for one at a time, "
                     f"doesn't include; it needs {format_bytes(self._peak_bytes)} of its budget of "
                     f"{format_bytes(self._budget_bytes)}; solve with the budget less what the others hold "
-                    "(docs/guide.md, Pipelines), plan them as one step (`step=`), or delete their outputs and losses "
+                    "(docs/devices.md, Pipelines), plan them as one step (`step=`), or delete their outputs and losses "
                     "before this forward",
                 )
             return
