@@ -185,14 +185,14 @@ def training_step(model: nn.Module, training: Training, target: Target) -> tuple
         notes = [f"inputs {step.found}; pass inputs= for others"]
     if training.accumulate is None and accumulates(model, None):
         notes.append(
-            "the model has gradients, so steps are meant that start with them; accumulate=False leaves them out"
+            "the model has gradients, so the plan is for steps that start with them; accumulate=False leaves them out"
         )
     return step.under(training.amp, target.device.type), notes
 
 
 @contextlib.contextmanager
 def _untouched(step: TrainingStep, *, runs: bool = False) -> Iterator[Callable[[], None]]:
-    """Inside, the step can be traced, and run for real if `runs`; its model is as before afterwards.
+    """Prepare the step to be traced within the block, or run for real if `runs`; restore its model afterwards.
 
     Yields
     ------
@@ -353,7 +353,7 @@ def _traced(
 ) -> tuple[Traced, list[Times], Folding]:
     """The chain of `step` with exact bytes, times on devices that aren't in this machine, and the layers that ran."""
 
-    # It leaves little garbage and makes so many objects that the collector would go through all in the process again.
+    # Tracing leaves little garbage, but makes enough objects to start many collections of the whole process.
     @collection_off()
     def trace() -> tuple[Traced, list[Times], Folding]:
         report("finding stages")
@@ -428,8 +428,8 @@ def _planned(step: TrainingStep, traced: Traced, times: Times, target: Target, n
     """The profile of `step` for a device that isn't in this machine."""
     device = target.spec
     assert device is not None
-    planned = f"made for {device.description}, which was not here: bytes from fake tensors, times from a roofline; "
-    planned += "no stage was run twice, so one that can't run again is left to the check of apply() to find"
+    planned = f"made for {device.description}, which isn't in this machine: bytes from fake tensors, times from a "
+    planned += "roofline; no stage was run twice, so only the check of apply() finds stages that can't run again"
     link = Link(device.out_bytes_per_s, device.in_bytes_per_s, device.latency_s)
     # A roofline's operations take at least a launch each, so the host's launching isn't counted as a lane of its own.
     # The runtime's code runs while the device computes what was launched before.
@@ -525,7 +525,7 @@ _LEAST_GAIN = 0.02
 
 
 def _slower_s(stage: TracedStage, lane: Times) -> float:
-    """What the user's own compiled code takes more than the fastest that saves less; 0 where that isn't faster."""
+    """Seconds that the user's own compiled code takes beyond the fastest variant; 0 if below `_LEAST_GAIN`."""
     again = [lane.recompute_s.get((stage.kind, option.way), 0.0) for option in stage.options if option.ratio]
     own_s = lane.forward_s.get(stage.kind, 0.0) + lane.backward_s.get(stage.kind, 0.0)
     return max((-s for s in again if -s >= _LEAST_GAIN * own_s), default=0.0)
@@ -600,7 +600,7 @@ def _update_bytes(
 ) -> tuple[int, int, list[str], list[Resident]]:
     """Bytes of the optimizer's state once it is complete, and those that an update adds at most.
 
-    Further, operations of which these couldn't be measured, and what may be away.
+    Also the operations whose bytes couldn't be measured, and the state that may be away.
     """
     if optimizer is None:
         return 0, 0, [], []
@@ -628,15 +628,15 @@ def _update_bytes(
 
 
 def _runs_alone(key: Any, target: Target) -> bool:
-    """Whether an operation of an update can run alone: operands of one on lists may not fit beside the model.
+    """Whether an operation of an update can run alone: on CUDA, the operands of one on lists may not fit.
 
-    On an accelerator those take nothing beside their results.
+    Those operations take nothing there besides their results.
     """
     return key is not None and not (target.is_cuda and str(key[0]).startswith(("aten._foreach", "aten._fused")))
 
 
 _STATE_PARTS = 16
-"""In so many parts optimizer state moves or stays: fewer bytes of one than of these make no difference to a step."""
+"""Most parts in which optimizer state moves or stays: fewer bytes than one part has make no difference to a step."""
 
 
 def _state_parts(
@@ -699,7 +699,7 @@ def outside_tensors(step: TrainingStep, target: Target) -> tuple[list[torch.Tens
 
 @contextlib.contextmanager
 def as_ours(step: TrainingStep, doing: str) -> Any:
-    """Inside, an error of the model's own code is raised as a `CkptPlanError`, with the original as its cause."""
+    """Raise an error of the model's own code within the block as a `CkptPlanError`, with the original as its cause."""
     try:
         yield
     except CkptPlanError:
@@ -716,9 +716,9 @@ _OF_TRANSFORMS = (
     "see; use torch.autograd.grad, or operations on whole batches"
 )
 _FROM_BEFORE = (
-    "the step goes on from a tensor that has the graph of another run of it, as one does that is carried from step to "
-    "step, or collected, where profiling can't put it back (an attribute of a global object); keep it in an attribute "
-    "of a module, or detach it in forward, or in the function that is passed as step="
+    "the step reads a tensor with the graph of an earlier run (one that is carried from step to step, or collected) in "
+    "a place that profiling can't restore (an attribute of a global object); keep it in an attribute of a module, or "
+    "detach it in forward, or in the function that is passed as step="
 )
 _UNTRACEABLE = {
     "use_reentrant=True": (

@@ -130,7 +130,7 @@ class Target:
         return -(-nbytes // self.round_to) * self.round_to
 
     def choices(self, *, numbered: bool = True) -> contextlib.AbstractContextManager[Any]:
-        """Inside, PyTorch runs the operations on fake tensors that it would run on the device on real ones.
+        """Let PyTorch run on fake tensors the operations that it would run on the device on real ones.
 
         Parameters
         ----------

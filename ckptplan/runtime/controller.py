@@ -202,9 +202,9 @@ class Controller:
         self.before_forward: Callable[[tuple[Any, ...], dict[str, Any]], Controller] | None = None
         self.on_error: Callable[[BaseException], None] | None = None
         self.holds: object = None
-        """What has to live as long as the model is patched, whether or not the caller keeps the handle."""
+        """An object that must live as long as the model is patched, whether or not the caller keeps the handle."""
         self.is_inner: Callable[[int], bool] | None = None
-        """Whether a backward that begins in a stage is one of forward's own, where forward's end is known."""
+        """Return whether a backward that begins in a stage runs inside forward; set where forward's end is known."""
         self._task = -1
         self._met: set[int] = set()  # stages that a backward under this plan has met, NOTE [Dropped graphs]
         self._dropped: set[int] = set()  # those of them without a graph
@@ -216,10 +216,10 @@ class Controller:
         self._listen(observers)
         self._find_patches(observers, one_forward=one_forward)
         discarded = (i for i, choice in enumerate(self._choices) if choice.option == DISCARD)
-        using = filter(self.weights.uses, range(len(self._stages)))  # whose recompute finds its weights there
+        using = filter(self.weights.uses, range(len(self._stages)))  # a recompute needs its weights on the device
         self._always_watched = frozenset((*self._prefetch_at, *self._weights_at, *using, self._last, *discarded))
         self._watches = bool(self._segments) or bool(self._enter or self._exit or self._backward)
-        self._watches |= bool(self.weights.returning)  # they leave where backward has passed their stage
+        self._watches |= bool(self.weights.returning)  # such weights leave once backward has passed their stage
 
     def _find_stages(self) -> None:
         """Find the module of each stage that isn't glue."""
@@ -322,7 +322,7 @@ class Controller:
         for i, verb in ((segment.first, "begins"), (segment.last, "ends")):
             if i not in inside:
                 where = f"segment {segment.first}..{segment.last}"
-                raise PlanMismatchError(f"{where} {verb} in {self._stages[i]!r}, no module's call")
+                raise PlanMismatchError(f"{where} {verb} in {self._stages[i]!r}, which is no module's call")
         for inner in segment.inner:
             self._check_ends(inner, inside)
 
@@ -380,8 +380,8 @@ class Controller:
         if waiting is not None and not waiting.in_model and not waiting.backward_begun and waiting.alive:
             self.counters.differences.note(
                 "beside",
-                f"{what} while a forward waits for its backward, and the plan counts nothing beside that one; do it "
-                "before that forward or after its backward, or solve with step= for a step that has both",
+                f"{what} while a forward waits for its backward, and the plan has no memory for it; move it before "
+                "that forward or after its backward, or solve with step= for a step that has both",
             )
 
     def _mark_mode(self) -> None:
@@ -399,8 +399,8 @@ class Controller:
         bypassed = next((patch.module for patch in self._compiled if patch.bypassed), None)
         if bypassed is not None:
             raise UnsupportedModelError(
-                f"a {type(bypassed).__name__} that is a stage of the plan was compiled anew, or no longer is, since "
-                "the plan was applied; call remove() on its handle, then solve and apply again"
+                f"a {type(bypassed).__name__}, which is a stage of the plan, was compiled anew, or set back to "
+                "uncompiled, after the plan was applied; call remove() on its handle, then solve and apply again"
             )
         if self._model.training and not self._training:
             self.counters.differences.note(
@@ -527,7 +527,7 @@ class Controller:
         return output
 
     def _weights_of(self, index: int) -> None:
-        """Weights leave and return that do so before a stage; its own are there."""
+        """Move the weights that leave or return before a stage, and bring back those that it uses."""
         for group in self._weights_before.get(index, ()):
             group.leave()
         for group in self.weights.returning.get(index, ()):
@@ -679,8 +679,8 @@ class Controller:
             if self._choices[index].option == DISCARD:
                 self.counters.differences.note(
                     "attached",
-                    f"stage {self._stages[index]!r} runs backward, and its graph was dropped in forward when the plan "
-                    "was made: it runs again, beside what it saves then; solve again with this step",
+                    f"stage {self._stages[index]!r} runs backward, but its graph was dropped in forward when the plan "
+                    "was made, so the plan has no memory for its recompute; solve again with this step",
                 )
             self.counters.meter.mark(index * KINDS + BACKWARD)
             self._enter_backward(index)

@@ -66,7 +66,7 @@ def remove(model: nn.Module) -> bool:
     Parameters
     ----------
     model : nn.Module
-        The model that was given to `apply`; alike if it is wrapped in `DistributedDataParallel` by now.
+        The model that was given to `apply`, also if it is wrapped in `DistributedDataParallel` by now.
 
     Returns
     -------
@@ -230,7 +230,7 @@ def apply(
     Parameters
     ----------
     swap_dir, check, strict
-        As there.
+        As of `ckptplan.apply`.
     swap_options : SwapOptions, optional
     adviser : Adviser, optional
         Supplies predictions for `Handle.stats`, `Handle.trace` and notes on out-of-memory errors.

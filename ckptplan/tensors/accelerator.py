@@ -53,7 +53,7 @@ def device_count() -> int:
 
 @contextlib.contextmanager
 def ranges_do_nothing() -> Iterator[None]:
-    """Inside, marks for NVIDIA's profiler do nothing in a build of PyTorch without CUDA, where they are errors."""
+    """Let marks for NVIDIA's profiler do nothing within the block if PyTorch has no CUDA, where they are errors."""
     if hasattr(torch._C, "_nvtx"):
         yield
         return
@@ -91,7 +91,7 @@ def choose_attention() -> None:
     comes first). Flags that were read before and are set again would take that back: recomputes, and all attention
     after a profile, would run other kernels.
     """
-    # No kernel for no elements is an error; the order is set all the same.
+    # Without elements there is no kernel, which is an error; the order is set nevertheless.
     with disable_current_modes(), DisableTorchFunction(), contextlib.suppress(RuntimeError):
         nothing = torch.empty((1, 1, 0, 8), dtype=torch.float16, device=torch.device("cuda", current_index()))
         torch._fused_sdp_choice(nothing, nothing, nothing)
@@ -109,7 +109,7 @@ def on_stream(stream: Any) -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def run_on(stream: Any, tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Inside, `stream` is the current stream, and uses `tensors` besides the memory that it allocates.
+    """Make `stream` current within the block, where it uses `tensors` besides the memory that it allocates.
 
     At the beginning `stream` waits for the former current stream; at the end the former one waits for `stream`.
     """
@@ -259,7 +259,7 @@ def keep_generators() -> Callable[[], None]:
 
 @contextlib.contextmanager
 def tf32_products(allowed: bool) -> Iterator[None]:
-    """Inside, compute float32 matrix products in TF32 (`allowed`) or in full precision; then restore the setting."""
+    """Compute float32 matrix products in TF32 (`allowed`) or in full precision within the block."""
     matmul = torch.backends.cuda.matmul
     before = matmul.fp32_precision
     matmul.fp32_precision = "tf32" if allowed else "ieee"

@@ -31,7 +31,7 @@ def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
 
 
 def is_away(tensor: torch.Tensor) -> bool:
-    """Whether it is a weight, gradient or state whose values a plan has on the host now (`Memory.of`)."""
+    """Whether `tensor` is a weight, gradient or state whose values a plan has on the host now (`Memory.of`)."""
     return hasattr(type(tensor), "home")
 
 

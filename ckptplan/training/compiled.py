@@ -57,7 +57,7 @@ def is_compiled_for_a_plan(module: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def stages_compiled(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
-    """Inside, the modules of these names are compiled; behind the last such context they are as before."""
+    """Compile the modules of these names within the block; after the last such block they are as before."""
     modules = dict(model.named_modules())
     found = [modules[name] for name in names if name in modules]
     found = [module for module in found if module in _uses or not is_compiled(module)]
@@ -85,7 +85,7 @@ class CompiledForPlan:
     The module runs as it is, uncompiled, where its user would see a difference or compiled code can't be had:
 
     1. Without gradients, as without a plan: each size of an evaluation would be compiled, too.
-    2. While a part of it has hooks, which compiled code leaves out: the compiler doesn't ask for them again
+    2. While a part of it has hooks, which compiled code leaves out: the compiler doesn't check them again
        (`skip_nnmodule_hook_guards`).
     3. From the first error of the compiler on.
 
@@ -136,7 +136,7 @@ def uncompiled_call() -> Callable[..., Any]:
 
 
 def structure_of(module: nn.Module) -> Hashable:
-    """Equal for modules that are compiled to the same code."""
+    """Return a key that is equal for modules that are compiled to the same code."""
     owner = owner_of(module)
     return type(owner), repr(owner), tuple((n, p.shape, p.dtype, p.requires_grad) for n, p in owner.named_parameters())
 
@@ -151,9 +151,9 @@ def _hooks_of(part: nn.Module) -> tuple[Mapping[int, Any], ...]:
 
 
 def hooks_in(module: nn.Module) -> str:
-    """Why the compiler wouldn't tell a module from others: which of its parts has hooks; empty: none has.
+    """Return why the compiler can't tell a module from others: which part of it has hooks; empty if none has.
 
-    It doesn't ask for hooks again (`skip_nnmodule_hook_guards`), and all modules share what is compiled.
+    It doesn't check hooks again (`skip_nnmodule_hook_guards`), and all modules share what is compiled.
     """
     for name, part in module.named_modules():
         if any(_hooks_of(owner_of(part))):

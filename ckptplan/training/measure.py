@@ -113,14 +113,14 @@ def recorded_blocks(run: Callable[[], Any]) -> tuple[list[tuple[int, int, int]],
 
 
 class Renewed(Protocol):
-    """What has memory that is released and taken again while steps run."""
+    """An object with memory that is released and taken again while steps run."""
 
     def renew(self) -> None:
         """Take other memory for the same values."""
 
 
 RENEWED: weakref.WeakSet[Renewed] = weakref.WeakSet()
-"""Those alive. Where a recording begins they take new memory, since releases of what was there before aren't seen."""
+"""The live ones. They take new memory when a recording begins, since releases of earlier memory aren't seen."""
 _RENEWING = "ckptplan.renewing"
 
 
@@ -246,7 +246,7 @@ def step_peaks(
 ) -> StepPeaks:
     """Return the peaks of steps on the device while `run` runs; `held_bytes` are there at the start.
 
-    On the CPU these are the allocator's events of one step. On CUDA they are the allocator's peaks over so many
+    On the CPU these are the allocator's events of one step. On CUDA they are the allocator's peaks over this many
     `steps`, with calls of `between` between them, because the second step of a training finds the segments that the
     first left; where `run` updates, the third finds those of a step with the optimizer's state. The steps begin with an
     empty cache and without cuBLAS's workspaces.

@@ -1,4 +1,4 @@
-"""What a compiled module saves for its backward under a memory budget; it imports the compiler, so import it late."""
+"""Choose what a compiled module saves for its backward under a memory budget; imports the compiler, so import late."""
 
 from __future__ import annotations
 

@@ -178,7 +178,7 @@ class TrainingStep:
 
 @contextlib.contextmanager
 def without_graph() -> Iterator[None]:
-    """Inside, forwards make no graph, and autocast doesn't cache its casts of weights.
+    """Let forwards within the block make no graph, and autocast not cache its casts of weights.
 
     In PyTorch 2.9 a later forward with a graph would use these cached casts, and the weights would get no gradients.
     """
@@ -194,7 +194,7 @@ def without_graph() -> Iterator[None]:
 def make_step(model: nn.Module, training: Training) -> TrainingStep:
     """Return the step that `training` describes: a callable, or inputs as a tensor, a tuple or a dict.
 
-    Of a model in a wrapper that replicates it, it is that of the model inside.
+    For a model in a wrapper that replicates it, it is the step of the model inside.
 
     Raises
     ------
@@ -219,9 +219,8 @@ def make_step(model: nn.Module, training: Training) -> TrainingStep:
         kwargs = {str(key): value for key, value in inputs.items()}
     elif isinstance(inputs, list):
         raise InvalidInputError(
-            f"inputs is a list of {len(inputs)}, which stands for batches in turn, and those estimate(inputs=[...]) "
-            "alone takes; pass the largest batch, for which a plan holds for smaller ones too; positional inputs are a "
-            "tuple"
+            f"inputs is a list of {len(inputs)}: several batches, which only estimate(inputs=[...]) takes; pass the "
+            "largest batch, whose plan holds for smaller ones, too; positional inputs are a tuple"
         )
     else:
         raise InvalidInputError(
@@ -345,9 +344,9 @@ def training_config(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def every_layer(model: nn.Module) -> Iterator[None]:
-    """No layer is left out at random inside: what is said of all holds for steps with fewer.
+    """Leave no layer out at random within the block: a plan for all layers holds for steps with fewer.
 
-    That is where the chance of it is an attribute of a module or of its configuration with `layerdrop` or `layer_drop`
+    Affected are modules and configurations that have the chance of it as an attribute with `layerdrop` or `layer_drop`
     in its name, as in transformers and torchaudio.
     """
     holders: dict[int, Any] = {}
@@ -374,7 +373,7 @@ def every_layer(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def planned_config(model: nn.Module) -> Iterator[None]:
-    """What plans are made for: `training_config`, and `every_layer`."""
+    """Configure the model as plans need it within the block: `training_config` and `every_layer`."""
     with training_config(model), every_layer(model):
         yield
 

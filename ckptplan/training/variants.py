@@ -39,7 +39,7 @@ RATIO: ContextVar[float] = ContextVar("RATIO", default=0.0)
 
 @contextlib.contextmanager
 def at_ratio(ratio: float) -> Iterator[None]:
-    """Inside, calls of compiled modules run their variants of this ratio; of 0, the user's own code."""
+    """Let calls of compiled modules run their variants of this ratio within the block; of 0, the user's own code."""
     token = RATIO.set(ratio)
     try:
         yield
@@ -62,7 +62,7 @@ _variant_of: weakref.WeakKeyDictionary[nn.Module, dict[float, _Variant]] = weakr
 
 
 def variant(module: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
-    """What a call of `module` runs, whose own code is `original`, under the present ratio.
+    """Return the code that a call of `module` runs under the present ratio, given its own code, `original`.
 
     Raises
     ------

@@ -91,7 +91,7 @@ def test_peaks_gradients_and_notes_are_right(name: str) -> None:
     for action in ("keep", "swap", "recompute") if name in LARGER else ("swap", "recompute"):
         plan = plan_of(measured, [action] * len(measured.stages))
         assert_kept(model, plan, inputs())
-    notes = [note for note in measured.notes if "without memory" in note]
+    notes = [note for note in measured.notes if "in a real forward" in note]
     kept = [stage.name for stage in measured.stages if len(stage.options) == 1 and not stage.is_glue]
     more = {**REFUSED, **LARGER}.get(name)
     assert kept == (["1", "2"] if name in REFUSED else [])
@@ -102,4 +102,4 @@ def test_peaks_gradients_and_notes_are_right(name: str) -> None:
 
 @pytest.mark.parametrize("name", small_models.BUILDERS)
 def test_nothing_is_said_of_models_that_are_traced_right(name: str) -> None:
-    assert not [note for note in small_models.measured(name).notes if "without memory" in note]
+    assert not [note for note in small_models.measured(name).notes if "in a real forward" in note]

@@ -200,7 +200,7 @@ def test_a_note_that_fails_is_no_other_error(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(oom, "capacity_bytes", functools.partial(raises, RuntimeError("the device is lost")))
     with pytest.raises(torch.OutOfMemoryError) as raised, ckptplan.apply(model, planned("mlp", "keep")):
         model(inputs)
-    assert note(raised.value) == "ckptplan: out of memory; where, couldn't be found out: the device is lost"
+    assert note(raised.value) == "ckptplan: out of memory; finding the place failed: the device is lost"
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("shapes differ")])

@@ -436,7 +436,7 @@ def test_segments_that_cannot_be() -> None:
         (Segment(0, 3), "ends in '.after layers.1"),
         (Segment(1, 4), "1..4 begins in '.after layers.0"),
     ):
-        with pytest.raises(PlanMismatchError, match=f"{said}.', no module's call"):
+        with pytest.raises(PlanMismatchError, match=f"{said}.', which is no module's call"):
             Controller(model, Decisions(tuple(stages), tuple(again), (segment,)), NULL_STORES, CPU)
 
 

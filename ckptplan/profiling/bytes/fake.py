@@ -217,7 +217,7 @@ class FakeWorld(TorchDispatchMode):
     def __enter__(self) -> FakeWorld:
         self._training = torch.is_grad_enabled()
         with contextlib.ExitStack() as stack:
-            stack.enter_context(mock.patch.object(_LOG, "disabled", True))  # an error is raised, and answered or told
+            stack.enter_context(mock.patch.object(_LOG, "disabled", True))  # errors are raised, then answered or shown
             stack.enter_context(reading_watched(self._array, by_item=lambda: self._answers is not None or self._drew))
             stack.enter_context(mock.patch.object(torch.Tensor, "as_subclass", _as_subclass))
             stack.enter_context(mock.patch.object(torch.Tensor, "_make_subclass", staticmethod(_make_subclass)))
@@ -258,7 +258,7 @@ class FakeWorld(TorchDispatchMode):
 
     @contextlib.contextmanager
     def making(self) -> Iterator[None]:
-        """Inside, tensors are made that aren't of the step: fake, of known layouts, and no operation is counted."""
+        """Make tensors within the block that aren't of the step: fake, of known layouts; no operation is counted."""
         with self.fake_mode, _Made(self.fake_mode, self._target.layouts):
             yield
 
@@ -304,7 +304,7 @@ class FakeWorld(TorchDispatchMode):
 
     @property
     def _values_may_be_drawn(self) -> bool:
-        """Whether values that are read now may be other ones than in the real step (NOTE [Answers], rule 3)."""
+        """Whether values that are read now may differ from those in the real step (NOTE [Answers], rule 3)."""
         answers = self._target.answers
         return self._drew and answers is not None and answers.has_values
 
@@ -421,7 +421,7 @@ class FakeWorld(TorchDispatchMode):
 
     @contextlib.contextmanager
     def _stage(self) -> Iterator[None]:
-        """Around a stage's own forward: when it runs again, it gets the answers of its first run."""
+        """Wrap a stage's own forward: if it runs again, it gets the answers of its first run."""
         stage, self._next_stage = self._next_stage, None
         if stage is None:
             yield
@@ -436,10 +436,10 @@ class FakeWorld(TorchDispatchMode):
                 self._again = outer
 
     def runs_compiled(self, kind: str) -> None:
-        """Compiled code of that kind runs now; subclasses that trace operations override this."""
+        """Note that compiled code of this kind runs now; subclasses that trace operations override this."""
 
     def name_apart(self, ratio: float) -> None:
-        """What is made next in this stage belongs to a variant of compiled code; for subclasses that name storages."""
+        """Name apart what is made next in this stage, by a compiled variant; for subclasses that name storages."""
 
     @property
     def compiled_calls(self) -> dict[Hashable, Any]:
@@ -452,11 +452,11 @@ class FakeWorld(TorchDispatchMode):
         return set() if self._target.answers is None else self._target.answers.noted_ratios
 
     def watching(self, modules: Iterable[nn.Module]) -> contextlib.AbstractContextManager[None]:
-        """Inside, know when the forwards of these modules, the stages, run; only needed where answers are taken."""
+        """Note within the block when these stages' modules run forward; only needed where answers are taken."""
         return contextlib.nullcontext() if self._answers is None else around_forwards(modules, self._stage)
 
     def _as_real(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-        """`result` with the shapes of the real kernel, found by running it alone on zeros, once a kind of call.
+        """`result` with the shapes of the real kernel, found by running it alone on zeros, once per kind of call.
 
         The workspace may depend on the operands' layout, and on whether gradients are on.
         """
@@ -490,7 +490,7 @@ class FakeWorld(TorchDispatchMode):
         return (result[0], *others)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _DEVICE:  # autograd asks for it several times per operation
+        if func is _DEVICE:  # autograd reads it several times per operation
             return args[0].fake_device if is_fake(args[0]) else func(*args)
         if any(kind is not FakeTensor and is_traceable_wrapper_subclass_type(kind) for kind in types):
             return NotImplemented  # the class runs it on the tensors inside, which come here
@@ -503,7 +503,7 @@ class FakeWorld(TorchDispatchMode):
 
 @contextlib.contextmanager
 def _kept_by_to() -> Iterator[None]:
-    """Inside, `Module.to` in a forward leaves a module as it is where it changes no tensor, as with real parameters.
+    """Let `Module.to` in a forward leave a module unchanged if it changes no tensor, as with real parameters.
 
     PyTorch would swap fake parameters for new ones in any case, and fails where anything refers to them.
     """

@@ -54,7 +54,7 @@ _AUTOCAST_TO_FLOAT32 = (
 def real_choices(
     device_type: str, planned_capability: tuple[int, int] | None, *, numbered: bool = True
 ) -> Iterator[None]:
-    """Inside, fake tensors on `device_type` run the operations that real ones would.
+    """Let fake tensors on `device_type` run the operations that real ones would.
 
     Parameters
     ----------
@@ -137,7 +137,7 @@ _IN_PLACE = {
 }
 """Backward node -> operations that it runs in place on results of its own, unless a tensor is of a subclass.
 
-From PyTorch's `FunctionsManual.cpp`, where formulas ask `areAnyTensorSubclassLike`.
+From PyTorch's `FunctionsManual.cpp`, where formulas call `areAnyTensorSubclassLike`.
 """
 
 REDUCED_TO_ONE = {"MaxBackward1", "MinBackward1", "MedianBackward0", "NanmedianBackward0"}

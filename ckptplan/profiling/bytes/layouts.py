@@ -175,7 +175,7 @@ def _is_told(func: Any) -> bool:
 
 
 def _noted(mode: FakeTensorMode, results: Any, operands: list[FakeTensor]) -> Any:
-    """What `Layouts` keeps of an operation's results.
+    """Return what `Layouts` keeps of an operation's results.
 
     Raises
     ------

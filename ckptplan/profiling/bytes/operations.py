@@ -51,7 +51,7 @@ class OpKey(tuple[Any, tuple[Any, ...], pytree.TreeSpec]):
 
 
 _VALUES = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format))
-"""Types of operands that `Operands.told` has as they are."""
+"""Types of operands that `Operands.told` contains unchanged."""
 _TENSORS = frozenset((torch.Tensor, torch.nn.Parameter, FakeTensor))
 
 

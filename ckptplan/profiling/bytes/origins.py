@@ -51,7 +51,7 @@ def names_of(model: nn.Module) -> dict[nn.Module, str]:
 
 
 def where(frame: types.FrameType | None, names: Mapping[nn.Module, str]) -> Where:
-    """Return the place in the model's code from which `frame` is called, and that is in the step.
+    """Return the place in the model's code, within the step, from which `frame` is called.
 
     It is read off the stack. Hooks would say the same of modules, but code may look for hooks and then do otherwise.
 
@@ -106,7 +106,7 @@ class Origin:
     runs_again : bool
         Backward made it by running forward again.
     category : str
-        One of `ckptplan.core.estimate.CATEGORIES`, where no more needs to be known to tell it.
+        One of `ckptplan.core.estimate.CATEGORIES`, if it is known when the storage is made.
     """
 
     nbytes: int

@@ -88,16 +88,16 @@ class RealStorages:
         self._watched: _Watched | None = None
 
     def hooks(self) -> contextlib.AbstractContextManager[Any]:
-        """Inside, tensors that autograd saves are recorded."""
+        """Record the tensors that autograd saves within the block."""
         return OwnHooks(self._pack, lambda tensor: tensor)
 
     def begin(self, segment: int, given: Any = ()) -> None:
-        """A segment begins, with these arguments."""
+        """Note that a segment begins, with these arguments."""
         self._watched = _Watched(segment)
         self._watched.given = self._named(given)
 
     def end(self, returned: Any = ()) -> None:
-        """The segment ends; nothing is recorded until the next one begins."""
+        """Note that the segment ends; nothing is recorded until the next one begins."""
         watched, names = self._watched, self._named(returned)
         self._watched = None
         if watched is not None:
@@ -164,8 +164,8 @@ def with_real_sizes(chain: Traced, real: Mapping[int, Places]) -> Traced:
         more[storage.born] += nbytes - storage.nbytes
     stages = [_enlarged(stage, nbytes) for stage, nbytes in zip(chain.stages, more, strict=True)]
     notes += [
-        f"{stage.name} makes storages that take {format_bytes(nbytes)} more than a forward without memory shows: the "
-        "real sizes are taken"
+        f"{stage.name} makes storages that take {format_bytes(nbytes)} more in a real forward than in the trace: the "
+        "real sizes are used"
         for stage, nbytes in zip(chain.stages, more, strict=True)
         if nbytes
     ]
@@ -177,7 +177,7 @@ def with_real_sizes(chain: Traced, real: Mapping[int, Places]) -> Traced:
             storages.append(Storage(f"{stages[k].name}/not traced", nbytes, k, k))
         stages[k] = _kept(stages[k], place, len(storages) - 1 if nbytes else None, nbytes)
         notes.append(
-            f"{stages[k].name} saves other tensors than a forward without memory shows, {format_bytes(nbytes)} more: "
+            f"{stages[k].name} saves other tensors in a real forward than in the trace, {format_bytes(nbytes)} more: "
             "it is kept"
         )
     return dataclasses.replace(chain, stages=tuple(stages), storages=tuple(storages), notes=(*chain.notes, *notes))

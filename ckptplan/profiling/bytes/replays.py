@@ -420,7 +420,7 @@ class _Watcher(Observer):
             raise UnsupportedModelError(
                 "step= has run backward already, which has left gradients on the model; a plan covers one forward and "
                 "the backward behind it. Let step= return the loss without its backward, for a loop that accumulates "
-                "gradients that of one micro-batch, with accumulate=True; a gradient that the loss needs (a penalty, "
+                "gradients the loss of one micro-batch, with accumulate=True; a gradient that the loss needs (penalty, "
                 "forces) comes from torch.autograd.grad"
             )
         self._forward = False

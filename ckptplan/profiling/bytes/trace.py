@@ -257,8 +257,8 @@ class _Tracing:
             )
         if self.kept.draws:
             self.notes.append(
-                f"{DRAWS}: where they decide what runs, as where layers are left out, what is said of memory holds for "
-                "steps that take the same path"
+                f"{DRAWS}: where they decide which operations run, as where layers are left out, the memory figures "
+                "hold for steps that take the same path"
             )
         self.ended = {g for g, whole in self.kept.unread.items() if whole}
         fixed = self.kept.modifies.keys() | self.once.keys()
@@ -301,8 +301,8 @@ class _Tracing:
             raise UnsupportedModelError(
                 f"forward ran {len(found.forward) // 2} of the stages {', '.join(self.names)}: it takes another path "
                 "each time it runs on the same inputs; have it decide by PyTorch's, Python's or numpy's random "
-                "generators, which are put back between runs, or take what changes it (a counter, the time, other "
-                "sources of randomness) out of it"
+                "generators, which profiling restores between runs, or take what changes it (a counter, the time, "
+                "other sources of randomness) out of it"
             )
         return found
 
@@ -449,7 +449,7 @@ class _Tracing:
         return found
 
     def _kind(self, g: int) -> str:
-        """Equal for segments that run the same operations and can be run again for the same reasons or not."""
+        """Return a key that is equal for segments with the same operations and reasons not to run again."""
         if g not in self.kinds:
             digest = hashlib.sha256()
             for op in self.kept.forward[g].ops:
@@ -565,7 +565,7 @@ class _Tracing:
     def _moved(self, options: Sequence[_Held]) -> dict[int, int]:
         """Storage -> the stage of the chain that moves it, but for what the program holds beyond that stage.
 
-        It lets go of it in the midst of a later step, which then adds less than where it stays: what is measured for
+        The program frees it amid a later step, which then adds less than where it stays: what is measured for
         that step would depend on the stage before.
         """
         moved = moved_by(self.storages, [option.moved for option in options], [option.all for option in options])
@@ -736,7 +736,7 @@ class _Tracing:
     def _of_few(
         self, targets: Sequence[Target], folding: Folding, bases: _StartBytes
     ) -> tuple[list[dict[str, Option]], list[Times]] | None:
-        """The same from a trace of the layers that are run alone.
+        """Return what `_of_all` does, from a trace of the few layers that are run.
 
         None if they hold what no hook sees, since that adds up over layers.
         """
@@ -1100,7 +1100,7 @@ class _Tracing:
 
 
 def _shape(menu: _Menu) -> list[tuple[Any, ...]]:
-    """What is equal in menus that have the same options, whatever the storages' numbers."""
+    """Return a value that is equal for menus with the same options, whatever the storages' numbers."""
     return [(name, len(held.saved), len(held.pinned), held.moves, held.way) for name, held in menu.items()]
 
 
@@ -1118,7 +1118,7 @@ def _share(group: Sequence[int], options: list[dict[str, Option]], menus: Sequen
 
 
 def _as_in(menu: _Menu, options: Mapping[str, Option]) -> dict[str, Option]:
-    """Those of `options` that `menu` has, with the storages that they hold there."""
+    """Return the options that `menu` has, with the storages that they hold there."""
     return {
         name: dataclasses.replace(options[name], saved=held.saved, pinned=held.pinned)
         for name, held in menu.items()

@@ -75,7 +75,7 @@ _LIFTED = torch.ops.aten.lift_fresh.default  # `torch.tensor` of a list: its ope
 
 _ZEROS = {torch.ops.aten.zeros.default, torch.ops.aten.new_zeros.default, torch.ops.aten.zeros_like.default}
 
-_MOST_SEQUENCE_NR = 1 << 62  # no forward makes so many nodes; AccumulateGrad, which no segment makes, has the largest
+_MOST_SEQUENCE_NR = 1 << 62  # more than any forward makes; AccumulateGrad, which no segment makes, has the largest
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,14 +284,14 @@ class Tracker(FakeWorld):
     # --- where the program is ---
 
     def enter_segment(self, segment: int) -> None:
-        """Forward moves on to `segment`."""
+        """Note that forward moves on to `segment`."""
         self._segment = segment
         self._made = self._gathers = self._numbers_made = 0
         self._starts.append(next_sequence_number())
         self._begin(segment)
 
     def enter_backward(self, segment: int | None = None) -> None:
-        """Backward begins, or moves down to `segment`; a segment that it has left isn't entered again."""
+        """Note that backward begins, or moves down to `segment`; a segment that it has left isn't entered again."""
         if not self._in_backward:
             self._in_backward = True
             self._segment += 1
@@ -302,13 +302,13 @@ class Tracker(FakeWorld):
             self._begin(self._segment)
 
     def moved(self, name: str, nbytes: int, back: bool) -> None:
-        """A weight leaves, or comes `back`."""
+        """Note that a weight leaves, or comes `back`."""
         self.live_bytes += nbytes if back else -nbytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         self.changes.append(((OFFLOADED + name, 0, 0), nbytes, back))
 
     def finish(self) -> None:
-        """The step has ended: enter the backward segments that ran nothing."""
+        """End the step: enter the backward segments that ran nothing."""
         if self._in_backward:
             self.enter_backward(0)
         self._free_numbers(all_of_them=True)
@@ -563,7 +563,7 @@ class Tracker(FakeWorld):
         return result
 
     def _save_numbers(self, count: int) -> None:
-        """The newest node saves so many numbers among the operands of the present operation."""
+        """Note that the newest node saves `count` numbers among the operands of the present operation."""
         self._table[self._segment].wrapped_bytes += 8 * count
         if self._model is not None and self._saves:
             self._numbers_made += 1
@@ -677,7 +677,7 @@ class Tracker(FakeWorld):
 
 @contextlib.contextmanager
 def _resizes_seen(seen: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """Inside, `seen` is called with each storage that a program gives another size, which is no operation."""
+    """Call `seen` within the block with each storage that a program resizes, which is no operation."""
 
     def resize(storage: torch.UntypedStorage, size: int) -> Any:
         resized = torch._C.StorageBase.resize_(storage, size)  # type: ignore[attr-defined]

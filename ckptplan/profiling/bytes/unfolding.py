@@ -223,7 +223,7 @@ def _periods(run: Run, short: Sequence[str]) -> Periods:
 
 
 def _reads_values(step: TrainingStep, target: Target) -> bool:
-    """Whether the layers may depend on values, which are those of the full model's layers, or are code of another kind.
+    """Whether layers may depend on values, which are known for the full model alone, or are compiled.
 
     A step's own callable may reach the layers otherwise than by their container.
     """
@@ -404,7 +404,7 @@ class _Unfolded:
         return out
 
     def _everywhere(self, table: Mapping[Sid, T], change: Callable[[T, int | None, int | None], T]) -> dict[Sid, T]:
-        """A table of what is said of each storage, with its entry for each period that its own stands for."""
+        """A table by storage, with its entry for each period that the storage's own stands for."""
         out: dict[Sid, T] = {}
         for sid, entry in table.items():
             home = self._home_of(sid)

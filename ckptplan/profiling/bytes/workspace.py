@@ -203,6 +203,6 @@ def _run(
             storages[key] = tuple(t.untyped_storage().nbytes() for t in made)
             del made, result
             return peak
-    except Exception:  # an operation may raise on made-up values; the trace counts its results all the same
+    except Exception:  # an operation may raise on made-up values; the trace counts its results anyway
         failed.append(str(func))
         return None

@@ -86,7 +86,7 @@ def _device(device: str | torch.device | None) -> torch.device:
     try:
         where = accelerator.default_device() if device is None else torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise InvalidInputError(f"device {device!r} is none that PyTorch knows; give 'cpu' or 'cuda'") from error
+        raise InvalidInputError(f"PyTorch knows no device {device!r}; pass 'cpu' or 'cuda'") from error
     if where.type != "cpu" and not accelerator.is_accelerator(where):
         raise InvalidInputError(f"device {device!r} can't be measured; 'cpu' and 'cuda' can")
     count = accelerator.device_count()
@@ -114,7 +114,7 @@ def _calibrate(
             flops_per_s[label] = _product_rate(where, dtype, effort_s)
     tell("time between operations")
     launch_s = _launch_s(where)
-    tell("the way to the host tier and back")
+    tell("copies to the host tier and back")
     link, _ = measure_links(where, (64 if cuda else 16) << 20, swap_dir, together=False)
     latency_s = measure_costs(where, swap_dir).latency_s
     properties = accelerator.properties(where) if cuda else None
@@ -133,7 +133,7 @@ def _calibrate(
         latency_s=latency_s,
         compute_capability=(properties.major, properties.minor) if properties is not None else None,
     )
-    tell("what a running plan takes")
+    tell("overheads of a running plan")
     overheads = measure_overheads(where, swap_dir)
     shares = {}
     for kind, trials in classes.items():

@@ -169,8 +169,8 @@ def sharing_note(tier: Tier, alone: Link, together: Link) -> str | None:
     if share >= 0.8:  # full-duplex links lose up to about a tenth each way
         return None
     return (
-        f"copies to and from the {tier} tier at once run at {share:.0%} of their speed alone, which is what plans "
-        "count with: graphs of several steps alive, or others on the same link, make steps longer than predicted"
+        f"copies to and from the {tier} tier at once run at {share:.0%} of their speed alone, which plans count with: "
+        "graphs of several steps alive, or other users of the link, make steps longer than predicted"
     )
 
 

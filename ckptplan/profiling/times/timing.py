@@ -120,11 +120,11 @@ def why_not_again(
         return str(error)
     if len(first) != len(second) or not all(map(same_bits, first, second)):
         return (
-            "its outputs are others when it runs again on the same inputs: it reads or draws from what can't be put "
-            "back (a global variable, a file, a clock), or one of its kernels gives other bits each time"
+            "its outputs differ when it runs again on the same inputs: it reads or draws from something that can't be "
+            "restored (a global variable, a file, a clock), or one of its kernels gives other bits each time"
         )
     if left:
-        return f"another run leaves a trace in {', '.join(left)}"
+        return f"another run changes {', '.join(left)}"
     if left_early:
         return f"it changes {', '.join(left_early)} and takes that back when a recompute has ended already"
     return None
@@ -207,7 +207,7 @@ class _StageCall(NamedTuple):
         return self.original(*args, **kwargs)
 
     def apart(self) -> contextlib.AbstractContextManager[Snapshot]:
-        """Inside, the stage runs in addition to the step; afterwards generators and all it can reach are as before.
+        """Run the stage in addition to the step within the block; then restore generators and all it can reach.
 
         Otherwise features collected from it by a hook would be there too often, with graphs that have run backward, and
         the step would draw other numbers next.
@@ -627,7 +627,7 @@ def time_stages(
         if (kind, None, "forward") not in timing.samples:
             raise UnsupportedModelError(
                 f"stage {name!r} ran while the step was traced, and not when it was timed: forward takes another path "
-                "each time it runs on the same inputs, or another one on fake tensors; take what changes it out of it"
+                "each time it runs on the same inputs, or another one on fake tensors; remove what changes its path"
             )
     return _medians(timing, COMPUTE), _medians(timing, LAUNCH), timing.unlike
 

@@ -177,7 +177,7 @@ class Answer:
     sizes : tuple
         Sizes of its tensor operands.
     result : tree
-        Numbers as they are, a `Layout` or `Same` for each tensor.
+        Numbers themselves, and a `Layout` or `Same` for each tensor.
     values : tree or None
         The tensors themselves, where they have values in a replay.
     peak_bytes : int
@@ -231,7 +231,7 @@ class Answers:
     ratios : dict or None
         Name of a compiled stage -> the ratios of its variants, falling (variants.py); None: they aren't noted yet.
     noted_ratios : set of float
-        Ratios for which variants were noted because a replay asked for them.
+        Ratios for which variants were noted because a replay needed them.
     notes : list of str
         What a reader must know about them.
     draws : bool
@@ -297,9 +297,9 @@ class Answers:
         if number >= len(queue) or queue[number].sizes != sizes:
             seen = f"{len(queue)} calls" if number >= len(queue) else f"operands of {list(queue[number].sizes)}"
             raise UnsupportedModelError(
-                f"the model reads values, so its step ran for real to learn them; but its call {number + 1} of "
-                f"{question} in {question.phase}, on operands of {list(sizes)}, met a real run with {seen} there: "
-                "the step doesn't do the same each time it runs; take what changes it (counters, time, a random "
+                f"the model reads values, so its step ran for real to learn them; but call {number + 1} of {question} "
+                f"in {question.phase}, on operands of {list(sizes)}, has no match: the real run had {seen} there. "
+                "So the step doesn't do the same each time it runs; take what changes it (counters, time, a random "
                 "generator of its own) out of it"
             )
         return queue[number]
@@ -315,7 +315,7 @@ class Answers:
         return (
             f"values are needed by {', '.join(map(str, first.values()))}: "
             "the step was run for real, one stage at a time, to learn them, and then traced without memory. "
-            "What is said of memory holds for steps that take the same path with the same sizes; "
+            "The memory figures hold for steps that take the same path with the same sizes; "
             "stages with such operations have no options inside"
         )
 
@@ -345,7 +345,7 @@ def sizes_of(tree: Any) -> tuple[tuple[int, ...], ...]:
 def reading_watched(
     read: Callable[[torch.Tensor], np.ndarray[Any, Any] | None], *, by_item: Callable[[], bool]
 ) -> Iterator[None]:
-    """Inside, the reading of whole tensors, in this thread, can be seen and replaced.
+    """Watch the reading of whole tensors in this thread within the block, and allow it to be replaced.
 
     `tolist` reads number by number through `item`, which is an operation, and so do texts that are made with a fake
     number, and tensors that are made from lists of numbers, such as `torch.tensor([x.argmax(), y.argmax()])`, which
@@ -411,7 +411,7 @@ class StandIn(PatchedForward):
 def around_forwards(
     modules: Iterable[nn.Module], around: Callable[[], contextlib.AbstractContextManager[None]]
 ) -> contextlib.AbstractContextManager[None]:
-    """Inside, each forward of these modules runs in a context of `around`, below any patch that is made later."""
+    """Run each forward of these modules in a context of `around` within the block, below any later patch."""
 
     def run(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with around():

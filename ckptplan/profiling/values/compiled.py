@@ -505,7 +505,7 @@ class _Meter:
 
 @contextlib.contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Inside, compiled modules run without the dispatch modes around them, which compiled code doesn't support."""
+    """Run compiled modules without the dispatch modes around them, which compiled code doesn't support."""
 
     def runner(name: str, module: nn.Module) -> Callable[..., Any]:
         def run(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -527,7 +527,7 @@ class NeedsVariantError(Exception):
 
 @contextlib.contextmanager
 def compiled_as_noted(model: nn.Module, world: FakeWorld) -> Iterator[None]:
-    """Inside, calls of compiled modules are played as they were noted."""
+    """Play the calls of compiled modules within the block as they were noted."""
 
     def runner(name: str, module: nn.Module) -> Callable[..., Any]:
         def run(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

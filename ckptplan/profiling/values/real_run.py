@@ -201,7 +201,7 @@ class _Witness(TorchDispatchMode):
 
     @contextlib.contextmanager
     def stage(self) -> Iterator[None]:
-        """Around a stage's own forward, so that backward's operations are told from those of a recompute."""
+        """Wrap a stage's own forward, so that backward's operations are told from those of a recompute."""
         self._in_forward += 1
         try:
             yield

@@ -53,7 +53,7 @@ from ckptplan.training.variants import at_ratio, backend_of
 
 _MOST = 6
 _RATIOS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.01)
-"""Those that are listed; not 0, under which the compiler doesn't save what a partitioner asks for."""
+"""Ratios that are tried; not 0, under which the compiler doesn't save what a partitioner asks for."""
 _LEAST_BYTES = 1 << 16
 """Least bytes that a stage must save of its own: less can't pay for a choice."""
 _LESS = 0.95
@@ -66,7 +66,7 @@ _PROMISES = (
     "code compiled to save less gives the outputs of the model's own compiled code, bit for bit, and in low precision "
     f"gradients within {ROUNDING:.0%} of their largest element",
 )
-"""Of calls in full and in low precision."""
+"""Notes for calls in full and in low precision."""
 
 
 def note_variants(step: TrainingStep, target: Target, stages: Sequence[str], report: Report) -> None:
@@ -98,7 +98,7 @@ class _Given(NamedTuple):
 
     @contextlib.contextmanager
     def again(self) -> Iterator[Call]:
-        """Inside, the call can be made as in forward."""
+        """Yield a call that can be made within the block as in forward."""
         undo: Steps = []
         try:
             self.around.put(undo, self.call.inputs)
@@ -252,7 +252,7 @@ def _listed(trial: Call, own_bytes: int) -> tuple[list[float], str | None]:
 
 
 def _told(error: Exception) -> str:
-    """What a reader needs of an error: the compiler's have long texts."""
+    """Return the error's class and first line, since the compiler's texts are long."""
     if isinstance(error, UnsupportedModelError):
         return str(error)
     return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"

@@ -1,4 +1,4 @@
-"""What a stage reads besides its tensors, watched for changes between its forward and its backward."""
+"""State that a stage reads besides its tensors, watched for changes between its forward and its backward."""
 
 from __future__ import annotations
 

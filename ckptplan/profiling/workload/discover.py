@@ -81,7 +81,7 @@ class NothingSavedError(UnsupportedModelError):
 
 
 class FoundStages(NamedTuple):
-    """What a forward calls.
+    """The stages and other modules that a forward calls.
 
     Attributes
     ----------

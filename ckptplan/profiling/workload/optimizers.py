@@ -50,7 +50,7 @@ def make_optimizer(optimizer: OptimizerLike, model: nn.Module) -> torch.optim.Op
             f"{optimizer!r} can't be made from parameters alone ({error}); pass an instance"
         ) from error
     if not isinstance(made, torch.optim.Optimizer):
-        raise InvalidInputError(f"{optimizer!r} gave a {type(made).__name__}, not a torch.optim.Optimizer")
+        raise InvalidInputError(f"{optimizer!r} returned a {type(made).__name__}; return a torch.optim.Optimizer")
     return made
 
 
@@ -151,7 +151,7 @@ def _require_no_closure(optimizer: torch.optim.Optimizer) -> None:
 
 @contextlib.contextmanager
 def as_on_device(target: Target) -> Iterator[None]:
-    """Inside, PyTorch's optimizers choose for fake tensors what they choose for real ones on the device.
+    """Let PyTorch's optimizers choose for fake tensors what they choose for real ones on the device.
 
     On CUDA they update lists of tensors (`foreach`) by default, and allow `capturable`, but look for the class of the
     parameters and for their device, which is the CPU if CUDA isn't in this machine.

@@ -88,7 +88,7 @@ class StandIns:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Inside, the optimizer and all that it reaches have the stand-ins."""
+        """Put the stand-ins into the optimizer and all that it reaches, within the block."""
         try:
             self._enter(self._optimizer, OBJECT, False)
             for kind in classes_of(type(self._optimizer)):  # type: ignore[arg-type]

@@ -58,7 +58,7 @@ ALL = range(1 << 62)  # all numbers of saved tensors
 
 
 What = str | Callable[[], str]
-"""A text, or a function that returns it: few are needed."""
+"""A text, or a function that returns it; it is called only for an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class _Pair:
 
 
 class _Comparison:
-    """Takes what tensors are in forward, and compares it with what they are when they come back.
+    """Records digests or spots of tensors in forward, and compares them with the tensors that come back.
 
     Attributes
     ----------
@@ -105,7 +105,7 @@ class _Comparison:
     device: torch.device
 
     def take(self, tensor: torch.Tensor) -> Any:
-        """Return what is compared of `tensor`, as it is now; None if nothing is."""
+        """Return the digest or spot of `tensor` as it is now; None if it isn't compared."""
         raise NotImplementedError
 
     def compare(self, first: Any, tensor: torch.Tensor, stage: str, what: What, cause: str) -> None:
@@ -114,19 +114,19 @@ class _Comparison:
         Parameters
         ----------
         first : Digest or Spot, optional
-            What was taken in forward; None: nothing is compared.
+            The one taken in forward; None: nothing is compared.
         stage, what, cause
             As of a `_Pair`.
         """
         raise NotImplementedError
 
     def stage_ended(self) -> None:
-        """Look once more at what the stage before saved: another stage begins, or forward has ended."""
+        """Look again at what the last stage saved, since another stage begins or forward has ended."""
 
     def saves(self, index: int, tensor: torch.Tensor) -> Callable[[torch.Tensor], None]:
-        """Take what is compared of a tensor that stage `index` saves; return a function that compares a tensor with it.
+        """Take the digest or spot of a tensor that stage `index` saves; return a function that compares another tensor.
 
-        It is called with the tensor that the user's saved-tensor hooks get.
+        The function is called with the tensor that the user's saved-tensor hooks get.
         """
         first, stage = self.take(tensor), self.stages[index]
         return lambda now: self.compare(first, now, stage, "a tensor that autograd saves in it", _PACKED_LATE)
@@ -180,7 +180,7 @@ class Checks(_Comparison):
         self.lock = threading.RLock()
 
     def begin(self, stages: Sequence[str]) -> Checks | Spots | None:
-        """Begin a pass of `stages`; return what compares in it, None if nothing does."""
+        """Begin a pass of `stages`; return the object that checks it, or None if the pass isn't checked."""
         if current_graph_task() == -1:
             self.forget()
         self.settle()
@@ -385,12 +385,12 @@ class StageSpots:
     Parameters
     ----------
     by : Spots or Checks
-        What compares tensors.
+        The object that compares tensors.
 
     Attributes
     ----------
     name : str
-        The stage's.
+        The stage's name.
     numbers : container of int
         Numbers of the saved tensors that are compared.
     """
@@ -403,11 +403,11 @@ class StageSpots:
         self._cause = _SPOT
 
     def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `forward`: inputs and state are compared by digests alone."""
+        """Return `forward` unchanged: inputs and state are compared by digests alone."""
         return forward
 
     def unchanged(self) -> contextlib.AbstractContextManager[None]:
-        """Check that the code inside leaves buffers on accelerators unchanged; on the host `Call` has looked at all."""
+        """Check that the code inside leaves buffers on accelerators unchanged; `Call` checks those on the host."""
         if not accelerator.is_accelerator(self.by.device):
             return contextlib.nullcontext()
         # Running statistics are copies in a recompute.
@@ -424,7 +424,7 @@ class StageSpots:
                 self.by.compare(first, buffer, self.name, f"its buffer {name!r}", _LEFT)
 
     def save(self, number: int, tensor: torch.Tensor) -> None:
-        """Take what is compared of the tensor that the first run saves as number `number`."""
+        """Take the digest or spot of the tensor that the first run saves as number `number`."""
         if self._recorder is not None:
             self._recorder.save(tensor)
         self._saved[number] = self.by.take(tensor) if is_written_whole(tensor.dtype, tensor.dim()) else None
@@ -632,8 +632,8 @@ _PACKED_LATE = (
     "not those of forward; write with ordinary operations, or remove the hooks"
 )
 _COPY = (
-    "a copy was overtaken by a later write, or memory or the disk is damaged; a training that goes well under a plan "
-    "without swapping, solve(..., actions=('keep', 'recompute')), tells that it is the copies"
+    "a copy was overtaken by a later write, or memory or the disk is damaged; train under a plan that swaps nothing, "
+    "solve(..., actions=('keep', 'recompute')): if it raises no such error, the copies are at fault"
 )
 
 
@@ -643,7 +643,7 @@ def _error(differing: list[_Pair], step: str) -> CheckError:
     stages = len({pair.stage for pair in differing})
     return CheckError(
         f"stage {worst.stage!r}: {what} isn't what it was in forward. {len(differing)} of the compared tensors "
-        f"differ, in {stages} of the plan's stages; the gradients of {step} step are not the model's: drop them. "
+        f"differ, in {stages} of the plan's stages; the gradients of {step} step are wrong: drop them. "
         f"Likely cause: {worst.cause}",
         stage=worst.stage,
         tensor=what,

@@ -2,13 +2,13 @@
 
 NOTE [Compiled anew]
 The compiler compiles a function again where a guard on its inputs fails, and after some times (`recompile_limit`) it
-runs the function as it is, after one warning in a log. The gradients stay right, and neither the bytes nor the times
-are the planned ones. So of each call of a compiled stage it is asked whether compiled code made the output, as in its
-first one under the plan and by each variant, and behind the first one, whether the compiler was at work.
+runs the function uncompiled, after one warning in a log. The gradients stay right, but neither the bytes nor the times
+are the planned ones. So each call of a compiled stage is checked: whether compiled code made the output, as in the
+first call under the plan and with each variant; and, after the first call, whether the compiler was at work.
 
-Example: a last batch of 384 in place of 512 rows; every stage is compiled again for it, which is told once. That is
+Example: a last batch of 384 in place of 512 rows; each stage is compiled again for it, which is reported once. That is
 the difference "recompiled", for which no plan is made anew: it would be one for the same code. "compiled" is code that
-the compiler has given up, which a new plan counts as it is.
+the compiler has given up, which a new plan counts as uncompiled.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 NOTE [Differences]
 Real steps differ from the planned one: a mask makes attention take another path, a layer is thawed, a batch is longer.
-Recompute needs no bytes to be right, so the decisions of the plan are followed all the same:
+A recompute is right whatever its bytes, so a step that differs still follows the decisions of the plan:
 
 1. A stage whose arguments are larger, or that saves other storages, keeps, swaps or recomputes as planned. If a swapped
    stage saves more bytes than planned, all of them leave.
@@ -47,7 +47,7 @@ class Differences:
     unplanned : set of str
         The kinds that were seen under the present plan.
     instead : str or None
-        The kind that any difference of the present pass has.
+        If set, the kind under which every difference of the present pass is counted.
     """
 
     def __init__(self, reaction: Reaction = "count") -> None:

@@ -43,7 +43,7 @@ class FreshState(Observer):
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Inside, updates of the process's optimizers are noticed.
+        """Notice updates of the process's optimizers within the block.
 
         The allocator's counters take long to read. So once an update has left no more in use, later ones of that
         optimizer count as making state if they add entries to it.

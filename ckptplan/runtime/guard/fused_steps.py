@@ -13,7 +13,7 @@ from ckptplan.tensors.storages import storages_of
 
 
 class FusedSteps:
-    """Counter of such steps, with the last one for each storage that they wrote to.
+    """Counter of the optimizer steps that raise no versions, with the last one for each storage that they wrote to.
 
     Raising the versions of the parameters instead would be wrong: autograd would then refuse backwards that it accepts
     without a plan, through stages that aren't recomputed and continue with the updated parameter.

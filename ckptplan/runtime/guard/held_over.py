@@ -26,7 +26,7 @@ A plan has room for one forward at a time. None of these can be planned for with
 begins with a check for memory of earlier ones:
 outputs are found by weak references to their storages, and graphs by their pass, which the hooks in their nodes hold.
 
-That memory may be freed at any moment, and the step may fit all the same. So an output, an earlier forward, or a graph
+That memory may be freed at any moment, and the step may still fit. So an output, an earlier forward, or a graph
 that stays, without room is a difference from the planned step (NOTE [Differences]).
 
 Example of the second case: the plan's peak is 900 MiB, 700 MiB until forward ends, its budget is 1000 MiB, and the
@@ -106,11 +106,10 @@ class HeldOver(Observer):
                 self._differences.note(
                     "forwards",
                     f"a forward begins while {len(self._waiting)} before it had no backward yet, and each holds "
-                    f"{format_bytes(self._between_bytes)} beside its inputs, which the plan, made for one at a time, "
-                    f"doesn't include; it needs {format_bytes(self._peak_bytes)} of its budget of "
-                    f"{format_bytes(self._budget_bytes)}; solve with the budget less what the others hold "
-                    "(docs/devices.md, Pipelines), plan them as one step (`step=`), or delete their outputs and losses "
-                    "before this forward",
+                    f"{format_bytes(self._between_bytes)} beside its inputs; the plan counts one forward at a time and "
+                    f"needs {format_bytes(self._peak_bytes)} of its budget of {format_bytes(self._budget_bytes)}; "
+                    "solve with the budget less what the others hold (docs/devices.md, Pipelines), plan them as one "
+                    "step (`step=`), or delete their outputs and losses before this forward",
                 )
             return
         self._note_held(self._output, self._forward_peak_bytes, "this one begins, and the plan, whose forward needs")
@@ -120,7 +119,7 @@ class HeldOver(Observer):
         if more and needs_bytes + more > self._budget_bytes:
             self._differences.note(
                 "output",
-                f"the output of the forward before, {format_bytes(more)}, is still held when {when} "
+                f"the output of the previous forward, {format_bytes(more)}, is still held when {when} "
                 f"{format_bytes(needs_bytes)} of its budget of {format_bytes(self._budget_bytes)}, doesn't include it; "
                 "put the step into a function, or `del` the output before the next forward, or solve with a budget "
                 "that is smaller by these bytes",

@@ -17,10 +17,10 @@ def replace_for_larger(applied: Applied, planner: OnLarger) -> None:
     """Replace an applied plan before a forward whose inputs are larger than planned, or after a step that differed."""
 
     def before_forward(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Controller:
-        """Return the controller that runs this forward; that of a new plan if it needs one.
+        """Return the controller that runs this forward: a new plan's if the forward needs one.
 
-        None is made for a forward in evaluation mode under a plan for training: it need not have a backward.
-        If no plan can be made, or none fits the budget, the former one stays applied, as a difference. None is made
+        No plan is made for a forward in evaluation mode under a plan for training: it need not have a backward.
+        If no plan can be made, or none fits the budget, the former one stays applied, as a difference. Nor is one made
         while autocast holds casts of weights that an earlier forward uses in its backward, too: planning empties its
         cache, and gradients from two casts of a weight are rounded otherwise than those from one.
         """
@@ -38,7 +38,7 @@ def replace_for_larger(applied: Applied, planner: OnLarger) -> None:
             plan, larger = planner.enlarged(before, args, kwargs, differences.unplanned, applied.optimizer)
         except BaseException as error:
             former.install()
-            if not isinstance(error, CkptPlanError) or isinstance(error, RankError):  # which ends the other ranks, too
+            if not isinstance(error, CkptPlanError) or isinstance(error, RankError):  # the latter ends all ranks
                 raise
             differences.note("no plan", str(error), error)
             return former

@@ -1,4 +1,4 @@
-"""What is said of an error that ends a planned step: a note if memory ran out; in a group, the rank and the stage."""
+"""Reports of errors that end a planned step: a note if memory ran out; in a group, the rank and the stage."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LOG = logging.getLogger("ckptplan")
 
 
 def leaves(applied: Applied, error: BaseException | None) -> None:
-    """Say what there is to say of an error that ends a plan, if it is of a planned step."""
+    """Note and log an error that ends a plan, if it is an error of a planned step."""
     if _is_of_step(applied, error):
         add_note(applied, error)
         _tell(applied, error)
@@ -55,7 +55,7 @@ def _is_of_step(applied: Applied, error: BaseException | None) -> bool:
 
 @contextlib.contextmanager
 def last_words(applied: Applied) -> Iterator[None]:
-    """Inside, an error that nothing catches has a note, and is told where there are several processes."""
+    """Note each uncaught error of a planned step within the block, and log it where there are several processes."""
     _HOOK.watched.add(applied)
     watched = weakref.ref(applied)
     del applied
@@ -69,7 +69,7 @@ def last_words(applied: Applied) -> Iterator[None]:
 
 
 class _Hook:
-    """One hook on uncaught errors for all plans, which are weakly known: it must not keep their models alive."""
+    """One hook on uncaught errors for all plans; it refers to them weakly, so as not to keep their models alive."""
 
     def __init__(self) -> None:
         self.watched: weakref.WeakSet[Applied] = weakref.WeakSet()

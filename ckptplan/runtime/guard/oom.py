@@ -149,14 +149,14 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def add_note(applied: Applied, error: BaseException | None) -> None:
-    """Add a note to an out-of-memory error of a planned step; other errors, and one that has it, stay as they are."""
+    """Add a note to an out-of-memory error of a planned step, unless it has one; leave other errors unchanged."""
     cause = None if error is None else exhaustion(error)
     if error is None or cause is None or any(text.startswith(_BEGINS) for text in getattr(error, "__notes__", ())):
         return
     try:
         text = _note(applied, error, cause)
-    except Exception as failed:  # which must not take the place of the error: a device may fail that is asked now
-        text = f"memory; where, couldn't be found out: {failed}"
+    except Exception as failed:  # a failed device raises here, too, which must not hide the first error
+        text = f"memory; finding the place failed: {failed}"
     error.add_note(f"{_BEGINS} {text}")
 
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 _MOST = 16
 _LEAST_BYTES = 512
-"""Smaller surpluses are none: kernels of attention save numbers (a seed) that a forward without memory doesn't show."""
+"""Smaller surpluses don't count: kernels of attention save numbers (a seed) that a forward without memory lacks."""
 
 
 def made_nodes() -> int:

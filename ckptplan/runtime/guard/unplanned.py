@@ -130,7 +130,7 @@ class Unplanned(Observer):
             )
 
     def output(self, output: Any, inputs: Any) -> None:
-        """Take modules that the first forward has made for the model's: the profiled one made them, too."""
+        """Count modules that the first forward has made as the model's, since the profiled forward made them, too."""
         self._in_forward = False
         if self._passes == 1:
             self._modules.update(below(self._model))
@@ -141,7 +141,7 @@ class Unplanned(Observer):
             self._hook = register_module_forward_pre_hook(self._called_behind)
 
     def removed(self) -> None:
-        """Look no more at what is called behind the forward."""
+        """Stop looking at what is called behind the forward."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
@@ -158,7 +158,7 @@ class Unplanned(Observer):
         self._differences.note(
             "beside",
             f"a {type(module).__qualname__} that isn't the model's runs while a forward waits for its backward, and "
-            "the plan counts nothing of it; do it before that forward or after its backward, or solve with step= or "
+            "the plan has no memory for it; move it before that forward or after its backward, or solve with step= or "
             "loss_fn= for a step that has both",
         )
 

@@ -1,4 +1,4 @@
-"""What the updates of the process's optimizers tell about a plan: that it is idle, or lacks memory for their state."""
+"""Checks at the updates of the process's optimizers: whether the plan is idle, or lacks memory for their state."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class _Seen:
 
 @contextlib.contextmanager
 def noticing_updates(applied: Applied) -> Iterator[None]:
-    """Inside, look at each update of an optimizer; what a plan lacks is a difference (NOTE [Differences]).
+    """Look at each optimizer's update within the block; what a plan lacks is a difference (NOTE [Differences]).
 
-    Updates of the model's parameters: no forward has followed the plan, which is warned of once (an optimizer's first
-    update tells); or optimizers have made state for which the plan, made without `optimizer=`, has no room. Updates of
-    others: they are a copy's of the model, which has no plan; or a forward waits for its backward meanwhile.
+    If the update is of the model's parameters: either no forward has followed the plan, which is warned of once, at an
+    optimizer's first update; or optimizers have made state for which the plan, made without `optimizer=`, has no room.
+    If it is of others: they belong to a copy of the model, which has no plan; or a forward waits for its backward.
 
     State is looked at where it has other entries, and in steps 1, 2, 4, 8 and so on, since entries may grow (LBFGS).
     """

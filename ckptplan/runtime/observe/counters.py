@@ -35,7 +35,7 @@ class Counters:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Inside, compute waits for a copy: the time is added to `host_wait_s` and to the meter's stall account."""
+        """Add the time of the block to `host_wait_s` and to the meter's stall account: compute waits for a copy."""
         begin, before = time.perf_counter(), self.meter.stall()
         try:
             yield

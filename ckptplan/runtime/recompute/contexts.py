@@ -1,8 +1,7 @@
-"""What a plan that only recomputes says to `torch.utils.checkpoint`, for runs without this package's runtime.
+"""A plan that only recomputes, in the form of `torch.utils.checkpoint`, for runs without this package's runtime.
 
-Selective checkpointing (`create_selective_checkpoint_contexts`) asks a policy for every operation of a forward and of
-its recompute. The policy counts them as the plan does (NOTE [Numbering] in selective.py) and has those saved that the
-plan saves.
+Selective checkpointing (`create_selective_checkpoint_contexts`) calls a policy for every operation of a forward and of
+its recompute. The policy counts them as the plan does (NOTE [Numbering] in selective.py), and saves what it saves.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from ckptplan.core.plan import Plan
 from ckptplan.runtime.recompute.selective import is_numbered
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-"""Around a module's forward, and around its recompute."""
+"""The contexts of a module's forward and of its recompute."""
 
 
 def context_fns(plan: Plan) -> dict[str, Callable[[], Contexts]]:
-    """Return what `Plan.to_context_fn` does."""
+    """Return the functions for `context_fn=` by module name; see `Plan.to_context_fn`."""
     found: dict[str, Callable[[], Contexts]] = {}
     calls: dict[str, set[Any]] = {}
     if plan.segments:
@@ -37,7 +36,7 @@ def context_fns(plan: Plan) -> dict[str, Callable[[], Contexts]]:
         if choice.option == DISCARD:
             raise _refused(f"stage {name!r} discards a graph that forward itself drops", 'actions=("keep",)')
         if choice.ratio:
-            raise _refused(f"stage {name!r} runs compiled code of its own", "menus=False")
+            raise _refused(f"stage {name!r} runs code that the plan compiles to save less", "menus=False")
         module = name.partition("#")[0]
         calls.setdefault(module, set()).add((choice.action, choice.ops))
         if len(calls[module]) > 1:

@@ -222,8 +222,8 @@ class Frame:
 
     def _another_path(self, found: str) -> PlanMismatchError:
         return PlanMismatchError(
-            f"stage {self.name!r}, run again, {found}, and {len(self._slots)} tensors as in forward were expected; its "
-            "forward depends on something that changed in between"
+            f"stage {self.name!r}, run again, {found}, unlike its forward, which saved {len(self._slots)} tensors: it "
+            "depends on something that changed in between; take that out of its forward, or keep or swap this stage"
         )
 
 
@@ -287,8 +287,8 @@ def taken(table: dict[int, Held], number: int, name: str) -> torch.Tensor:
     held = table.get(number) if again else table.pop(number, None)
     if held is None:
         raise UnsupportedModelError(
-            f"a tensor saved by stage {name!r} is read twice in one backward, and not by a torch.autograd.Function, "
-            "which may; keep or swap this stage"
+            f"a tensor saved by stage {name!r} is read twice in one backward, which after a recompute only a "
+            "torch.autograd.Function may do; keep or swap this stage"
         )
     return held.tensor()
 

@@ -322,8 +322,8 @@ class OpenSegment:
         """
         if self._session.stream() != self._stream:
             raise NotRepeatableError(
-                f"stage {stage.name!r} runs on another stream than the first stage of its segment, whose stages are "
-                "run again together, on one; give it another option"
+                f"stage {stage.name!r} runs on another stream than the first stage of its segment, but a segment is "
+                "recomputed on one stream; give it another option"
             )
         index = stage.index
         frame = SegmentFrame(self._run, index, stage.name, call, self._session.own)

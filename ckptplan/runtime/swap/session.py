@@ -98,7 +98,7 @@ class SwapSession:
         self.leave(index, packing.collected(), transfers, tier)
 
     def takes(self, inputs: Any) -> None:
-        """Note the inputs of the pass: one that is a part of a larger batch counts with the bytes that it reaches over.
+        """Note the inputs of the pass. One that is a view of a larger batch counts with the bytes that it spans.
 
         Its storage is the batch's, which the caller holds. Example: a pipeline runs chunks of a batch, 64 of 256 rows.
         """

@@ -19,12 +19,12 @@ where the type has one; their versions don't move. A `_Stay` has the storage, an
    where each forward begins, is that of the copied values: a moving average writes through `.data`, which no version
    shows. A trained weight is copied in each forward. Where one leaves again, its versions must be those of the copy;
    on the CPU the digest is compared there, too.
-5. At the end of a backward, and where the next forward begins, all are back. Behind an error in backward, whoever
-   reads one brings it back.
+5. At the end of a backward, and where the next forward begins, all are back. After an error in backward, the first
+   read of a weight brings it back.
 
 6. A weight that is away between steps leaves again when its first user's backward is over, and its return begins with
-   the forward of a stage in front of that user. Its copy holds meanwhile: nobody writes to what is away. A forward that
-   isn't trained brings back what each stage needs, for that stage.
+   the forward of a stage in front of that user. Its copy holds meanwhile: no code writes to what is away. A forward
+   that isn't trained brings back what each stage needs, for that stage.
 7. Gradients from before the step and the optimizer's state are held in the same way, under what is said of trained
    weights; autograd saves neither. Before autograd adds to a gradient, a hook of its parameter brings it back. State is
    looked for where each forward begins, in the optimizers that are known: the one given to `apply`, and each that has
@@ -40,7 +40,7 @@ where the type has one; their versions don't move. A `_Stay` has the storage, an
 
 Example: layer 0 of a chain has a frozen weight of 8 MiB. At the end of its first forward the weight is copied out;
 before layer 1 its memory is freed. The loss is computed, and a logger reads `layer.weight.norm()`: the weight comes
-back, and stays for this step. In the next step nobody reads it: it leaves with no copy, and returns when layer 1's
+back, and stays for this step. In the next step no code reads it: it leaves with no copy, and returns when layer 1's
 backward begins, while that runs.
 """
 
@@ -86,8 +86,8 @@ from ckptplan.training.measure import RENEWED
 OnMove = Callable[[str, int, bool], None]
 
 _COPY = (
-    "a copy was overtaken by a later write, or memory or the disk is damaged; a training that goes well with "
-    "offload='activations' tells that it is the weights' copies"
+    "a copy was overtaken by a later write, or memory or the disk is damaged; train with offload='activations': if it "
+    "raises no such error, the copies of weights are at fault"
 )
 
 
@@ -108,7 +108,7 @@ class Weights:
     Attributes
     ----------
     groups : list of Group
-        What has the same points, and moves together.
+        Weights with the same points, which move together.
     in_ddp : bool
         Whether the model is in `DistributedDataParallel`, whose reducer owns parameters, and which sends buffers where
         each of its forwards begins.
@@ -162,7 +162,7 @@ class Weights:
             self.returning.setdefault(group.returns, []).append(group)  # type: ignore[arg-type]
 
     def _held(self, resident: Resident) -> list[_Weight]:
-        """Return the places of what a resident has."""
+        """Return the weights, gradients or state tensors that a resident stands for."""
         if resident.kind == "optimizer":
             return [_State(self, name, nbytes) for (name,), nbytes in resident.storages]
         if resident.kind == "gradients":
@@ -170,18 +170,18 @@ class Weights:
         return [_Weight(self, names, nbytes, trained=resident.trained) for names, nbytes in resident.storages]
 
     def knows(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer's state is that of the model's parameters."""
+        """Register an optimizer of the model's parameters, whose state may move."""
         if all(known() is not optimizer for known in self.optimizers):
             self.optimizers[:] = [known for known in self.optimizers if known() is not None]
             self.optimizers.append(weakref.ref(optimizer))
 
     def misses(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether it moves optimizer state and doesn't know this optimizer, which has some."""
+        """Whether the plan moves optimizer state and this optimizer, which has some, isn't registered."""
         unknown = all(known() is not optimizer for known in self.optimizers)
         return unknown and self._moves_state and bool(optimizer.state)
 
     def open(self) -> None:
-        """The model follows the plan from now on, or again."""
+        """Begin to follow the plan, for the first time or again."""
         if self.groups and self.on_move is None:
             RENEWED.add(self)
 
@@ -190,7 +190,7 @@ class Weights:
         return index in self._used
 
     def begin(self, checks: Checks | Spots | None) -> None:
-        """A forward begins: all weights are there, and the copies on the host are those of their present values."""
+        """Begin a forward: bring back what isn't away between steps, and free outdated copies on the host."""
         if not self.groups or self.on_move is not None:
             return
         self.bring_back_within()
@@ -221,7 +221,7 @@ class Weights:
                 group.leave_between()
 
     def digests(self, stays: Sequence[_Stay]) -> list[Any]:
-        """Return digests of weights that are there."""
+        """Return digests of weights that are on the device."""
         wholes = [stay.whole for stay in stays]
         if not is_accelerator(self.device):
             return [zlib.crc32(memory_of(whole)) for whole in wholes]
@@ -233,7 +233,7 @@ class Weights:
 
     @contextlib.contextmanager
     def plainly(self) -> Iterator[None]:
-        """Inside, no mode, transform or subclass sees what is done."""
+        """Switch off modes, transforms and tensor subclasses within the block."""
         transforms: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if transform() is not None:
             transforms = torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack()
@@ -242,16 +242,16 @@ class Weights:
             yield
 
     def away(self) -> list[torch.Tensor]:
-        """Return the storages that are away, as tensors."""
+        """Return, as tensors, the storages that are away now of the weights that leave between steps."""
         return [stay.whole for group in self._between for stay in group.stays if stay.is_away]
 
     def part(self, saved: torch.Tensor, storage: torch.UntypedStorage) -> SavedPart | None:
-        """Return what holds a saved tensor on `storage`; None if that doesn't move."""
+        """Return an object for a saved tensor on `storage` that brings it back; None if `storage` doesn't move."""
         stay = self._by_storage.get(storage._cdata)
         return None if stay is None else SavedPart(stay, saved)
 
     def stage_ends(self, index: int, output: Any, first: int) -> None:
-        """Start the copies out of what leaves after a stage, whose nodes in the graph have numbers from `first` on."""
+        """Start the copies out after a stage whose nodes in the graph have numbers from `first` on."""
         if self.on_move is None and index in self._used:
             owned = {s.storage._cdata: s for group in self._used[index] for s in group.stays if s.has_others}
             for node in nodes_behind(output, first) if owned else ():
@@ -267,12 +267,12 @@ class Weights:
             group.start_leaving()
 
     def ensure(self, index: int) -> None:
-        """Bring back what a stage uses, which runs now."""
+        """Bring back the weights that a stage uses, which runs now."""
         for group in self._used.get(index, ()):
             group.need()
 
     def ensure_all(self, indices: Sequence[int]) -> None:
-        """Bring back what any of these stages uses."""
+        """Bring back the weights that any of these stages uses."""
         for index in indices:
             self.ensure(index)
 
@@ -282,14 +282,14 @@ class Weights:
             group.need()
 
     def bring_back_within(self) -> None:
-        """Bring back what is there between steps."""
+        """Bring back the weights that are on the device between steps."""
         for group in self.groups:
             if group.returns is None:
                 group.need()
 
     @contextlib.contextmanager
     def running_alone(self, indices: Sequence[int]) -> Iterator[None]:
-        """Inside, one of these stages runs outside of any step, and what they use is there."""
+        """Keep what these stages use on the device within the block, in which one of them runs outside of any step."""
         groups = {group for index in indices for group in self._used.get(index, ())}
         with self.lock:
             for group in groups:
@@ -306,27 +306,27 @@ class Weights:
                         group.leave_between()
 
     def backward_begins(self, index: int) -> None:
-        """Backward comes to a stage, and is over in those behind it."""
+        """Send away the weights whose users' backward is over, since backward has come to stage `index`."""
         for group in self._between:
             if group.first > index:
                 group.leave_between()
 
     def backward_ended(self, stages: Sequence[str]) -> None:
-        """Bring all weights back; what is still away is that of stages that this backward didn't come to."""
+        """Bring back what isn't away between steps; what is still away is of stages that backward didn't reach."""
         left = [group for group in self.groups if group.is_away and group.stage >= 0 and group.returns is None]
         self.bring_back_within()
         self.backward_begins(-1)
         if left and self.on_move is None:
             self.counters.differences.note(
                 "weights unused",
-                f"a backward ended that didn't come to stage {stages[left[0].stage]!r}, whose weights are back now "
-                "beside what its graph holds: another backward follows, or its output enters no loss; solve with step= "
-                "for a step that does so",
+                f"a backward ended without reaching stage {stages[left[0].stage]!r}, whose weights are back now, in "
+                "addition to what its graph holds: another backward follows, or its output enters no loss; solve with "
+                "step= for a step that does so",
             )
 
     @contextlib.contextmanager
     def resident(self) -> Iterator[None]:
-        """Inside, all weights are on the device."""
+        """Keep all weights on the device within the block."""
         before, self.stays = self.stays, True
         self.bring_back()
         try:
@@ -387,14 +387,14 @@ class _Weight:
         return found
 
     def owners(self, tensor: torch.Tensor, *, in_ddp: bool) -> int:
-        """Return how many owners a tensor has if only its places, autograd and `DistributedDataParallel` hold it."""
+        """Return a tensor's owner count if only its places, autograd and `DistributedDataParallel` hold it."""
         return 1 + (3 if in_ddp else 1) * tensor.requires_grad
 
     def left(self, group: Group) -> None:
-        """It is away now."""
+        """Note that the weight is away now."""
 
     def returned(self) -> None:
-        """It is back."""
+        """Note that the weight is back."""
 
     def is_sharded(self, found: Sequence[Any]) -> bool:
         """Whether it is a parameter that FSDP2 gathers, or a distributed tensor by now."""
@@ -483,14 +483,14 @@ class _Stay:
     Attributes
     ----------
     found, tensors : list of torch.Tensor
-        Those that are in its places, and those that lie on the storage: the same, or their local parts.
+        The tensors in the weight's places, and those that lie on the storage: the same, or their local parts.
     nbytes : int
     whole : torch.Tensor
         Its storage as one dimension, with a version counter of its own; empty while it is away.
     digest
-        Of a frozen weight, where the forward began.
+        Digest of a frozen weight where the forward began.
     fixed : bool
-        It doesn't leave any more in this forward.
+        Whether the weight stays on the device for the rest of this forward.
     """
 
     def __init__(self, group: Group, weight: _Weight, tensors: list[torch.Tensor]) -> None:
@@ -567,7 +567,7 @@ class _Stay:
         )
 
     def is_kept_by(self, node: Any, tensor: torch.Tensor) -> None:
-        """A node of the graph has an attribute on its storage, which its backward reads."""
+        """Note that a node of the graph has an attribute on the storage, which its backward reads."""
         if all(ref() is not tensor for ref in self._kept):
             self._kept = [ref for ref in self._kept if ref() is not None]
             self._kept.append(weakref.ref(tensor))
@@ -579,7 +579,7 @@ class _Stay:
         node.register_prehook(needed)
 
     def leave(self, away_class: Callable[[type], type]) -> None:
-        """Give its tensors the placeholder and classes for what is away, and free the memory."""
+        """Give the tensors the placeholder and the classes for weights that are away, and free the memory."""
         for whole, kind in self._wholes.values():
             whole.__class__ = away_class(kind)
         for tensor, kind in zip(self.tensors, self.kinds, strict=True):
@@ -589,14 +589,14 @@ class _Stay:
         self.weight.left(self.group)
 
     def come_back(self) -> None:
-        """Let its tensors lie on its storage, which is filled, with their own classes."""
+        """Put the tensors on their storage, which is filled, with their own classes."""
         for tensor, memory, kind in zip(self.tensors, self.memory, self.kinds, strict=True):
             tensor.data = memory.tensor()
             tensor.__class__ = kind
         self.weight.returned()
 
     def ends(self) -> None:
-        """All that left with it is back."""
+        """Give wrapping tensors their own classes back, since all that left with this weight is back."""
         for whole, kind in self._wholes.values():
             whole.__class__ = kind
 
@@ -610,7 +610,7 @@ _ONE_REFERENCE = sys.getrefcount(weakref.ref(_ALONE)())
 
 
 def _held_elsewhere(ref: weakref.ref[torch.Tensor]) -> bool:
-    """Whether more than the node that keeps a view refers to it: a module, a list, another graph."""
+    """Whether more than the node that keeps a view refers to the view: a module, a list, another graph."""
     if sys.getrefcount(ref()) > _ONE_REFERENCE:
         return ref() is not None
     return ref()._use_count() > 1  # type: ignore[union-attr]
@@ -668,12 +668,12 @@ class Group:
     Parameters
     ----------
     move : WeightMove
-        That of one of them.
+        The move of one of them.
 
     Attributes
     ----------
     stays : list of _Stay
-        Those of the present forward.
+        The stays of the present forward.
     """
 
     def __init__(self, owner: Weights, weights: list[_Weight], store: Store, move: WeightMove) -> None:
@@ -694,17 +694,17 @@ class Group:
 
     @property
     def first(self) -> int:
-        """The first stage that uses it, of what is away between steps."""
+        """The first stage that uses the group, if it is away between steps."""
         return self._users[0]
 
     @property
     def is_away(self) -> bool:
-        """Whether any of it is away, and not on its way back."""
+        """Whether any of the group is away, and not on its way back."""
         return bool(self._away) and not self._targets
 
     def begin(self) -> None:
-        """A forward begins."""
-        if self._away:  # between steps; nobody has read it
+        """Begin a forward: find the weights in their places."""
+        if self._away:  # between steps; no code has read it
             if all(stay.is_in_place for stay in self._away):
                 return
             self.need()
@@ -714,12 +714,12 @@ class Group:
         for weight in self._weights:
             there = weight.found()
             if weight.is_sharded(there):
-                self._note("sharded", f"{weight.name} stays: its memory is that of FSDP2, or of a tensor subclass")
+                self._note("sharded", f"{weight.name} stays on the device: FSDP2 or a tensor subclass owns its memory")
                 continue
             tensors, stay = weight.tensors(there), former.get(weight)
             if tensors is None and type(weight) is _Weight and any(t is not None for t in there):
                 why = "its memory can't be resized (a file's, an array's, a shared one), or isn't the profiled one"
-                self._note("memory", f"{weight.name} stays: {why}")
+                self._note("memory", f"{weight.name} stays on the device: {why}")
             buffer = type(weight) is _Weight and not any(isinstance(t, nn.Parameter) for t in tensors or ())
             sent = self.owner.in_ddp and buffer
             if tensors is not None and not sent:  # an earlier graph and this one share the stay of an unchanged weight
@@ -728,7 +728,7 @@ class Group:
                 self.stays[-1].versions = self.stays[-1].versions_now()
 
     def forget_old(self) -> None:
-        """Free the copy on the host, unless it is that of frozen weights as they are now, or the only one."""
+        """Free the copy on the host, unless the weights are frozen and equal to it, or it is the only one."""
         if self._away:
             return
         now = [(stay.weight, stay.digest) for stay in self.stays]
@@ -736,7 +736,7 @@ class Group:
             self._forget()
 
     def _forget_if_written(self) -> None:
-        """Free the copy on the host if anything of it was written to since it was made, or since the forward began.
+        """Free the copy on the host if a weight was written to since the copy was made, or since the forward began.
 
         On the CPU writes through `.data`, which no version shows, are seen as well; elsewhere that would wait for the
         device each time.
@@ -764,7 +764,7 @@ class Group:
         self.stays, self._targets = [], []
 
     def leave_between(self) -> None:
-        """Leave until the next forward, where it isn't away already."""
+        """Leave the device until the next forward, if not away already."""
         if self._away and self._targets:  # on its way back, unused
             self.need()
         self.start_leaving()
@@ -790,7 +790,7 @@ class Group:
             try:
                 self._ticket = self._store.start_out(*(stay.whole for stay in self.stays))
             except SwapFullError as error:
-                self._note("full", f"stay on the device, since the swap space is full: {error}", error)
+                self._note("full", f"weights stay on the device, since the swap space is full: {error}", error)
                 return
             owner.counters.swapped_out_bytes += self._ticket.nbytes
 
@@ -822,14 +822,14 @@ class Group:
         if stay.fixed:
             return
         if stay.has_others:
-            return self._note("alias", f"{name} stays: another tensor, an array or a graph shares its memory")
+            return self._note("alias", f"{name} stays on the device: another tensor, array or graph shares its memory")
         if stay.versions != stay.versions_now():
-            return self._note("written", f"{name} stays: it was written to between its stage and its release")
+            return self._note("written", f"{name} stays on the device: it was written to after its stage had run")
         try:
             for kind in stay.all_kinds:
                 self._away_class(kind)
         except TypeError:
-            return self._note("class", f"{name} stays: its class {type(stay.tensors[0]).__name__} can't have another")
+            return self._note("class", f"{name} stays on the device: {type(stay.tensors[0]).__name__} is a final class")
         if owner.checks is not None and within_step:
             self._first[stay.weight] = owner.checks.take(stay.whole)
         stream = current_stream(owner.device)
@@ -862,7 +862,7 @@ class Group:
             owner.counters.swapped_in_bytes += sum(stay.nbytes for stay in self._away)
 
     def need(self) -> None:
-        """Have the values there for what the current stream does next."""
+        """Bring the values back for the work that the current stream does next."""
         self.start_returning()
         if not self._targets:
             return
@@ -877,7 +877,7 @@ class Group:
                     self._store.finish_in(self._ticket, self._done)
             except BaseException:
                 if self._away:
-                    self._targets = []  # whoever needs it next copies it once more
+                    self._targets = []  # the next use copies it once more
                 raise
             if stream is not None:
                 for target in self._targets:
@@ -893,7 +893,7 @@ class Group:
             self._waited.append(stream)
 
     def read(self, what: str) -> None:
-        """Bring it back for code that reads it, and leave it there for the rest of the step."""
+        """Bring the group back for code that reads it, and keep it on the device for the rest of the step."""
         with self.owner.lock:
             for stay in self._away:
                 stay.fixed = True

@@ -89,7 +89,7 @@ def make_stores(
 
 @contextlib.contextmanager
 def handing_over(stores: Mapping[Tier, Store]) -> Iterator[None]:
-    """Inside, new stores share the host memory of `stores`, which go on using it until they are closed."""
+    """Let new stores within the block share the host memory of `stores`, which use it until they are closed."""
     with keep_pinned_memory():
         for store in stores.values():
             store.lend()

@@ -52,7 +52,7 @@ class Staging:
 
     @contextlib.contextmanager
     def _after(self, ready: Any) -> Iterator[None]:
-        """Inside, the stream is the current one; it is done at the end, so its memory may be overwritten then."""
+        """Make the stream current within the block, and wait for it at the end: its memory may be overwritten then."""
         with self._streams.stream(self._stream):
             self._stream.wait_event(ready)
             try:
@@ -160,7 +160,7 @@ class DiskStore(ArenaStore):
         if self._limit is not None and needed > self._limit:
             raise SwapFullError(
                 f"the swap file in {self._where} needs {format_bytes(needed)}, the limit is "
-                f"{format_bytes(self._limit)}{arena.in_pieces}; raise disk_gb=, or solve for less"
+                f"{format_bytes(self._limit)}{arena.in_pieces}; raise disk_gb=, or solve with less to swap"
             )
         try:
             os.posix_fallocate(self._file.fileno(), held, needed - held)

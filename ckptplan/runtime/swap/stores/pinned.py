@@ -95,7 +95,7 @@ _KEPT: list[set[Arena]] = []
 
 @contextlib.contextmanager
 def keep_pinned_memory() -> Iterator[None]:
-    """Inside, page-locked host memory that a plan frees is kept for the next plan.
+    """Keep page-locked host memory that a plan frees within the block for the next plan.
 
     Page-locking takes some tenths of a second per GiB, and a plan may swap to a hundred GiB. If several plans are
     applied one after the other inside this block, the memory is registered once, and freed at the end of the block.
