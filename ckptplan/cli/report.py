@@ -49,7 +49,7 @@ FrontierFile = Annotated[
     typer.Option(metavar="FRONTIER.json", help="Plans for other budgets, from [bold]ckptplan frontier -o[/bold]."),
 ]
 FrontierLimit = Annotated[
-    float | None, typer.Option(min=0.1, help="Find plans for other budgets within so many seconds instead.")
+    float | None, typer.Option(min=0.1, help="Find plans for other budgets within this many seconds instead.")
 ]
 TraceFile = Annotated[
     Path | None, typer.Option(metavar="TRACE.json", help="A measured step to draw, from [bold]ckptplan trace[/bold].")
@@ -70,7 +70,7 @@ def report(
 ) -> None:
     """Write a page on a plan: its memory over one step, each decision and why, and the price of other budgets.
 
-    Of an estimate: memory by phase, what is there at the peak, and the devices that have enough.
+    For an estimate: memory by phase, the tensors at the peak, and the devices with enough memory.
 
     The page is one file that loads nothing from the network.
 
