@@ -19,9 +19,9 @@ from ckptplan.distributed.parallel import put_back, sharded_units
 
 @contextlib.contextmanager
 def sharded(model: Any, settings: FSDP | int | None) -> Iterator[None]:
-    """Inside, a model is sharded for a group that isn't here, as its first rank (NOTE [Sharded models], item 3).
+    """Shard a model within the block for a group that isn't here, as its first rank (NOTE [Sharded models], item 3).
 
-    Without settings, and of what is no model, nothing is done.
+    Without settings, or if `model` isn't a module, nothing is done.
 
     Raises
     ------
@@ -59,7 +59,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def as_asked(function: F) -> F:
-    """Return a function of a model, and of an option `fsdp` by which the model is sharded meanwhile."""
+    """Return `function` with the model sharded as its option `fsdp` says while it runs."""
 
     @functools.wraps(function)
     def run(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -100,7 +100,7 @@ def _is_tied(model: nn.Module, unit: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def _group(count: int) -> Iterator[None]:
-    """Inside there is a group of `count` ranks: the one that is here if it has as many, or else a fake one."""
+    """Provide a group of `count` ranks within the block: this process's if it has as many, otherwise a fake one."""
     if dist.is_initialized():
         if dist.get_world_size() != count:
             raise InvalidInputError(
@@ -111,7 +111,7 @@ def _group(count: int) -> Iterator[None]:
         return
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    hook = sys.excepthook  # which a group replaces by one that names the rank
+    hook = sys.excepthook  # making a group replaces it by one that names the rank
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
     try:
         yield

@@ -44,7 +44,7 @@ _TRAINER, _LIGHTNING = "transformers.trainer", "lightning.pytorch.trainer.traine
 
 
 class _WhenImported(MetaPathFinder):
-    """Calls a function with a module as soon as that has run."""
+    """Calls a function with a module once the module has been imported."""
 
     def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
         self.name, self.then = name, then
@@ -238,7 +238,7 @@ def launch(target: str, arguments: Sequence[str], *, as_module: bool = False, **
         If there is no such file, or an option can't be used. Whatever the script raises passes.
     """
     options = {**callback_options(), **options}
-    PlanningCallback(**options)  # for its errors, now
+    PlanningCallback(**options)  # raises its errors before the script runs
     watch, before = _Watch(options), PlanningCallback.plans_applied
     end: SystemExit | None = None
     with watch.watching():

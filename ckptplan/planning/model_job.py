@@ -267,7 +267,7 @@ def encloses(training: Training) -> bool:
 
 
 def _largest(steps: Sequence[tuple[Mapping[str, tuple[int, ...]], int]]) -> int | None:
-    """Return the number of the step whose tensors are nowhere smaller than another's; of several, of the most bytes."""
+    """Return the number of the step whose tensors are nowhere smaller than another's; ties go to the most bytes."""
     able = [k for k, (ours, _) in enumerate(steps) if all(covers(ours, theirs) for theirs, _ in steps)]
     return max(able, key=lambda k: steps[k][1], default=None)
 
