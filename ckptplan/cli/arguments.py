@@ -51,7 +51,7 @@ Lora = Annotated[
     typer.Option(
         metavar="r=16,targets=q_proj,v_proj",
         help="Train adapters alone (peft). Also dropout=0.05; bits=4 (QLoRA) or bits=8 for quantized weights; upcast=no"
-        " if the others of these stay in 16 bits, as with TRL.",
+        " if the other weights stay in 16 bits, as with TRL.",
     ),
 ]
 

@@ -303,7 +303,7 @@ def _lora_options(text: str) -> dict[str, list[str]]:
     if not options or not all(valid):
         raise InvalidInputError(
             f"--lora {text!r} can't be read; give r=16,targets=q_proj,v_proj or r=16,targets=all-linear, and also "
-            "dropout=0.05, bits=4 or bits=8 (quantized weights), upcast=no (the rest of these stays in its type)"
+            "dropout=0.05, bits=4 or bits=8 (quantized weights), upcast=no (the other weights stay in their type)"
         )
     return options
 

@@ -1,7 +1,7 @@
 """Numbers that the search goes by, and the tolerances of its proofs.
 
-`Parameters` hold what may be chosen: no value makes an answer wrong, it makes it late, or less good, or less proven.
-The tolerances above them are what floating-point sums and other solvers lose, and are no matter of choice.
+`Parameters` may be chosen freely: no value makes an answer wrong, only later, less good or less proven. The tolerances
+above them are the errors of floating-point sums and of other solvers, and can't be chosen.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ckptplan.core.errors import InvalidInputError
 ROUNDING = 1e-9
 """Relative error, at most, of sums of some thousand numbers."""
 SOLVER_ERROR = 1e-6
-"""By which a solver in floating-point numbers may break a row, or miss a whole number."""
+"""Amount by which a solver in floating-point numbers may break a row, or miss a whole number."""
 CLOSE = 1e-4
 """Relative difference that counts for nothing: no search goes on for less, and a share of less is none."""
 LARGE = 1e6
@@ -115,4 +115,4 @@ class Parameters:
 
 
 DEFAULT = Parameters()
-"""What the package plans with."""
+"""The numbers that the package plans with."""

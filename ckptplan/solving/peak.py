@@ -1,4 +1,4 @@
-"""The smallest budget for which a plan exists: a search, and a proof of how much less none can do with.
+"""The smallest budget for which a plan exists: a search for it, and a proven lower bound on it.
 
 The bound is the largest of three. One step at a time: no plan needs less for a step than the leanest way to run its
 stage, beside what is there whatever is decided. All at once, in whole bytes: CP-SAT on `PeakModel`
