@@ -58,7 +58,7 @@ def solve(
     Parameters
     ----------
     model_or_profile : nn.Module or Profile
-        A model is profiled first; `inputs`, `swap_dir` and the options of `Training` don't go with a profile.
+        A model is profiled first; with a profile, `inputs`, `swap_dir` and the options of `Training` can't be given.
     budget_gb : float, optional
         Everything the step may hold on the device at any moment, in units of 2**30 bytes; rounded down to bytes. None:
         the device's free memory and what the model holds there already.

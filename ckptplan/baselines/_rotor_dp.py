@@ -51,7 +51,7 @@ from ckptplan.core.segment import Segment
 MAX_UNITS = 4000
 """Largest number of memory units in a table; beyond it every size is rounded up to a coarser unit."""
 MAX_CELLS = 48_000_000
-"""Most table entries, 8 bytes each and twice: beyond it units get coarser, down to `MIN_UNITS`."""
+"""Largest number of table entries, two of 8 bytes each: beyond it units get coarser, down to `MIN_UNITS`."""
 MIN_UNITS = 100
 UNITS_TRIED = 500
 """Number of coarse units to choose among."""

@@ -21,7 +21,7 @@ Where the published text leaves a choice open, this is the better one for the ba
 - When keep and swap alone don't fit, maps are converted to recompute, the most excess bytes per second added first,
   until they do. (Excess: bytes over the budget, summed over all program steps.)
 - The memory that a conversion gives back may be used: a swapped map is kept again where that is the best next step.
-- A recompute pins what its neighbour moved, so a conversion can lack room. Step 3 is run as it is, and again with
+- A recompute pins what its neighbour moved, so a conversion can lack room. Step 3 is run as above, and again with
   kept maps swapped where a conversion doesn't fit; neither is always the better.
 - What recomputes of neighbours share is tried in three ways, each with a search of its own: every stage by itself;
   the same with the inputs of recomputed stages swapped where their maps are; and neighbours as one chain, which holds

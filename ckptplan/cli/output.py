@@ -23,7 +23,7 @@ INTERRUPTED = 130
 """The exit code after Ctrl-C: 128 and the number of SIGINT, as in shells."""
 _OURS = str(Path(__file__).parent.parent)
 _NOT_USERS = (_OURS, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), "<")
-"""Where this package, Python and installed packages lie."""
+"""Folders of this package, of Python and of installed packages."""
 
 
 def show_error(text: str) -> None:

@@ -80,7 +80,7 @@ def report(
 
     output = output or Path(f"report.{form or 'html'}")
     if form is not None and output.suffix.lower() != f".{form}":
-        raise InvalidInputError(f"--format {form} doesn't go with the name {output}; leave out one of them")
+        raise InvalidInputError(f"--format {form} doesn't match the file name {output}; leave out one of them")
     check_suffix(output)
     check_writable(output, "the report")
     options = {
@@ -94,7 +94,7 @@ def report(
     if file.exists() and read_json(file, Profile.SCHEMA, Estimate.SCHEMA)["schema"] == Estimate.SCHEMA:
         extra = [*(["PLAN.json"] if plan_file else []), *given]
         if extra:
-            raise InvalidInputError(f"{file} is an estimate, which goes without {', '.join(extra)}")
+            raise InvalidInputError(f"{file} is an estimate; leave out the arguments for plans: {', '.join(extra)}")
         Estimate.load(file).report(commands=[f"ckptplan report {shlex.quote(file.name)}"]).save(output)
         typer.echo(f"written to {output}")
         return

@@ -54,7 +54,7 @@ _OF_PARAMETERS = """_module_info _orig_size _setattr_on_modules _sharded_local_t
 """Attributes of the engine's states, groups and parameters that are used here (seen in PyTorch 2.9 to 2.15)."""
 _OF_FORWARD = ("_training_state", "iter_forward_root", "_post_forward_indices", "post_forward_order")
 """Attributes that hold how far a forward has got."""
-_UNPLANNED = "the model is sharded by fully_shard, and plans can't go with it"
+_UNPLANNED = "the model is sharded by fully_shard, and plans don't support it"
 _WHOLE = "ckptplan_keeps_whole_gradients"
 """Attribute that marks the engine's groups which reduce in a run although the micro-batches before it don't."""
 

@@ -66,7 +66,7 @@ def _settings(wrapper: DistributedDataParallel) -> DDP:
         name = getattr(wrapper._comm_hooks[0][0], "__name__", "")
         why = f"its communication hook {name!r} makes tensors of its own; plan and train without register_comm_hook"
     if why is not None:
-        raise UnsupportedModelError(f"the model is in DistributedDataParallel, and plans can't go with it: {why}")
+        raise UnsupportedModelError(f"the model is in DistributedDataParallel, and plans don't support it: {why}")
     most, first = wrapper.bucket_bytes_cap, dist._DEFAULT_FIRST_BUCKET_BYTES  # type: ignore[attr-defined]
     return DDP(
         most / 2**20,

@@ -1,4 +1,4 @@
-"""A training script, run as it is, with the memory of its training planned.
+"""Runs a training script unchanged, with the memory of its training planned.
 
 NOTE [What of a script is planned]
 1. A `transformers.Trainer`, of TRL's too, gets an `ActivationPlanCallback` when it begins to train, and Lightning's an
@@ -6,7 +6,7 @@ NOTE [What of a script is planned]
    them later, or never. Ranks that Lightning starts itself, without this launcher, have the variables of
    `environment.py`.
 2. In a plain loop, the first module that is called for training, and that has all parameters of an optimizer, is
-   planned for this call's inputs (`ckptplan.apply`). Until then every call of a module is looked at; from then on none.
+   planned for this call's inputs (`ckptplan.apply`). Until then every call of a module is checked; from then on none.
    The plan is taken off when a Trainer begins.
 
 Several optimizers whose parameters the module has count together. A model that can't be planned is reported and runs

@@ -9,7 +9,7 @@ step is profiled and planned: the module's `training_step` under the trainer's p
 off meanwhile. A later batch that is larger than any before is planned for in the same way.
 
 A step without a loss (`training_step` returned None), or with one that doesn't depend on the model, has nothing to
-plan. It runs as it is, and the next is planned.
+plan. It runs without one, and the next is planned.
 
 With manual optimization, `training_step` runs backward itself, maybe several times. While it is profiled, its backwards
 record their losses and its optimizers do nothing; the losses' sum is the step's loss, so that all graphs count at once.
@@ -65,7 +65,7 @@ class ActivationPlanner(PlanningCallback, pl.Callback):
     ------
     InvalidInputError
         If an option can't be used. In training, the errors of `solve` and `apply`, and `UnsupportedModelError` for
-        strategies that plans can't go with.
+        strategies that plans don't support.
     """
 
     def __init__(self, budget_gb: float | None = None, **options: Any) -> None:

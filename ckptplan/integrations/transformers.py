@@ -70,7 +70,7 @@ class ActivationPlanCallback(PlanningCallback, TrainerCallback):
     ------
     InvalidInputError
         If an option can't be used. In training, the errors of `solve` and `apply`, and `UnsupportedModelError` for
-        settings of the Trainer that plans can't go with; the message names the setting.
+        settings of the Trainer that plans don't support; the message names the setting.
     """
 
     _run: _TrainerLoop | None = None
@@ -272,7 +272,7 @@ def _trainer_above() -> Trainer:
 
 
 def _check_settings(trainer: Trainer) -> None:
-    """Raise `UnsupportedModelError` for settings of a Trainer that no plan can go with."""
+    """Raise `UnsupportedModelError` for settings of a Trainer that plans don't support."""
     args = trainer.args
     kind = trainer.accelerator.distributed_type
     engine = str(getattr(kind, "value", kind))

@@ -186,7 +186,7 @@ class _Pool:
     page_bytes: int
     free: dict[int, list[_Entry]] = field(default_factory=dict)
     unmapped: dict[int, list[tuple[int, _Block]]] = field(default_factory=dict)
-    """By address."""
+    """Unmapped blocks per stream, by address."""
     searches: int = 0
 
     def insert(self, block: _Block) -> None:

@@ -512,7 +512,7 @@ class _Run:
                 ledger.free(ledger.movable[resident.names[0]])
         self._record_updates(batches, steps)
         if len(batches) == 1 and self._empties_before(2):
-            steps.append(steps[-1])  # which finds the segments that the one with an emptied cache has left
+            steps.append(steps[-1])  # it starts with the segments left by the step after the cache was emptied
         updating = None if self.updates is None else _Updates(ledger, self.updates)
         held = range(len(ledger.blocks))
         if updating is not None:

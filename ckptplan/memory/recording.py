@@ -144,7 +144,7 @@ class _Writer:
         self.made: dict[Sid, int] = {}
         self.alive: dict[Sid, int] = {}
         self._sums: dict[Sid, Sid] = {}
-        self._weights: dict[Sid, int] = {}  # that leave and return
+        self._weights: dict[Sid, int] = {}  # weights that leave and return
 
     def sections(
         self, direction: Direction, segment: int, trace: SegmentTrace, returns: Iterable[tuple[int, int]] = ()

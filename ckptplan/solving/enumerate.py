@@ -1,4 +1,4 @@
-"""Every plan, evaluated: exact for any menu and any segments, and short enough to be read as its own proof.
+"""Evaluation of every plan: exact for any menu and any segments, and short enough to be read as its own proof.
 
 Plans are looked at forest by forest (a forest: the segments of one plan), in the order of the time that the forest
 costs at least. A forest, or a decision vector in it, whose compute time alone is no shorter than the best step found
@@ -119,7 +119,7 @@ class PlanSpace:
         return plans[0]
 
     def forests(self) -> list[Segments]:
-        """Every way to choose segments, the ones that cost least time first."""
+        """Return every way to choose segments, those that cost least time first."""
 
         @cache
         def fill(first: int, limit: int, shortest: int) -> tuple[Segments, ...]:

@@ -584,7 +584,7 @@ def _sparse(columns: Sequence[Floats], score: Floats, seconds: Floats, cells: in
 
 
 def _shape(columns: Sequence[Floats], cells: int) -> list[int]:
-    """How many cells each column gets: the first (held bytes) `CELLS` times as many as the others."""
+    """Return the number of cells of each column: the first (held bytes) gets `CELLS` times as many as the others."""
     varies = [float(values.max()) > float(values.min()) for values in columns]
     others = sum(varies[1:])
     if not varies[0]:

@@ -320,7 +320,7 @@ class LocalSearch:
     def _options(
         self, codes: list[int], segments: Segments, value: float, deadline: float, pairs: int
     ) -> tuple[list[int], float]:
-        """Change options with the segments as they are."""
+        """Change options, keeping the segments."""
         menu = self.space.menu_in(segments)
         singles = [((i, code),) for i, allowed in enumerate(menu) for code in allowed if len(allowed) > 1]
         improved = True

@@ -37,10 +37,10 @@ class Parameters:
     cells : int
         Plans times stages evaluated at once, or kept in tables: bounds memory, and how late the deadline is seen.
     tried : int
-        Most combinations looked at where all are too many: ways to choose segments (each takes a millisecond), options
+        Most combinations tried where all are too many: ways to choose segments (each takes a millisecond), options
         of some stages, pairs of changes, a plan's transfers.
     window : int
-        Most things looked at one by one where they are ordered: newest copies in a queue, largest storages of a stage,
+        Most items handled one by one where they are ordered: newest copies in a queue, largest storages of a stage,
         stages around one that changes, places at which a pattern changes, forests that come near the best. Twice as
         many as the stages of the longest segment that the local search adds at once.
     nesting : int
@@ -69,7 +69,7 @@ class Parameters:
         what follows the longest parts. The mixed-integer program has the small share of the gap, too: the rest is for
         what it leaves out.
     least_s : float
-        Seconds below which nothing is begun or told: between two reports, for a process, for the peak in an error.
+        Seconds below which nothing is begun or reported: between two reports, for a process, for an error's peak.
 
     Raises
     ------

@@ -146,7 +146,7 @@ class _PeakRun:
         return False
 
     def segment_program(self, deadline: float) -> None:
-        """Where nothing moves, the best nested segments; budgets up to `REACH` times its own where that estimates."""
+        """Offer the segment DP's plans, in which nothing moves; if it isn't exact, up to `REACH` times its budget."""
         if not self.space.segments:
             return
         dp = SegmentDp(self.space, self.least, max_work=self.parameters.additions)

@@ -225,7 +225,7 @@ class _PlanSearch:
         )
         if self.space.profile is not self.profile:
             yield self.segments_part()
-        # With segments each step takes several times as long: on long chains the first round goes without.
+        # With segments each step takes several times as long: on long chains the first round has none.
         self.width, self.depth = p.least_width, 0 if long else p.nesting
         begin = time.monotonic()
         yield _SearchPart("label DP", self.labels, p.small_share)
@@ -323,7 +323,7 @@ class _PlanSearch:
             incumbent.prove(incumbent.best.step_s if least_s >= incumbent.best.step_s * (1 - ROUNDING) else least_s)
 
     def fit_segments(self, dp: SegmentDp, until: float) -> None:
-        """Where the program's bytes are an estimate, bisect for the largest budget for it whose plan truly fits."""
+        """Bisect for the largest budget of the program whose plan truly fits, where its bytes are an estimate."""
         least, asked, most = 0.0, float(self.budget_bytes), self.budget_bytes * REACH
         enough = CLOSE  # where memory is tightest one of some thousand budgets has a plan
         while True:
@@ -500,7 +500,7 @@ class _PlanSearch:
         problem = process.Problem(
             self.unmixed, self.budget_bytes, self.moved_bytes, best.step_s, self.limits.seed, workers
         )
-        # Of the gap that is wanted a part is for what the program leaves out.
+        # The program gets a part of the gap; the rest is for what it leaves out.
         running = process.begin(solver, problem, until, gap * p.small_share, first)
         if running is not None:
             self.beside.append(running)

@@ -107,10 +107,10 @@ class MovesSearch:
             {p: rules.there_until(profile.storages[option.saved[p]], i, self.n) for p in positions}
             for i, (option, positions) in enumerate(zip(options, r.moves, strict=True))
         ]
-        """Per stage and position, the last forward step in which it is there however early it leaves."""
+        """Per stage and position, the last forward step in which the storage is there, however early it leaves."""
         self.forward_s = [stage.forward_s for stage in profile.stages]
         self.compute_s = sum(r.backward_s)
-        """Of backward, recompute and sweeps included."""
+        """Compute time of backward, recompute and sweeps included."""
         self.last_release, self.last_prefetch = rules.enforceable_points(profile.stages)
         links = [link for link in (profile.link, profile.disk) if link is not None]
         self.together = any(link.latency_s > 0 for link in links)
@@ -198,7 +198,7 @@ class MovesSearch:
 
     @staticmethod
     def copied(items: Iterable[Item]) -> list[Item]:
-        """Those that are copied out, the copies of the forward lane; the others leave as early as they may."""
+        """Return the items that are copied out, in the forward lane; the others leave as early as they may."""
         return [item for item in items if item.copied_bytes]
 
     def frees(self, item: Item) -> tuple[tuple[int, int], ...]:
@@ -332,13 +332,13 @@ class MovesSearch:
         return best
 
     def order_of(self, moves: Moves) -> list[Item]:
-        """What moves, in the order in which it comes back."""
+        """Return the items that move, in the order in which they come back."""
         sent = [(i, sending) for i, sendings in enumerate(moves.sendings) for sending in sendings]
         sent.sort(key=lambda pair: (pair[1].prefetch, pair[0]))
         return [self.item(i, [p for p in sending.moves if p in self.sizes_of[i]]) for i, sending in sent]
 
     def _faster(self, start: Moves, deadline: float) -> tuple[Moves, list[Item]]:
-        """What `improved` finds before it joins transfers, and the order in which that comes back."""
+        """Return the moves that `improved` finds before it joins transfers, and the order in which they come back."""
         needed = self.residency.needed
         least_s = max(sum(self.forward_s) + self.compute_s, self.profile.fastest_step_s, self.residency.launch_s)
         least_s *= 1 + EQUAL_S

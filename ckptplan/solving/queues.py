@@ -209,7 +209,7 @@ class Lane:
                 yield i
 
     def _rest(self, left: set[int], joined_s: Sequence[float], now: float, free_s: float) -> tuple[float, bool]:
-        """When the copies that are left are done, and whether all have joined by the step that waits for them."""
+        """Return when the copies left are done, and whether all have joined by the step that waits for them."""
         for i in sorted(left, key=lambda i: (self.copies[i].joins, self.copies[i].rank)):
             if self.copies[i].joins > self.end:
                 return now, False

@@ -46,7 +46,7 @@ class Room:
 
     @property
     def total_bytes(self) -> int | None:
-        """Most that may move in all; None: no limit."""
+        """Limit on all bytes moved; None: no limit."""
         return None if self.host_bytes is None else self.host_bytes + self.disk_bytes
 
     def movable(self, profile: Profile) -> Profile:

@@ -407,7 +407,7 @@ class SegmentDp:
         return best
 
     def _ways(self, s: int) -> list[_Way]:
-        """How the step can go on from stage `s`."""
+        """Return the ways in which the step can go on from stage `s`."""
         found = self._known.get(s)
         if found is not None:
             return found

@@ -171,7 +171,7 @@ def _solver(deadline: float, seed: int = 0, workers: int = 1) -> Any:
         setattr(solver.parameters, name, value)
     solver.parameters.max_time_in_seconds = max(0.0, deadline - time.monotonic())
     solver.parameters.random_seed = seed % np.iinfo(np.int32).max
-    # One worker is deterministic as it is, several only where they take turns.
+    # One worker is always deterministic, several only if they take turns.
     solver.parameters.num_workers = workers
     solver.parameters.interleave_search = workers > 1
     # Catching it, CP-SAT would leave the process without Python's handler: the next Ctrl-C would kill it.

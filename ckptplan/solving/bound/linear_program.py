@@ -182,7 +182,7 @@ class Master:
                 lane.joins.append(self._row(0, 0, (put[k + 1], 1), (put[k], -1)))
                 memory[k].SetCoefficient(away[k], -1)
             self.lanes.append(lane)
-        self.left = []  # what the stages before k + 1 move without a copy, which is away from that step on
+        self.left = []  # per step k, the row of the bytes that leave without a copy behind stage k
         if any(c.on_host):
             gone = [lp.NumVar(0, big if k else 0, "") for k in range(n + 1)]
             self.left = [self._row(0, 0, (gone[k + 1], 1), (gone[k], -1)) for k in range(n)]

@@ -267,7 +267,7 @@ class MixedModel:
         return total(terms) if terms else 0.0
 
     def add_segments(self) -> None:
-        """y[a,b], and Y[a,k], the sum of y[a',b] over a' <= a and b >= k."""
+        """Add y[a,b], and Y[a,k], the sum of y[a',b] over a' <= a and b >= k."""
         n = self.n
         every = [(a, b) for a in range(n) for b in self.space.ends(a, a, n)]
         outer = {c for c in every if c[0] < c[1]}
@@ -305,7 +305,7 @@ class MixedModel:
         return self.sum([*terms, *([-self.sums[after, k]] if (after, k) in self.sums else [])])
 
     def add_choices(self) -> None:
-        """Each stage has one option, or is in one segment, which takes the time of its sweep."""
+        """Require one option, or one segment around it, for each stage; add the time of the segments' sweeps."""
         p, n = self.profile, self.n
         self.x = [{code: self.choice() for code in self.menu[i]} for i in range(n)]
         for i in range(n):
@@ -364,7 +364,7 @@ class MixedModel:
         return [self.profile.stages[i].options[code] for code in self.space.inside[i]]
 
     def add_inner_segments(self) -> None:
-        """Segments in a sweep run their stages once more, and recompute their last one."""
+        """Add segments in a sweep, which run their stages once more and recompute their last one."""
         n = self.n
         self.w: dict[tuple[int, int], Any] = {}
         for a, b in self.sweeps:
@@ -388,7 +388,7 @@ class MixedModel:
                     self.require(var <= self.whole(j, k))
 
     def forbid_crossing(self) -> None:
-        """Of two inner segments one is in the other, or they are apart: of `a..b` and `c..d`, not a < c <= b < d."""
+        """Require that one of two inner segments is in the other, or they are apart: not a < c <= b < d."""
         for c in range(1, self.n):
             beyond: Any = None  # whether one begins with c and ends behind b
             for b in reversed(range(c, self.n)):
@@ -422,7 +422,7 @@ class MixedModel:
                 group.held.append(held)
 
     def _groups(self) -> list[_Group]:
-        """The storages that decisions are about, those together that no decision tells apart."""
+        """Return the storages that depend on decisions, grouped if no decision distinguishes them."""
         found: dict[Any, _Group] = {}
         for s, holders in self._holders().items():
             storage = self.profile.storages[s]
@@ -461,7 +461,7 @@ class MixedModel:
         return {s: found[s] for _, s in first}
 
     def _holder(self, s: int, holder: Holder) -> _Holder | None:
-        """How a stage may hold storage `s` in this space; None if it can't."""
+        """Return how a stage may hold storage `s` in this space; None if it can't."""
         i = holder.stage
         stage, holding = self.profile.stages[i], holder.holding.intersection(self.menu[i])
         inside = ([stage.keep] if stage.is_glue else self.inside(i)) if self.around[i] else []
@@ -640,7 +640,7 @@ class MixedModel:
         return z
 
     def small(self, parts: Iterable[_Part]) -> list[Any]:
-        """How much of the small parts among these is away, as one amount; nothing where there are none."""
+        """Return one amount for the bytes of the small parts among these that are away; empty if there are none."""
         parts = [part for part in parts if not part.one]
         if not parts:
             return []
@@ -682,7 +682,7 @@ class MixedModel:
         return late
 
     def add_memory(self) -> None:
-        """Every step fits the budget, and every run of a sweep does."""
+        """Require that every step, and every run of a sweep, fits the budget."""
         passing = self.passing()
         for k in range(self.n):
             there = self.sum(
@@ -710,7 +710,7 @@ class MixedModel:
         return found
 
     def adds_forward(self, k: int) -> Iterator[Any]:
-        """What stages hold in forward step `k` that the program doesn't, and what the stage adds on top."""
+        """Yield what stages hold in forward step `k` beside the program, and what the stage adds on top."""
         stage, moving = self.profile.stages[k], self.moving[k]
         yield from (group.size * group.held[-1] for group in self.groups if k >= group.stop)
         for code, var in self.x[k].items():
@@ -721,7 +721,7 @@ class MixedModel:
             yield (moving.forward_bytes - self.again(k).forward_bytes) / self.unit * self.m[k]
 
     def adds_backward(self, k: int) -> Iterator[Any]:
-        """What stage `k` adds on top in its backward step."""
+        """Yield the bytes that stage `k` adds on top in its backward step."""
         stage = self.profile.stages[k]
         for code, var in self.x[k].items():
             yield stage.options[code].backward_bytes / self.unit * var
@@ -731,7 +731,7 @@ class MixedModel:
             yield (self.again(k).backward_bytes - stage.keep.backward_bytes) / self.unit * var
 
     def add_sweeps(self, k: int, resident: Any) -> None:
-        """The runs of a sweep fit that ends with stage `k`, outer or inner; the copies around an inner one left out."""
+        """Require that the runs of a sweep up to stage `k` fit, outer or inner; copies around an inner one left out."""
         runs: dict[int, list[Any]] = defaultdict(list)
         for var, c in [(var, c) for found in (self.y, self.w) for c, var in found.items() if c[1] == k]:
             for j, nbytes in zip(self.sweeps[c].runs, self.sweeps[c].run_bytes, strict=True):

@@ -33,7 +33,7 @@ Solver = Literal["scip", "cp_sat"]
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What the program is made from (see `MixedModel`), and the time of a plan that is known.
+    """The arguments of a program (see `MixedModel`), and the time of a known plan.
 
     `seed` and `workers` are CP-SAT's. With `among` (see there) its bound doesn't hold for other plans.
     """
