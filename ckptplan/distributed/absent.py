@@ -81,7 +81,7 @@ def units_of(model: nn.Module, names: tuple[str, ...] | None) -> list[nn.Module]
         found = [m for each in lists if len({type(m) for m in each}) == 1 and len(each) > 1 for m in each]
     missing = set(listed or ()) - {name for _, names_of_it in called for name in names_of_it}
     if missing:
-        raise InvalidInputError(f"fsdp: the model has no module of class or name {', '.join(sorted(missing))}")
+        raise InvalidInputError(f"fsdp: no module has the class or name {', '.join(sorted(missing))}; correct units=")
     with_own = [m for m in dict.fromkeys(found) if m is not model and any(True for _ in m.parameters())]
     tied = [m for m in with_own if _is_tied(model, m)]
     if tied and listed is not None:
@@ -104,8 +104,8 @@ def _group(count: int) -> Iterator[None]:
     if dist.is_initialized():
         if dist.get_world_size() != count:
             raise InvalidInputError(
-                f"fsdp: {count} ranks, and this process is one of a group of {dist.get_world_size()}; plan for other "
-                "groups in a process of its own"
+                f"fsdp: {count} ranks, but this process is in a group of {dist.get_world_size()}; plan for groups of "
+                "another size in a process without one"
             )
         yield
         return

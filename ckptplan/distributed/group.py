@@ -169,7 +169,7 @@ class GroupCall:
         why = f"can't be reached ({found[0]})" if found else f"hasn't answered for {SILENT_S:.0f} s"
         self._answers = False
         raise RankError(
-            f"{self._name}: the process group's store {why}; the rank that has it, mostly 0, has ended or hangs",
+            f"{self._name}: the process group's store {why}: its rank, usually 0, has ended or hangs; see its output",
             rank=self.ranks[0],
         )
 

@@ -274,13 +274,13 @@ class Parallel:
                 type(group.offload_policy).__name__ == "CPUOffloadPolicy",
                 f"it gathers by {gather}, whose memory plans don't know": gather != "DefaultAllGather",
                 f"it reduces by {reduce}, whose memory plans don't know": reduce != "DefaultReduceScatter",
-                "its all-reduce hook makes tensors of its own": group._all_reduce_hook is not None,
+                "its all-reduce hook makes tensors of its own; leave it out": group._all_reduce_hook is not None,
                 "its parameters gather by code of their own (fsdp_pre_all_gather)":
                 any(hasattr(p._sharded_local_tensor, "fsdp_pre_all_gather") for p in group.fsdp_params),
                 "its parameters are parallelized by tensors as well": any(p.is_dtensor for p in group.fsdp_params),
-                "its gathered parameters stay between steps (set_keep_unsharded_storage)":
+                "its gathered parameters stay between steps; leave out set_keep_unsharded_storage(True)":
                 any(getattr(p, "keep_unsharded_storage", False) for p in group.fsdp_params),
-                "its gradients are reduced after backward, by finalize_backward":
+                "its gradients are reduced after backward; leave out finalize_backward and its setting":
                 any(getattr(state._state_ctx, "manual_backward_finalization", False) for state in self.states),
             }  # fmt: skip
             for why in (why for why, holds in whys.items() if holds):

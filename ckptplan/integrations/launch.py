@@ -1,4 +1,4 @@
-"""Runs a training script unchanged, with the memory of its training planned.
+"""`ckptplan run`: a training script runs unchanged, with the memory of its training planned.
 
 NOTE [What of a script is planned]
 1. A `transformers.Trainer`, of TRL's too, gets an `ActivationPlanCallback` when it begins to train, and Lightning's an
