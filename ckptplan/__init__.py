@@ -107,7 +107,7 @@ _NAMES = {
     "runtime.verify": "verify",
 }
 _MODULES = {name: f"ckptplan.{module}" for module, names in _NAMES.items() for name in names.split()}
-"""Where each public name is defined. No public name may be that of a module or package in `ckptplan`."""
+"""Where each public name is defined. No public name may equal that of a module or package in `ckptplan`."""
 
 
 if not TYPE_CHECKING:  # or a type checker would accept any name
@@ -115,7 +115,7 @@ if not TYPE_CHECKING:  # or a type checker would accept any name
     def __getattr__(name: str) -> Any:
         if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        random = sys.modules.get("random")  # from which some packages draw when they are imported
+        random = sys.modules.get("random")  # some packages draw from it when they are imported
         state = None if random is None else random.getstate()
         found = getattr(importlib.import_module(_MODULES[name]), name)
         if random is not None:

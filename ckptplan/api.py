@@ -35,9 +35,9 @@ if TYPE_CHECKING:  # these import torch
     from ckptplan.planning.model_job import Together
 
 FRONTIER_TIME_LIMIT_S = 60.0
-"""For all plans of a frontier together, where no limit is given."""
+"""Default time limit for all plans of a frontier together."""
 RANGE_TIME_LIMIT_S = 0.5
-"""For the smallest peak that a plan's output names."""
+"""Time limit for finding the smallest peak, which a plan's output shows."""
 
 
 def solve(
@@ -51,20 +51,20 @@ def solve(
     plan_file: str | Path | None = None,
     **options: Unpack[SolveKeywords],
 ) -> Plan:
-    """The fastest plan that fits the budget, and how far from the best possible it can be at most.
+    """Return the fastest plan found within a budget, with a proven bound on its distance from the best possible one.
 
-    With `max_overhead` in place of a budget: the plan with the smallest peak found among those within that slowdown.
+    With `max_overhead` in place of a budget, return the plan with the smallest peak found within that slowdown.
 
     Parameters
     ----------
     model_or_profile : nn.Module or Profile
-        A model is profiled first; `inputs`, `swap_dir` and the options of `Training` don't go with a profile.
+        A model is profiled first; with a profile, `inputs`, `swap_dir` and the options of `Training` can't be given.
     budget_gb : float, optional
         Everything the step may hold on the device at any moment, in units of 2**30 bytes; rounded down to bytes. None:
-        what the device has free, and what the model holds there already.
+        the device's free memory and what the model holds there already.
     budget : str, optional
         The budget in words, in place of `budget_gb`: "12 GiB" or "800 MB"; "50%" of the way from the smallest peak to
-        everything kept; "auto" for what the device has free, and what the model holds, less 5 %.
+        everything kept; "auto" for the device's free memory and what the model holds there, less 5 %.
     inputs : tensor, tuple, dict, optional
         Positional or keyword inputs of the forward, as in `profile`.
     max_overhead : float, optional
@@ -72,10 +72,10 @@ def solve(
     swap_dir : path, optional
         As in `profile`.
     plan_file : path, optional
-        A file for the plan. If it has one that was made for the same budget, options of `Limits`, model with its
-        settings, inputs, optimizer and device, that one is returned, and nothing is profiled. Otherwise a new one is
-        written there. Code isn't compared, of the loss the name alone: delete the file when it changes. It goes
-        without `step`, whose tensors can't be compared, and is for one process.
+        File that keeps the plan for later runs. If it has a plan for the same budget, options of `Limits`, model with
+        its settings, inputs, optimizer and device, that plan is returned without profiling; otherwise a new one is
+        written there. Code isn't compared (of the loss, only the name): delete the file when code changes. Not
+        together with `step`, whose tensors can't be compared; for one process only.
     **options
         What is trained: `loss_fn`, `optimizer`, `device`, `step`, `amp`, `accumulate`, `ddp`, `fsdp`
         (`ckptplan.core.request.Training`); what a plan may use: `actions`, `segments`, `menus`, `host_gb`, `disk_gb`,
@@ -148,7 +148,7 @@ def _free_bytes(
 ) -> tuple[int, str]:
     """Return the bytes that a device has free, less a share of them, and a note that says so."""
     if isinstance(model_or_profile, Profile):
-        raise InvalidInputError("a profile says nothing of free memory; pass budget_gb=, budget= or max_overhead=")
+        raise InvalidInputError("a profile doesn't record free memory; pass budget_gb=, budget= or max_overhead=")
     from ckptplan.planning.model_job import default_budget
 
     ranks = 1 if together is None else together.local_count
@@ -169,7 +169,7 @@ def _check_file_suits(training: Training, together: Together | None) -> None:
 
 
 def _step_text(model_or_profile: nn.Module | Profile, training: Training) -> str:
-    """What a plan in a file was made for, beside the request."""
+    """Return the model and the step, as text, that a plan file's plan must have been made for."""
     if isinstance(model_or_profile, Profile):
         return repr(model_or_profile.fingerprint)
     from ckptplan.planning.model_job import step_text
@@ -178,14 +178,14 @@ def _step_text(model_or_profile: nn.Module | Profile, training: Training) -> str
 
 
 def _holds(plan: Plan, model_or_profile: nn.Module | Profile, budget_bytes: int | None) -> bool:
-    """Whether a plan for the same request is still one: of this very profile, or within what is free by now."""
+    """Return whether a file's plan still holds: for this profile, or within the bytes that may be used now."""
     if isinstance(model_or_profile, Profile):
         return not _broken(model_or_profile, plan)
     return budget_bytes is None or plan.counted_bytes <= budget_bytes
 
 
 def _solved(job: Job, budget_bytes: int | None, share: float | None, max_overhead: float | None) -> Plan:
-    """Return the plan for one of a budget, a share of the way to everything kept, and a slowdown."""
+    """Return the plan for a budget, for a share of the way to everything kept, or for a slowdown."""
     if share is not None:
         return job.solved_share(share)
     if budget_bytes is not None:
@@ -197,10 +197,10 @@ def _solved(job: Job, budget_bytes: int | None, share: float | None, max_overhea
         return _with_range(job, plan)
     assert max_overhead is not None
     plan = job.smallest_within(max_overhead)
-    # No budget was named that a replay could exceed, so the plan names the one it keeps.
+    # No budget was given, so the plan's own becomes what its replay needs.
     plan = job.reserving(plan)
     needs = job.needs(plan)
-    if needs > plan.budget_bytes:  # the bound is one for fewer bytes
+    if needs > plan.budget_bytes:  # the plan's bound was proven for fewer bytes
         plan = plan.within(needs, job.profile.fastest_step_s)
     return _with_range(job, plan)
 
@@ -219,14 +219,14 @@ def frontier(
     swap_dir: str | Path | None = None,
     **options: Unpack[SolveKeywords],
 ) -> Frontier:
-    """The plans along the time/memory trade-off, from the smallest peak to everything kept.
+    """Return the plans along the time/memory trade-off, from the smallest peak to everything kept.
 
     Parameters
     ----------
     model_or_profile, inputs, swap_dir, **options
         As in `solve`; `time_limit_s` is for all plans together, 60 s where left out.
     points : int
-        Most plans, 2 to 1024.
+        Largest number of plans, 2 to 1024.
 
     Returns
     -------
@@ -259,7 +259,7 @@ def frontier(
 
 
 def _united(frontiers: Sequence[Frontier], fastest_s: float) -> Frontier:
-    """Return the best plans of several frontiers of one job; a bound is one for the plans of all."""
+    """Return the best plans of several frontiers of one job, with bounds that hold for the plans of all of them."""
     plans = []
     for frontier in frontiers:
         for plan in frontier:
@@ -273,7 +273,7 @@ def _united(frontiers: Sequence[Frontier], fastest_s: float) -> Frontier:
 
 
 def _better_rules(job: Job, plans: Sequence[Plan]) -> list[Plan]:
-    """Plans of published rules within the peaks of `plans`, with their bounds, that beat one of these."""
+    """Return plans of published rules, within the peaks and with the bounds of `plans`, that beat one of these."""
     found = []
     for plan in plans:
         for other in plans_by_rules(job.profile, plan.peak_bytes, job.limits):
@@ -283,14 +283,14 @@ def _better_rules(job: Job, plans: Sequence[Plan]) -> list[Plan]:
 
 
 def _checked(job: Job, plans: Iterable[Plan]) -> list[Plan]:
-    """The plans that a replay of the model confirms, with what they need."""
+    """Return the plans that a replay of the model confirms, with the bytes that they need."""
     checked: list[Plan] = []
     plans = list(plans)
     for plan in plans:
         plan = job.reserving(job.sound(plan))
         if plan.reserved_bytes is not None:
-            # The chain knows budgets in tensors alone: each plan names the one that it keeps on the device. A bound for
-            # at least as many bytes of tensors holds for all plans within that.
+            # The search's budget counts tensors alone; the plan's counts reserved bytes. A bound for at least as many
+            # bytes of tensors holds for all plans within as many reserved bytes.
             budget_bytes = max(plan.budget_bytes, plan.reserved_bytes)
             above_s = (found.lower_bound_s for found in plans if found.budget_bytes >= budget_bytes)
             plan = plan.within(budget_bytes, max(above_s, default=job.profile.fastest_step_s))
@@ -304,12 +304,12 @@ def _checked(job: Job, plans: Iterable[Plan]) -> list[Plan]:
 
 
 def explain(profile: Profile, plan: Plan, **options: Unpack[SearchKeywords]) -> Explanation:
-    """Why `plan` is as it is: what binds where, what more memory or faster links are worth, each stage's next choices.
+    """Explain `plan`: the steps that limit it, the worth of more memory or faster links, and each stage's next choices.
 
     Parameters
     ----------
     profile : Profile
-        The one that the plan was made from.
+        The profile that the plan was made from.
     **options
         As given to `solve`: what the prices and the alternatives may use; `time_limit_s` is for the prices, and again
         for the alternatives, of the longest runs of equal stages first.
@@ -330,7 +330,7 @@ def explain(profile: Profile, plan: Plan, **options: Unpack[SearchKeywords]) -> 
     check_kind(Plan, plan=plan)
     profile = plan.require_profile(profile)
     _require_made_from(profile, plan)
-    plan = replace(plan, budget_bytes=plan.tensor_budget_bytes)  # that of a step's tensors
+    plan = replace(plan, budget_bytes=plan.tensor_budget_bytes)
     limits.on_progress(limited("finding what memory and links are worth", limits.time_limit_s))
     bound = lower_bound(
         plan_space_of(profile, limits.actions, limits.segments),
@@ -357,9 +357,9 @@ def _require_made_from(profile: Profile, plan: Plan) -> None:
 
 
 def _broken(profile: Profile, plan: Plan) -> str:
-    """Return what a profile gives otherwise than a plan predicts; empty for one that was made from it."""
+    """Return the first prediction of a plan that its profile contradicts, in words; empty if there is none."""
     if len(plan.stages) != len(profile.stages):
-        return "they have other stages"
+        return "their stages differ"
     broken, _ = examine(profile, plan, plan.budget_bytes, host_bytes=plan.host_bytes, disk_bytes=plan.disk_bytes)
     return broken[0].detail if broken else ""
 
@@ -367,12 +367,12 @@ def _broken(profile: Profile, plan: Plan) -> str:
 def _job(
     model_or_profile: nn.Module | Profile, training: Training, swap_dir: str | Path | None, limits: Limits
 ) -> contextlib.AbstractContextManager[Job]:
-    """A context with the job of planning a model, which is profiled first, or a profile."""
+    """Return a context that yields the job of planning a model, which is profiled first, or a profile."""
     if not isinstance(model_or_profile, Profile):
         from ckptplan.planning.model_job import job_of_model
 
         return job_of_model(model_or_profile, training, swap_dir, limits)
     extra = training.given() + ["swap_dir"] * (swap_dir is not None) + ["compile"] * limits.compile
     if extra:
-        raise InvalidInputError(f"{', '.join(extra)} can't be given with a profile, which is measured already")
+        raise InvalidInputError(f"{', '.join(extra)} can't be given with a profile; leave it out, or pass the model")
     return contextlib.nullcontext(job_of_profile(model_or_profile, limits))

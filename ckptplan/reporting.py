@@ -1,4 +1,4 @@
-"""Reports of plans and estimates: what `report` methods and the command line show, with what has to be worked out."""
+"""Reports of plans, as the `report` methods and the command line write them."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from ckptplan.report.page.planned import Measured, Rival, plan_report
 from ckptplan.report.page.render import Report
 
 RIVALS = {"greedy (PoocH)": "pooch", "uniform": "uniform", "checkpoint every block": "recompute_all"}
-"""Planners whose plans are points beside a frontier: by greed, the uniform rule, and a framework's own switch."""
+"""Planners whose plans are points beside a frontier: a greedy one, the uniform rule, and a framework's own switch."""
 RIVALS_S = 15.0
-"""Most seconds for each of them."""
+"""Time limit for each of them."""
 GREEDY_STAGES = 100
-"""Most stages for which the greedy one plans: its time grows with their square, from 5 s a budget at 100."""
+"""Largest number of stages for the greedy planner: its time grows with their square and is 5 s a budget at 100."""
 PRICES_S = 2.0
-"""Seconds for the prices of memory."""
+"""Time limit for the prices of memory."""
 
 
 def report_of_plan(
@@ -49,12 +49,12 @@ def report_of_plan(
     if traced and traced.isdisjoint(plan.stages):
         raise PlanMismatchError(
             f"the trace is of another model: it has stages such as {min(traced)!r}, the plan {plan.stages[0]!r}; "
-            "give one of a step under this plan"
+            "give a trace of a step under this plan"
         )
     tell = reporting(on_progress)
     if not frontier and time_limit_s is not None:
         frontier = frontier_of(profile, time_limit_s=time_limit_s, on_progress=tell)
-    fits = plan.counted_bytes <= plan.budget_bytes  # no plan has prices within a budget that none fits
+    fits = plan.counted_bytes <= plan.budget_bytes  # a plan beyond its budget has no prices
     each_s = RIVALS_S if time_limit_s is None else min(RIVALS_S, time_limit_s / len(RIVALS))
     rivals = _rivals(profile, frontier, each_s, tell)
     if frontier:
@@ -72,7 +72,7 @@ def report_of_plan(
 
 
 def _rivals(profile: Profile, frontier: Sequence[Plan], limit_s: float, tell: Callable[[str], None]) -> list[Rival]:
-    """The plans of other planners, each for the peak of one of the frontier's plans as its budget, as time allows."""
+    """Return the plans of other planners, each within the peak of one of the frontier's plans, as time allows."""
     found = []
     for name, planner in RIVALS.items():
         if planner == "pooch" and len(profile.stages) > GREEDY_STAGES:
@@ -86,7 +86,7 @@ def _rivals(profile: Profile, frontier: Sequence[Plan], limit_s: float, tell: Ca
             with contextlib.suppress(InfeasibleBudgetError):
                 plan = BASELINES[planner](profile, like.peak_bytes)
                 plan = plan.within(like.budget_bytes, like.lower_bound_s)
-                # Without the model it can't be replayed: with the same peak in tensors it is taken to reserve as much.
+                # Without the model it can't be replayed, so it is assumed to reserve as much as the frontier's plan.
                 plan = replace(plan, allocated_bytes=like.allocated_bytes, reserved_bytes=like.reserved_bytes)
                 found.append(Rival(name, like.counted_bytes, plan))
             longest_s = max(longest_s, time.monotonic() - at)

@@ -102,7 +102,7 @@ def joined(profile: Profile, options: Sequence[Option]) -> tuple[Segment, ...]:
 
 
 def ways_to_recompute(profile: Profile) -> list[tuple[str, bool]]:
-    """What a rule may mean by recompute: the option's name, and whether neighbours form a segment (see `named`)."""
+    """Ways to recompute that a rule leaves open: the option's name, and whether neighbours form a segment (`named`)."""
     found = [("recompute", False), ("recompute", True)]
     if any(stage.find("recompute+swap") for stage in profile.stages):
         found.insert(1, ("recompute+swap", False))
@@ -120,7 +120,7 @@ def first_held(profile: Profile) -> list[frozenset[int]]:
 
 
 def own_storages(profile: Profile) -> list[frozenset[int]]:
-    """Of these, those that recompute would drop, where the stage can be recomputed."""
+    """Per stage, those of its `first_held` storages that recompute would drop; none where it can't be recomputed."""
     return [
         held if stage.recompute is None else held - set(stage.recompute.held)
         for stage, held in zip(profile.stages, first_held(profile), strict=True)

@@ -26,10 +26,10 @@ class Offer:
     ----------
     stage : int
     nbytes : float
-        The most of them.
+        Largest number of bytes freed.
     s_per_byte : float
     moves : bool
-        By moving them; else by recomputing them.
+        Whether they are moved; otherwise they are recomputed.
     """
 
     stage: int
@@ -66,7 +66,7 @@ def cheapest(offers: Sequence[Offer], needs: Sequence[float]) -> list[float]:
 
 
 MOST_PERCENT, LEAST_PERCENT = 105, 40
-"""Of the budget, between which the program is solved in steps of 1 %.
+"""Shares of the budget between which the program is solved in steps of 1 %.
 
 Rounding fractions to whole options changes the bytes, either way, so all of these are tried, and what fits after
 rounding counts.
@@ -93,7 +93,7 @@ def rounded(profile: Profile, offers: Sequence[Offer], budget_bytes: int) -> Ite
 
 
 def offered_bytes(profile: Profile) -> list[int]:
-    """Per stage, the bytes of its own storages: what it could free, by whatever means."""
+    """Per stage, the bytes of its own storages, the most that it can free."""
     return [sum(profile.storages[s].nbytes for s in found) for found in own_storages(profile)]
 
 

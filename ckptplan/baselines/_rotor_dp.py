@@ -49,12 +49,12 @@ from ckptplan.core.profile import Profile
 from ckptplan.core.segment import Segment
 
 MAX_UNITS = 4000
-"""Most memory units in a table; beyond it every size is rounded up to a coarser unit."""
+"""Largest number of memory units in a table; beyond it every size is rounded up to a coarser unit."""
 MAX_CELLS = 48_000_000
-"""Most table entries, 8 bytes each and twice: beyond it units get coarser, down to `MIN_UNITS`."""
+"""Largest number of table entries, two of 8 bytes each: beyond it units get coarser, down to `MIN_UNITS`."""
 MIN_UNITS = 100
 UNITS_TRIED = 500
-"""Coarse units to choose among."""
+"""Number of coarse units to choose among."""
 
 
 class RotorChain:
@@ -63,7 +63,7 @@ class RotorChain:
     Attributes
     ----------
     links : list of set of int
-        What the stage is linked to of the module stage in front of it.
+        Storages of the module stage in front of it that the stage is linked to.
     dropped : set of int
         Storages of graphs that are dropped in forward, which are left out.
     always : dict
@@ -73,11 +73,11 @@ class RotorChain:
     forward_base, backward_base : list of int
         Resident at the start of the step whatever is decided.
     boundary : list of int
-        x: what of the previous module stage's output is held in front of the stage; glue passes on that behind it.
+        x: bytes of the previous module stage's output held in front of the stage; glue passes on those behind it.
     kept : list of int
-        p: what keeping the stage holds, the boundary behind it included.
+        p: bytes that keeping the stage holds, the boundary behind it included.
     keep_forward, keep_backward, again_forward, again_backward : list of int
-        What the stage's step adds under keep and under recompute.
+        Bytes that the stage's step adds under keep and under recompute.
     rerun_s, again_s : list of float
         Time of its run in a sweep, and of its recompute in front of its backward.
     can : list of bool
@@ -206,7 +206,7 @@ class Table:
         self.profile = profile
         self.chain = chain = RotorChain(profile)
         n = self.n = len(chain.kept)
-        # What is there whatever happens is taken off first: it is most of a real model's bytes.
+        # Bytes that are there under every plan are subtracted first: they are most of a real model's bytes.
         self.floor = floor = min(*chain.forward_base, *chain.backward_base)
         limit = max(limit_bytes - floor, 0)
         self.unit = math.gcd(

@@ -18,7 +18,7 @@ def keep_all(profile: Profile, budget_bytes: int) -> Plan:
     Raises
     ------
     InfeasibleBudgetError
-        If the step doesn't fit as it is.
+        If the step doesn't fit with everything kept.
     """
     return build(profile, everywhere(profile, "keep"), budget_bytes, "keep_all")
 

@@ -72,9 +72,9 @@ class _BoundaryLabels:
     origin, parent : int arrays
         Boundary and entry that it comes from.
     kind : int array
-        What the stages between do.
+        Kind of decision about the stages in between.
     within : int array
-        The units that a segment's sweep has.
+        Units of memory that a segment's sweep has.
     """
 
     kept: Floats

@@ -16,12 +16,12 @@ Where the published text leaves a choice open, this is the better one for the ba
   leaf also counts without its kept swap-outs.
 - Conversions are judged by a replay of each, with what recompute chained to it costs; the estimate only picks which
   maps to replay: 32, and fewer in chains of more than 20 stages, down to 6. Where no replay is faster, the best of
-  those whose estimate promises a gain is converted all the same, since several may pay together. The fastest of all
-  that was replayed and fits is the plan.
+  those whose estimate promises a gain is still converted, since several may pay together. The fastest of all that was
+  replayed and fits is the plan.
 - When keep and swap alone don't fit, maps are converted to recompute, the most excess bytes per second added first,
   until they do. (Excess: bytes over the budget, summed over all program steps.)
 - The memory that a conversion gives back may be used: a swapped map is kept again where that is the best next step.
-- A recompute pins what its neighbour moved, so a conversion can lack room. Step 3 is run as it is, and again with
+- A recompute pins what its neighbour moved, so a conversion can lack room. Step 3 is run as above, and again with
   kept maps swapped where a conversion doesn't fit; neither is always the better.
 - What recomputes of neighbours share is tried in three ways, each with a search of its own: every stage by itself;
   the same with the inputs of recomputed stages swapped where their maps are; and neighbours as one chain, which holds
@@ -69,7 +69,7 @@ Actions = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Costed:
-    """Options with the cost of their best schedule; over the budget, of that at the smallest one that fits them."""
+    """Options with the cost of their best schedule: within the budget or, if they don't fit, at their smallest peak."""
 
     actions: Actions
     excess_bytes: int

@@ -1,9 +1,9 @@
-"""The same fractions of keep, swap and recompute everywhere: what a planner blind to differences between stages can do.
+"""The same fractions of keep, swap and recompute everywhere: the best plan that ignores differences between stages.
 
 Fractions are those on a grid of twentieths that add up to one. Each is spread evenly: stage i takes the action whose
-share so far is furthest behind. Only stages that can swap and recompute are counted; others keep. For every triple it
-is tried, too, to swap the inputs of the recomputed stages. The fastest of all that fits is the plan, which is the
-most that this rule can do; it has no paper, and is the ablation that readers of newer systems ask for.
+share so far is furthest behind. Only stages that can swap and recompute are counted; others keep. Every triple is also
+tried with the inputs of the recomputed stages swapped. The fastest of all that fits is the plan, the best that this
+rule can do. It has no paper; it is the usual ablation of newer systems.
 """
 
 from __future__ import annotations

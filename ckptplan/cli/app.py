@@ -112,7 +112,7 @@ def run(
     compiled: Compiled = False,
     time_limit: TimeLimit = 10.0,
 ) -> None:
-    """Run a training script as it is, and plan what it trains.
+    """Run a training script unchanged, and plan the model that it trains.
 
     Trainers of transformers and Lightning get their callback. In a plain loop, the first model that is called for
     training and has the parameters of an optimizer is planned. With torchrun and accelerate: -m ckptplan.run.

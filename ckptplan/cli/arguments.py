@@ -51,7 +51,7 @@ Lora = Annotated[
     typer.Option(
         metavar="r=16,targets=q_proj,v_proj",
         help="Train adapters alone (peft). Also dropout=0.05; bits=4 (QLoRA) or bits=8 for quantized weights; upcast=no"
-        " if the others of these stay in 16 bits, as with TRL.",
+        " if the other weights stay in 16 bits, as with TRL.",
     ),
 ]
 
@@ -188,7 +188,7 @@ Sharded = Annotated[
     typer.Option(
         "--fsdp",
         metavar="N",
-        help="The model is sharded by FSDP2 over N ranks; batch and bytes are those of one. Settings follow by commas: "
+        help="The model is sharded by FSDP2 over N ranks; batch and bytes are per rank. Settings follow by commas: "
         "8,param_dtype=bfloat16,replicas=2,reshard_after_forward=no.",
     ),
 ]
@@ -199,7 +199,7 @@ SwapFolder = Annotated[
     typer.Option(
         "--swap-dir",
         metavar="FOLDER",
-        help="Where a CPU's swapped bytes go, or the disk tier's; default: as in training.",
+        help="Folder of the swap file of a CPU plan or of the disk tier; default: as in training.",
     ),
 ]
 
@@ -269,7 +269,7 @@ def to_bytes(text: str, option: str) -> int:
 
 
 def parts_of(text: str) -> list[str]:
-    """Return what is separated by commas in `text`, without spaces around it and without empty parts."""
+    """Return the comma-separated parts of `text`, without spaces around them and without empty parts."""
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
@@ -279,7 +279,7 @@ def to_counts(text: str, option: str) -> list[int]:
     for part in parts:
         if not part.isdecimal() or int(part) < 1:
             raise InvalidInputError(
-                f"{option} {text!r}: {part!r} is not a whole number from 1 on; give some, by commas"
+                f"{option} {text!r}: {part!r} is not a whole number, 1 or more; give numbers separated by commas"
             )
     return [int(part) for part in parts]
 

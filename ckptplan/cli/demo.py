@@ -1,4 +1,4 @@
-"""`ckptplan demo`: steps of a model, plainly and with the plans of several planners for one budget, measured."""
+"""`ckptplan demo`: measure steps of a model, plain and with the plans of several planners for one budget."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from ckptplan.runtime.verify import Verification
 from ckptplan.tensors.accelerator import default_device, is_accelerator
 
 VOCABULARY = 256
-"""Bytes are the tokens."""
+"""Number of tokens: one for each byte."""
 SEED = 0
 OURS = "ckptplan"
 GREEDY = {"cpu": "chen_greedy", "cuda": "pooch"}
-"""The greedy rule to compare with, by type of device: one that recomputes, and one that swaps, too."""
+"""Type of device -> the greedy rule to compare with: on the CPU one that recomputes, on CUDA one that swaps, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ GPU_SIZE = Size(narrow=256, hidden=512, outer=6, wide=1024, heads=16, inner=6, c
 
 
 class Mixer(nn.Module):
-    """Each byte with the one before it, through a gated MLP: many activations, little compute."""
+    """Layer that mixes each byte with the one before it through a gated MLP: many activations, little compute."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -66,18 +66,18 @@ class Mixer(nn.Module):
         self.out = nn.Linear(hidden, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, context, width) to the same."""
+        """Return a tensor of the shape of `x`, (batch, context, width)."""
         h = self.norm(x)
         h = torch.lerp(h, F.pad(h, (0, 0, 1, 0))[:, :-1], self.share)
         return x + self.out(F.silu(self.gate(h)) * self.value(h))  # type: ignore[no-any-return]
 
 
 class Hourglass(nn.Module):
-    """Byte-level decoder, narrow at every byte and wide at every few: tokens (batch, context) to logits of the next.
+    """Byte-level decoder, with narrow layers at every byte and wide ones at every few bytes.
 
-    A wide layer has much compute for its activations, a narrow one little, so that it matters which ones run again.
-    The groups of bytes that a wide position stands for end with the first byte that it is added to, so that none sees
-    what it is to predict.
+    A wide layer has much compute for its activations, a narrow one little, so it matters which ones are recomputed. The
+    group of bytes that a wide position stands for ends with the first byte that it is added to, so that no position
+    sees the byte that it has to predict.
 
     Reference
     ---------
@@ -104,7 +104,7 @@ class Hourglass(nn.Module):
         self.head = nn.Linear(size.narrow, VOCABULARY, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of the next byte."""
+        """Return the logits of the next byte for `tokens` (batch, context)."""
         x = self.tokens(tokens)
         for layer in self.before:
             x = layer(x)
@@ -120,7 +120,7 @@ class Hourglass(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class DemoRow:
-    """The plan of one planner, and what was measured of it.
+    """The plan of one planner, and its measurements.
 
     `found` also has the plain steps that alternated with the planned ones.
     """
@@ -131,7 +131,7 @@ class DemoRow:
 
     @property
     def plain(self) -> tuple[int, float]:
-        """Peak bytes and seconds of the plain steps, which every device has room for."""
+        """Peak bytes and seconds of the plain steps."""
         peak_bytes, step_s = self.found.plain_peak_bytes, self.found.plain_step_s
         assert peak_bytes is not None
         assert step_s is not None
@@ -154,10 +154,10 @@ class DemoRow:
 
 
 def keep_pages(keeps: bool) -> None:
-    """Have glibc keep the memory that it has got, from here on, or return it as by default.
+    """Set whether glibc keeps freed memory from here on, or returns it to the system, its default.
 
-    By default it returns large blocks to the system and pays for their pages anew in every step, more or fewer of them
-    by chance, which a profile of single stages doesn't see. Other C libraries are left as they are.
+    By default it returns large blocks and pays for their pages anew in every step, more or fewer of them by chance,
+    which a profile of single stages doesn't see. Other C libraries are left unchanged.
     """
     if platform.libc_ver()[0] == "glibc":
         glibc = ctypes.CDLL(None)
@@ -168,10 +168,9 @@ def keep_pages(keeps: bool) -> None:
 
 @contextlib.contextmanager
 def steady(device: torch.device) -> Iterator[None]:
-    """Have equal steps take equal times on the CPU: one thread, and a heap that keeps its pages.
+    """Use one thread, and a heap that keeps its pages, within the block on the CPU: equal steps then take equal times.
 
-    With more threads a step waits for the slowest at every operation, and one that another program holds up delays
-    all.
+    With more threads every operation waits for the slowest one, which another program may hold up.
     """
     if device.type != "cpu":
         yield
@@ -187,7 +186,7 @@ def steady(device: torch.device) -> Iterator[None]:
 
 
 def without_swaps(profile: Profile) -> Profile:
-    """The same with no option that moves anything, for every planner alike."""
+    """Return the profile without options that move anything, for every planner."""
     stages = [replace(s, options=tuple(option for option in s.options if not option.moves)) for s in profile.stages]
     return replace(profile, stages=tuple(stages))
 
@@ -265,7 +264,7 @@ def run(
     Parameters
     ----------
     device : str, optional
-        Default: CUDA where there is one, else the CPU.
+        Default: CUDA where there is one, otherwise the CPU.
     steps : int
         Timed steps of each plan, and as many plain ones beside them.
     size : Size, optional
@@ -288,7 +287,7 @@ def run(
     try:
         where = torch.empty(0, device=kind).device
     except (RuntimeError, AssertionError) as error:
-        raise InvalidInputError(f"device={kind!r} isn't there: {error}; give another, or leave it out") from error
+        raise InvalidInputError(f"device={kind!r} can't be used: {error}; give another, or leave it out") from error
     size = size or (GPU_SIZE if is_accelerator(where) else Size())
     console.print(
         f"Byte-level model of {2 * size.outer} narrow layers and {size.inner} wide ones on {where}: "
@@ -341,7 +340,7 @@ def verdict(rows: list[DemoRow]) -> tuple[list[str], bool]:
     faults = [fault for row in rows for fault in row.faults]
     lines = [f"[red]{fault}[/red]" for fault in faults]
     if not faults:
-        lines.append("[green]Every loss and gradient is bitwise that of plain training, every peak in budget.[/green]")
+        lines.append("[green]Losses and gradients equal plain training's bit for bit, every peak is in budget.[/green]")
     peak_bytes, step_s = rows[0].plain
     saved = 1 - rows[0].found.measured_peak_bytes / peak_bytes
     lines.append(f"Measured with ckptplan: {saved:.0%} less memory than plain, {rows[0].overhead:+.1%} time.")

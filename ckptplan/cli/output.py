@@ -23,7 +23,7 @@ INTERRUPTED = 130
 """The exit code after Ctrl-C: 128 and the number of SIGINT, as in shells."""
 _OURS = str(Path(__file__).parent.parent)
 _NOT_USERS = (_OURS, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), "<")
-"""Where this package, Python and installed packages lie."""
+"""Folders of this package, of Python and of installed packages."""
 
 
 def show_error(text: str) -> None:
@@ -38,7 +38,7 @@ def show_interrupt(text: str = "") -> None:
 
 @contextmanager
 def finishing(interrupted: bool) -> Iterator[None]:
-    """After Ctrl-C, ignore further ones inside, so that what was found is written; otherwise do nothing."""
+    """Ignore further Ctrl-C within the block if `interrupted`, so that the plans found are written."""
     if not interrupted or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -50,7 +50,7 @@ def finishing(interrupted: bool) -> Iterator[None]:
 
 
 def show_users_error(error: Exception) -> bool:
-    """Print an error that was raised below the user's own code, from there on; return False for any other."""
+    """Print an error raised in the user's code or below it, from there on; return False for any other."""
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [i for i, frame in enumerate(frames) if not frame.filename.startswith(_NOT_USERS)]
     if not theirs or any(frame.filename.startswith(_OURS) for frame in frames[theirs[-1] :]):

@@ -177,7 +177,7 @@ def solve(
 
 
 def _best_so_far(found: Sequence[Plan], subject: object) -> tuple[Plan, ...]:
-    """Return the plans found before an interrupt, which the referee has accepted, with a note; raise it without any."""
+    """Return the plans found before an interrupt, with a note; raise `KeyboardInterrupt` if there are none."""
     if not found:
         raise KeyboardInterrupt("no plan was found before")
     note = "the search was interrupted; a longer one may find a faster plan, or prove a smaller gap"

@@ -49,7 +49,7 @@ FrontierFile = Annotated[
     typer.Option(metavar="FRONTIER.json", help="Plans for other budgets, from [bold]ckptplan frontier -o[/bold]."),
 ]
 FrontierLimit = Annotated[
-    float | None, typer.Option(min=0.1, help="Find plans for other budgets within so many seconds instead.")
+    float | None, typer.Option(min=0.1, help="Find plans for other budgets within this many seconds instead.")
 ]
 TraceFile = Annotated[
     Path | None, typer.Option(metavar="TRACE.json", help="A measured step to draw, from [bold]ckptplan trace[/bold].")
@@ -70,7 +70,7 @@ def report(
 ) -> None:
     """Write a page on a plan: its memory over one step, each decision and why, and the price of other budgets.
 
-    Of an estimate: memory by phase, what is there at the peak, and the devices that have enough.
+    For an estimate: memory by phase, the tensors at the peak, and the devices with enough memory.
 
     The page is one file that loads nothing from the network.
 
@@ -80,7 +80,7 @@ def report(
 
     output = output or Path(f"report.{form or 'html'}")
     if form is not None and output.suffix.lower() != f".{form}":
-        raise InvalidInputError(f"--format {form} doesn't go with the name {output}; leave out one of them")
+        raise InvalidInputError(f"--format {form} doesn't match the file name {output}; leave out one of them")
     check_suffix(output)
     check_writable(output, "the report")
     options = {
@@ -94,7 +94,7 @@ def report(
     if file.exists() and read_json(file, Profile.SCHEMA, Estimate.SCHEMA)["schema"] == Estimate.SCHEMA:
         extra = [*(["PLAN.json"] if plan_file else []), *given]
         if extra:
-            raise InvalidInputError(f"{file} is an estimate, which goes without {', '.join(extra)}")
+            raise InvalidInputError(f"{file} is an estimate; leave out the arguments for plans: {', '.join(extra)}")
         Estimate.load(file).report(commands=[f"ckptplan report {shlex.quote(file.name)}"]).save(output)
         typer.echo(f"written to {output}")
         return

@@ -44,7 +44,7 @@ def subject_of(source: str) -> tuple[Any, Any]:
 
 
 def _hint(source: str) -> str:
-    """Return what may have been meant by a name that is neither a file nor `module:name`."""
+    """Return a hint for a name that is neither a file nor `module:name`."""
     beside = [p.name for p in Path(source).parent.glob("*") if p.is_file()] if Path(source).parent.is_dir() else []
     near = difflib.get_close_matches(Path(source).name, beside, n=1)
     if near:
@@ -91,7 +91,7 @@ def batches_of(source: str) -> tuple[Any, Callable[[int], Any], int]:
         parameter = next((name for name in _BATCH_NAMES if name in names), None)
     sizes = [t.shape[0] for t in pytree.tree_leaves(inputs) if hasattr(t, "shape") and len(t.shape)]
     if not sizes:
-        raise InvalidInputError(f"{source}: none of the inputs is a tensor with a first dimension to be the batch")
+        raise InvalidInputError(f"{source} gives no input with a first dimension; give one whose first is the batch")
 
     def make(n: int) -> Any:
         if parameter is None:
@@ -127,7 +127,7 @@ class Files:
     def described(self, batch: int | None, training: Training) -> tuple[Any, Callable[[int], Any], int, Training]:
         """Return the model, a function from a batch size to its inputs, the batch size, and the training.
 
-        What is described is printed, with notes. Options go before files.
+        The description is printed, with notes. Options override files.
         """
         from ckptplan.integrations import configs
 

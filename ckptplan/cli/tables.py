@@ -36,7 +36,7 @@ class Row:
     step_s : float or None
         Predicted step of the plan; None if no plan fits.
     peak_bytes, host_bytes : int or None
-        The plan's peak on the device, and the bytes that it moves.
+        The plan's peak on the device, and the bytes that it moves to the host.
     bound_s : float or None
         Proven lower bound on the step of any plan within this budget; None: not known.
     needs_bytes : int or None

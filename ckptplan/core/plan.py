@@ -422,7 +422,7 @@ class Plan(Saved):
         """In one line: whether the plan fits its budget, what it adds to a step, and how near to the best it is."""
         needs, budget = format_bytes(self.counted_bytes), format_bytes(self.budget_bytes)
         unit = budget[budget.index(" ") :]
-        if self.counted_bytes > self.budget_bytes:  # then no bound says anything: it is one of plans that fit
+        if self.counted_bytes > self.budget_bytes:  # the bound is only on plans that fit
             return f"doesn't fit: {needs} needed, {budget} given; step {self.overhead:+.1%}"
         best = "no plan is faster" if self.status == "optimal" else f"within {self.gap:.2%} of the best"
         if not self.lower_bound_s:

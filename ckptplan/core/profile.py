@@ -270,7 +270,7 @@ class Profile(Saved):
                 )
         most = max(*self.base_forward_bytes, *self.base_backward_bytes) + sum(s.nbytes for s in self.storages)
         if most >= MOST_BYTES:
-            raise InvalidInputError(f"the step's base and storages make {most} bytes; want less than 2**60 in all")
+            raise InvalidInputError(f"the step's base and storages have {most} bytes in all; must be below 2**60")
         for resident in self.residents:
             if any(i >= n or self.stages[i].is_glue for i in resident.users):
                 raise InvalidInputError(f"resident {resident.names[0]!r}: users={resident.users} aren't module stages")
@@ -282,7 +282,7 @@ class Profile(Saved):
                     if self.storages[s].graph_until is not None and saving.setdefault(s, i) != i:
                         raise InvalidInputError(
                             f"stage {stage.name!r} holds storage {self.storages[s].name!r}, which stage "
-                            f"{self.stages[saving[s]].name!r} holds: one with a graph_until has one holder"
+                            f"{self.stages[saving[s]].name!r} holds, too; with a graph_until it may have one holder"
                         )
             for s in stage.linked:
                 maker = self.storages[s].born

@@ -105,7 +105,8 @@ def check_between(between: object) -> None:
     """Raise `InvalidInputError` unless it is a number of `PARTS`."""
     if not is_int(between) or not 0 <= between <= PARTS:
         raise InvalidInputError(
-            f"between={short_repr(between)}: of {PARTS} parts of the frozen weights, those that are away between steps"
+            f"between={short_repr(between)} must be a whole number, from 0 to {PARTS}: the parts of the frozen weights "
+            "that are away between steps"
         )
 
 
@@ -169,11 +170,11 @@ class Resident:
         in_order = list(self.users) == sorted(set(self.users)) and (self.users or self.kind != "gradients")
         if not self.names or not in_order or self.kind == "activations":
             raise InvalidInputError(
-                f"{owner}: names={self.names}, users={self.users}, kind={self.kind!r}; want names, stages in order, "
+                f"{owner}: names={self.names}, users={self.users}, kind={self.kind!r}; give names, stages in order, "
                 f"and a kind of {', '.join(map(repr, KINDS[1:]))}"
             )
         if self.returns is not None and not (is_int(self.returns) and 0 <= self.returns <= self.users[0]):
-            raise InvalidInputError(f"{owner}: returns={self.returns}; want a stage in front of users={self.users}")
+            raise InvalidInputError(f"{owner}: returns={self.returns} must be a stage up to the first of {self.users}")
         if self.sizes and (len(self.sizes) != len(self.names) or sum(self.sizes) != self.nbytes):
             raise InvalidInputError(
                 f"{owner}: sizes={self.sizes} aren't those of {len(self.names)} tensors of {self.nbytes} bytes in all"
@@ -201,7 +202,7 @@ def offloading(profile: Profile, offload: Sequence[Kind], between: int = 0) -> P
         return profile
     if profile.offload != ACTIVATIONS:
         raise InvalidInputError(
-            f"the profile is one with offload={profile.offload} and between={profile.between}, not {kinds} and "
+            f"the profile has offload={profile.offload} and between={profile.between} already, not {kinds} and "
             f"{between}; take the one that ckptplan.profile made"
         )
     found = {resident.kind for resident in profile.residents}

@@ -313,7 +313,7 @@ def evaluate(
                 makespan_s(profile, r, sendings),
                 sum(sent.nbytes for found in sendings for sent in found),
             )
-        options = settled  # which may spare bytes, and with them other moves
+        options = settled  # this may spare bytes, and with them other moves
 
 
 def peak(profile: Profile, options: Sequence[Option], r: Residency, sendings: Sendings) -> StepNeed:

@@ -114,7 +114,7 @@ class Stage:
         check_fields(owner, self)
         if self.forward_wait_s > self.forward_s:
             raise InvalidInputError(
-                f"{owner}: forward_wait_s={self.forward_wait_s} is a part of forward_s={self.forward_s}, and is more"
+                f"{owner}: forward_wait_s={self.forward_wait_s} must be at most forward_s={self.forward_s}, its whole"
             )
         names = [option.name for option in self.options]
         if not names or names[0] != "keep" or len(set(names)) != len(names):

@@ -1,7 +1,7 @@
-"""All that training on several ranks changes: DDP and FSDP2, and the calls that all ranks make together.
+"""Training on several ranks: DDP and FSDP2, and the calls that all ranks make together.
 
-The other folders know the protocol `Parallel`, and no more of these engines. What each of them changes is in NOTE
-[Replicated models] and NOTE [Sharded models].
+Other folders use these engines only through `Parallel`. NOTE [Replicated models] and NOTE [Sharded models] say what
+each engine changes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def parallel_of(model: nn.Module, ddp: DDP | bool | None = None) -> Parallel:
     Raises
     ------
     UnsupportedModelError
-        If it is replicated by a wrapper with which no plan can go.
+        If it is replicated by a wrapper that plans don't support.
     """
     if isinstance(ddp, DDP):
         return Replicated(model, ddp)
@@ -55,13 +55,13 @@ def parallel_of(model: nn.Module, ddp: DDP | bool | None = None) -> Parallel:
 
 
 def ddp_under(model: nn.Module, plan: Plan) -> DDP | None:
-    """Return the settings by which a model is replicated; those that a plan was made for if it isn't wrapped yet."""
+    """Return the settings by which a model is replicated; the plan's settings if it isn't wrapped yet."""
     wrapped = unwrapped(model) is not model
     return parallel_of(model).ddp if wrapped else DDP.of_kind(plan.fingerprint.parallel)
 
 
 @contextlib.contextmanager
 def without_communication(model: nn.Module) -> Iterator[None]:
-    """Inside, in this thread, a model runs without communicating, and so do wrappers around it."""
+    """Run a model, and wrappers around it, without communication within the block, in this thread."""
     with parallel_of(model).quiet(), without_reduction():
         yield

@@ -19,9 +19,9 @@ from ckptplan.distributed.parallel import put_back, sharded_units
 
 @contextlib.contextmanager
 def sharded(model: Any, settings: FSDP | int | None) -> Iterator[None]:
-    """Inside, a model is sharded for a group that isn't here, as its first rank (NOTE [Sharded models], item 3).
+    """Shard a model within the block for a group that isn't here, as its first rank (NOTE [Sharded models], item 3).
 
-    Without settings, and of what is no model, nothing is done.
+    Without settings, or if `model` isn't a module, nothing is done.
 
     Raises
     ------
@@ -59,7 +59,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def as_asked(function: F) -> F:
-    """Return a function of a model, and of an option `fsdp` by which the model is sharded meanwhile."""
+    """Return `function` with the model sharded as its option `fsdp` says while it runs."""
 
     @functools.wraps(function)
     def run(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -81,7 +81,7 @@ def units_of(model: nn.Module, names: tuple[str, ...] | None) -> list[nn.Module]
         found = [m for each in lists if len({type(m) for m in each}) == 1 and len(each) > 1 for m in each]
     missing = set(listed or ()) - {name for _, names_of_it in called for name in names_of_it}
     if missing:
-        raise InvalidInputError(f"fsdp: the model has no module of class or name {', '.join(sorted(missing))}")
+        raise InvalidInputError(f"fsdp: no module has the class or name {', '.join(sorted(missing))}; correct units=")
     with_own = [m for m in dict.fromkeys(found) if m is not model and any(True for _ in m.parameters())]
     tied = [m for m in with_own if _is_tied(model, m)]
     if tied and listed is not None:
@@ -100,18 +100,18 @@ def _is_tied(model: nn.Module, unit: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def _group(count: int) -> Iterator[None]:
-    """Inside there is a group of `count` ranks: the one that is here if it has as many, or else a fake one."""
+    """Provide a group of `count` ranks within the block: this process's if it has as many, otherwise a fake one."""
     if dist.is_initialized():
         if dist.get_world_size() != count:
             raise InvalidInputError(
-                f"fsdp: {count} ranks, and this process is one of a group of {dist.get_world_size()}; plan for other "
-                "groups in a process of its own"
+                f"fsdp: {count} ranks, but this process is in a group of {dist.get_world_size()}; plan for groups of "
+                "another size in a process without one"
             )
         yield
         return
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    hook = sys.excepthook  # which a group replaces by one that names the rank
+    hook = sys.excepthook  # making a group replaces it by one that names the rank
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
     try:
         yield

@@ -34,9 +34,9 @@ from ckptplan.distributed.rates import Links, Unit, holds
 from ckptplan.tensors.accelerator import synchronize
 
 MOST_GATHERED_BYTES = 64 << 20
-"""In a gather that is measured: from there on the rate changes little."""
+"""Largest gather that is measured, in bytes: with more of them the rate changes little."""
 GATHERS = 5
-"""That are measured, of which the median counts."""
+"""Number of gathers that are measured; their median counts."""
 
 
 def with_collectives(
@@ -87,7 +87,7 @@ def _measured(parallel: Parallel, call: GroupCall) -> Links:
     whole = torch.empty(shard.numel() * ranks, device=device)
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before PyTorch 2.13
     taken_s = []
-    call.exchange(None)  # none has failed
+    call.exchange(None)  # raises if a rank has failed
     for _ in range(1 + GATHERS):
         synchronize(device)
         begin = time.perf_counter()
@@ -119,7 +119,7 @@ def _places(units: Sequence[Unit], own: Mapping[int, str]) -> list[list[int]]:
 
 
 def _filled(stage: Stage, forward_s: float, backward_s: float) -> Stage:
-    """Return a stage that takes as long as these collectives, where they take longer."""
+    """Return a stage whose times are at least those of its collectives."""
     waits_s = max(0.0, backward_s - stage.backward_s)
     return dataclasses.replace(
         stage,

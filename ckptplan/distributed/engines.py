@@ -1,4 +1,4 @@
-"""The wrappers and placements of models with which no plan can go."""
+"""Wrappers and placements of models that plans don't support."""
 
 from __future__ import annotations
 

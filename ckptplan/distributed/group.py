@@ -11,7 +11,7 @@ Ranks that hold different plans, or of which one has failed, wait for each other
    raise. One that hasn't begun yet may be late; after `ARRIVAL_S` that is an error, too.
 
 4. Between calls, forwards of a sharded model are made by all ranks together: plans with segments gather more often, so
-   ranks with other plans would wait for each other. Whether one of them needs another plan, a `Vote` tells all.
+   ranks with different plans would wait for each other. A `Vote` finds out whether any rank needs another plan.
 
 Example: the forward of rank 1 of 4 fails on its batch. The others, which have profiled theirs and wait for it, raise an
 `InvalidInputError` as well, "rank 1: ...", within a second.
@@ -42,13 +42,13 @@ _LOG = logging.getLogger("ckptplan")
 _BEAT_S = 1.0
 _POLL_S = 0.05
 SILENT_S = 25.0
-"""A rank whose beats stop for so long has ended."""
+"""Seconds without a beat after which a rank counts as ended."""
 ARRIVAL_S = 600.0
 """Longest wait for a rank to begin a call; it may load data or write a checkpoint meanwhile."""
 _PATIENT_S = 10.0
 
 _begun: Counter[tuple[str, tuple[int, ...]]] = Counter()
-"""A kind of exchanges and the ranks of a group -> those that this process has begun in it."""
+"""(kind of exchange, ranks of a group) -> number of exchanges that this process has begun."""
 _stored: dict[tuple[int, ...], list[tuple[Any, list[str]]]] = defaultdict(list)
 """Ranks of a group -> this process's keys of its last calls."""
 
@@ -169,7 +169,7 @@ class GroupCall:
         why = f"can't be reached ({found[0]})" if found else f"hasn't answered for {SILENT_S:.0f} s"
         self._answers = False
         raise RankError(
-            f"{self._name}: the process group's store {why}; the rank that has it, mostly 0, has ended or hangs",
+            f"{self._name}: the process group's store {why}: its rank, usually 0, has ended or hangs; see its output",
             rank=self.ranks[0],
         )
 
@@ -214,12 +214,12 @@ _OF_VOTES = ("came", "yes", "answer")
 
 
 class Vote:
-    """Tells each rank of a sharded model whether something is so on any, at moments to which all come.
+    """Votes of a sharded model's ranks, at points that all of them reach: whether something is true on any rank.
 
     Parameters
     ----------
     model : nn.Module
-        Of one that isn't sharded, only what is so on this rank counts.
+        If it isn't sharded, only this rank's value counts.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -241,7 +241,7 @@ class Vote:
         Raises
         ------
         RankError
-            If a rank doesn't come within the timeout of the group's store.
+            If a rank doesn't vote within the timeout of the group's store.
         """
         ranks = self._begin() if self._ranks is None else self._ranks
         if len(ranks) < 2:
@@ -253,7 +253,7 @@ class Vote:
                 self._store.set(yes, b"")
             if self._store.add(came, 1) == len(ranks):
                 self._store.set(answer, str(self._store.check([yes])))
-            found: bool = self._store.get(answer) == b"True"  # which waits for it
+            found: bool = self._store.get(answer) == b"True"  # `get` waits for the answer
             if dist.get_rank() == ranks[0]:  # all have begun this one, so they have read the one before
                 for what in _OF_VOTES:
                     self._store.delete_key(f"{self._number - 1}/{what}")
@@ -266,7 +266,7 @@ class Vote:
 
 
 _TOLD = "_told"
-"""Attribute of an error that came from another rank, which needs no telling."""
+"""Attribute of an error that came from another rank, so that it isn't stored again."""
 
 
 def _packed(error: BaseException) -> bytes:
@@ -288,7 +288,7 @@ def _unpacked(data: bytes, rank: int) -> CkptPlanError:
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """Inside, in this thread, calls are of this rank alone: where others can't be expected to make them, too."""
+    """Make calls of this rank alone within the block, in this thread: the others can't be expected to make them."""
     before = _alone.set(True)
     try:
         yield
@@ -301,12 +301,12 @@ _alone = ContextVar("alone", default=False)
 
 @contextlib.contextmanager
 def group_call(name: str, model: nn.Module, coming: object = None) -> Iterator[GroupCall | None]:
-    """A call of all ranks of the group in which a model is, or will be, replicated or sharded; None if there is none.
+    """Yield a call of all ranks over which a model is, or will be, replicated or sharded; None if it is on one rank.
 
     Parameters
     ----------
     name : str
-        The public call's.
+        Name of the public call.
     coming : object, optional
         The settings with which the model is to be wrapped or sharded, in the default group.
     """

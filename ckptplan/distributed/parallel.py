@@ -3,9 +3,9 @@
 NOTE [Sharded models]
 PyTorch's own code runs in profiles, traces and replays as in training: its hooks gather a unit's parameters before the
 unit's forward and backward, free them, and reduce gradients. So gathered units, prefetched ones, copies in another data
-type, padding and the buffers of reductions are in the bytes by themselves. Three things differ:
+type, padding and the buffers of reductions are in the bytes by themselves. Four things differ:
 
-1. Whatever runs the model and undoes what it did (`restored`) runs it without the group: a rank's shard stands for the
+1. Code that runs the model and undoes its effects (`restored`) runs it without the group: a rank's shard stands for the
    shards of all others, and its part of a gradient for the sum (`quiet`). So ranks needn't run in step. Sizes are the
    real ones; the weights are others, of the same distribution.
 2. For traces, shards are fake (`faked`). The storages of gathered parameters are made before the step, empty, as a
@@ -53,10 +53,10 @@ _OF_PARAMETERS = """_module_info _orig_size _setattr_on_modules _sharded_local_t
     to_sharded_dtensor"""
 """Attributes of the engine's states, groups and parameters that are used here (seen in PyTorch 2.9 to 2.15)."""
 _OF_FORWARD = ("_training_state", "iter_forward_root", "_post_forward_indices", "post_forward_order")
-"""Attributes in which they have where a forward is."""
-_UNPLANNED = "the model is sharded by fully_shard, and plans can't go with it"
+"""Attributes that hold how far a forward has got."""
+_UNPLANNED = "the model is sharded by fully_shard, and plans don't support it"
 _WHOLE = "ckptplan_keeps_whole_gradients"
-"""Attribute of the engine's groups that reduce in a run, though the micro-batches before it don't."""
+"""Attribute that marks the engine's groups which reduce in a run although the micro-batches before it don't."""
 
 
 def sharded_units(modules: Iterable[nn.Module]) -> list[Any]:
@@ -66,7 +66,7 @@ def sharded_units(modules: Iterable[nn.Module]) -> list[Any]:
 
 
 def unit_settings(module: nn.Module) -> tuple[Any, ...]:
-    """Return how a module is sharded, for comparisons within a process; empty if it is no unit."""
+    """Return how a module is sharded, for comparisons within a process; empty if it isn't a unit."""
     if not sharded_units([module]):
         return ()
     state = module._get_fsdp_state()  # type: ignore[operator]
@@ -86,7 +86,7 @@ def _policies(group: Any) -> str:
 
 @contextlib.contextmanager
 def gathering(units: list[Any], stage: nn.Module) -> Iterator[None]:
-    """Inside, `stage` has its parameters as wholes, of whichever of a model's `units` they are."""
+    """Gather the parameters of `stage` within the block, whichever of a model's `units` they belong to."""
     inside = set(stage.modules())
     found = [unit for unit in units if unit in inside]
     if stage not in found:  # its own parameters belong to the nearest unit around it
@@ -167,7 +167,7 @@ def _give_fake(p: Any, fake: Callable[[torch.Tensor], torch.Tensor], *, accumula
 
 
 class _Alone:
-    """In place of all-gathers and reduce-scatters: a rank's part stands for those of all others."""
+    """Stand-in for all-gathers and reduce-scatters: a rank's part stands for the parts of all others."""
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -184,7 +184,7 @@ class _Alone:
 
 
 class _Silent:
-    """In place of the group of an all-reduce, which leaves the sum as it is."""
+    """Stand-in for the group of an all-reduce, which leaves the tensors unchanged."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
@@ -223,7 +223,7 @@ def put_back(objects: Iterable[Any]) -> Iterator[None]:
 class Parallel:
     """How a model is trained: sharded by `fully_shard`, or, if it has no units, on one device; see also `Replicated`.
 
-    Each method is for both: of a model without units there is nothing to return, and nothing to do.
+    Each method is for both; for a model without units it returns nothing and does nothing.
 
     Attributes
     ----------
@@ -254,7 +254,7 @@ class Parallel:
 
     @functools.cached_property
     def parameters(self) -> list[Any]:
-        """What FSDP2 keeps of each parameter that it shards."""
+        """FSDP2's object for each parameter that it shards."""
         return [p for group in self.groups for p in group.fsdp_params]
 
     def check(self) -> None:
@@ -274,13 +274,13 @@ class Parallel:
                 type(group.offload_policy).__name__ == "CPUOffloadPolicy",
                 f"it gathers by {gather}, whose memory plans don't know": gather != "DefaultAllGather",
                 f"it reduces by {reduce}, whose memory plans don't know": reduce != "DefaultReduceScatter",
-                "its all-reduce hook makes tensors of its own": group._all_reduce_hook is not None,
+                "its all-reduce hook makes tensors of its own; leave it out": group._all_reduce_hook is not None,
                 "its parameters gather by code of their own (fsdp_pre_all_gather)":
                 any(hasattr(p._sharded_local_tensor, "fsdp_pre_all_gather") for p in group.fsdp_params),
                 "its parameters are parallelized by tensors as well": any(p.is_dtensor for p in group.fsdp_params),
-                "its gathered parameters stay between steps (set_keep_unsharded_storage)":
+                "its gathered parameters stay between steps; leave out set_keep_unsharded_storage(True)":
                 any(getattr(p, "keep_unsharded_storage", False) for p in group.fsdp_params),
-                "its gradients are reduced after backward, by finalize_backward":
+                "its gradients are reduced after backward; leave out finalize_backward and its setting":
                 any(getattr(state._state_ctx, "manual_backward_finalization", False) for state in self.states),
             }  # fmt: skip
             for why in (why for why, holds in whys.items() if holds):
@@ -307,7 +307,7 @@ class Parallel:
 
     @property
     def kind(self) -> str:
-        """What plans are bound to: of a sharded model its group and units; of others that aren't replicated, empty."""
+        """Text that plans are bound to: the group and units of a sharded model; empty on one device."""
         if not self.groups:
             return ""
         names = {module: name for name, module in self.model.named_modules()}
@@ -333,7 +333,7 @@ class Parallel:
     def free_fields(self, planned: str) -> tuple[str, ...]:
         """Return the field in which a plan's fingerprint may differ, since the model may be sharded later.
 
-        Whether micro-batches leave whole gradients changes from one to the next; `GradientGuard` looks at that.
+        Whether micro-batches leave whole gradients changes from one to the next; `GradientGuard` checks that.
         """
         return ("parallel",) if is_sharding(planned) != self.in_step or _alike(planned, self.kind) else ()
 
@@ -349,7 +349,7 @@ class Parallel:
     # --- bytes ---
 
     def returned(self, output: T) -> T:
-        """Return what the program gets of the model's output."""
+        """Return the output that the program gets for the model's."""
         return output
 
     def blocks(self) -> list[tuple[int, str, str]]:
@@ -374,7 +374,7 @@ class Parallel:
 
     @functools.cached_property
     def _named(self) -> list[tuple[str, Any]]:
-        """Each qualified name of a parameter, with what FSDP2 keeps of that."""
+        """Return each qualified name of a parameter, with FSDP2's object for it."""
         paths: dict[nn.Module, list[str]] = {}
         for path, module in self.model.named_modules(remove_duplicate=False):
             paths.setdefault(module, []).append(path and f"{path}.")
@@ -439,7 +439,7 @@ class Parallel:
 
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
-        """Inside, the model runs without communicating (NOTE, item 1), and its engine is put back at the end."""
+        """Run the model without communication within the block (NOTE, item 1); put its engine back at the end."""
         for group in self.groups:
             group._to_sharded()
         with put_back(self._engine()), self._set_aside():
@@ -456,7 +456,7 @@ class Parallel:
 
     @contextlib.contextmanager
     def _set_aside(self) -> Iterator[None]:
-        """Inside, there are no whole gradients, which come back at the end. The model stays one that keeps them."""
+        """Take whole gradients away within the block. The model still counts as one that keeps them."""
         whole = [(owner, name, getattr(owner, name)) for p in self.parameters for owner, name in unreduced(p)]
         if self.keeps_whole:
             for group in self.groups:
@@ -484,7 +484,7 @@ class Parallel:
 
     @contextlib.contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """Inside, backwards may run: at the end the engine is where it was in its forward, and has gathered."""
+        """Allow backwards within the block: at its end the engine is where it was in its forward, and has gathered."""
         whole = [group for group in self.groups if group.is_unsharded]
         objects = [*self.groups, *(each for s in self.states for each in (s, s._state_ctx, s._comm_ctx))]
         before = [
@@ -507,7 +507,7 @@ class Parallel:
 
     @contextlib.contextmanager
     def reducing(self, wanted: bool = True) -> Iterator[None]:
-        """Inside, micro-batches reduce their gradients, or don't."""
+        """Set whether micro-batches reduce their gradients within the block."""
         with put_back(self.groups):
             for group in self.groups:
                 group.reduce_grads = group.all_reduce_grads = wanted
@@ -515,7 +515,7 @@ class Parallel:
 
     @contextlib.contextmanager
     def reducing_last(self) -> Iterator[None]:
-        """Inside, backwards reduce gradients as the last micro-batch does that others with whole gradients precede."""
+        """Reduce gradients within the block as the last micro-batch does, after others that left whole gradients."""
         marked = self.groups if self.keeps_whole else ()
         with self.reducing():
             for group in marked:
@@ -524,7 +524,7 @@ class Parallel:
 
     @contextlib.contextmanager
     def reduced(self) -> Iterator[bool]:
-        """Inside, micro-batches reduce their gradients, and there are no whole ones; yields `keeps_whole`."""
+        """Have micro-batches reduce their gradients within the block, without whole ones; yield `keeps_whole`."""
         keeps_whole = self.keeps_whole
         with put_back(self._engine()), self._set_aside(), self.reducing():
             yield keeps_whole
@@ -533,16 +533,16 @@ class Parallel:
     def faked(
         self, fake: Callable[[torch.Tensor], torch.Tensor], making: AbstractContextManager[None], *, accumulating: bool
     ) -> Iterator[None]:
-        """Inside, shards are fake (NOTE, item 2); the tables of parameters aren't put back.
+        """Make shards fake within the block (NOTE, item 2); the tables of parameters aren't put back.
 
         Parameters
         ----------
         fake : callable
             Returns the fake twin of a tensor, always the same.
         making : context manager
-            Inside, tensors are made as the twins are.
+            Context in which tensors are made as the twins are.
         accumulating : bool
-            Every parameter has a gradient, whether or not it has one in the model.
+            Whether every parameter has a gradient, even if it has none in the model.
         """
         with self.quiet():
             with torch.no_grad(), making:
@@ -557,7 +557,7 @@ class Parallel:
     # --- the time of collectives ---
 
     def counted_ranks(self, profile: Profile, *, here: bool) -> int:
-        """Return over how many ranks a step's collectives go, which may be `here` or not; 0: they don't count."""
+        """Return over how many ranks a step's collectives go, whether or not they are `here`; 0: they don't count."""
         return max((math.prod(_sizes_of(group)) for group in self.groups), default=0)
 
     def largest_gather(self) -> tuple[Any, int]:

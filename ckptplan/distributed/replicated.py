@@ -1,4 +1,4 @@
-"""Models in `DistributedDataParallel`: what it holds, and steps without its reduction.
+"""Models in `DistributedDataParallel`: the memory that it holds, and steps without its reduction.
 
 NOTE [Replicated models]
 A plan is for the model inside the wrapper, and may be applied on either side of it. What the wrapper adds:
@@ -10,7 +10,7 @@ A plan is for the model inside the wrapper, and may be applied on either side of
    with `static_graph`, whose first step copies them when backward is over.
 3. Copies of the outputs, where it looks for unused parameters (`find_unused_parameters`, and `static_graph` in the
    first step): the program gets these, and what the model's last operation saves lies beside them.
-4. Collectives. Whatever runs the model and undoes what it did (`restored`) runs it without them: forward goes past the
+4. Collectives. Code that runs the model and undoes its effects (`restored`) runs it without them: forward goes past the
    wrapper, and real backwards run on parameters of their own (`apart`), since those of the model have hooks that count.
 """
 
@@ -66,7 +66,7 @@ def _settings(wrapper: DistributedDataParallel) -> DDP:
         name = getattr(wrapper._comm_hooks[0][0], "__name__", "")
         why = f"its communication hook {name!r} makes tensors of its own; plan and train without register_comm_hook"
     if why is not None:
-        raise UnsupportedModelError(f"the model is in DistributedDataParallel, and plans can't go with it: {why}")
+        raise UnsupportedModelError(f"the model is in DistributedDataParallel, and plans don't support it: {why}")
     most, first = wrapper.bucket_bytes_cap, dist._DEFAULT_FIRST_BUCKET_BYTES  # type: ignore[attr-defined]
     return DDP(
         most / 2**20,
@@ -127,7 +127,7 @@ class Replicated(Parallel):
         return max(sum(self._buckets()) - sum(inside.values()), 0)
 
     def counted_ranks(self, profile: Profile, *, here: bool) -> int:
-        """Of steps that don't accumulate, on ranks that are here: others may leave the reduction to a later one."""
+        """Return the number of ranks, if they are here and the step reduces: those that accumulate may do so later."""
         return len(self.ranks) if here and not profile.fingerprint.accumulates else 0
 
     def largest_gather(self) -> tuple[Any, int]:
@@ -136,7 +136,7 @@ class Replicated(Parallel):
         return self._group or dist.group.WORLD, most // len(self.ranks)
 
     def units(self, profile: Profile, links: Links | Device) -> list[Unit]:
-        """Each stage reduces its gradients while the next ones run backward."""
+        """Return one unit per stage, which reduces its gradients while the next stages run backward."""
         modules = dict(self.model.named_modules())
         counted: set[int] = set()
         units = []
@@ -172,12 +172,10 @@ def copied(output: Any) -> Any:
 
 @contextlib.contextmanager
 def apart(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
-    """Inside, the model has other parameters in the memory of its own ones, where it may be replicated.
+    """Replace the parameters of a model that may be replicated, and its optimizer's, by twins in the same memory.
 
-    So has its optimizer, whose updates need their gradients.
-
-    Gradients made for these run into none of the hooks by which `DistributedDataParallel` counts and reduces: it would
-    wait for others, or take the next step for one that has begun.
+    Gradients of the twins don't run the hooks by which `DistributedDataParallel` counts and reduces: it would wait for
+    other ranks, or take the next step for one that has begun. The block's end puts the parameters back.
     """
     modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)] if is_distributed() else []
     places = [(m, name, p) for m in modules for name, p in m._parameters.items() if type(p) is nn.Parameter]
@@ -196,7 +194,7 @@ def apart(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> I
 
 
 def _exchange(optimizer: torch.optim.Optimizer | None, instead: dict[int, nn.Parameter]) -> None:
-    """Let an optimizer have other parameters, by the `id` of those that they stand in for."""
+    """Replace an optimizer's parameters by those in `instead`, by their `id`."""
     if optimizer is None or not instead:
         return
     for group in optimizer.param_groups:
@@ -208,7 +206,7 @@ def _exchange(optimizer: torch.optim.Optimizer | None, instead: dict[int, nn.Par
 
 @contextlib.contextmanager
 def without_reduction() -> Iterator[None]:
-    """Inside, in this thread, forwards and backwards of replicated models don't communicate (NOTE, item 4)."""
+    """Run replicated models without communication within the block, in this thread (NOTE, item 4)."""
     here, forward = threading.get_ident(), DistributedDataParallel.forward
 
     def alone(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:

@@ -59,8 +59,7 @@ class DeviceFit:
     plan : Plan or None
         The plan of `batch`; None if none is needed or none fits.
     most_kept : int
-        Largest batch with everything kept, 0 for none; an estimate confirmed it, and that the next larger one is too
-        large.
+        Largest batch with everything kept, 0 for none; by estimates of this batch and of the next larger one.
     most_planned : int
         Largest batch with a plan, 0 for none; by interpolated chains.
     most_plan : Plan or None

@@ -1,4 +1,4 @@
-"""Models and training settings from files that people have: Hugging Face configs, TrainingArguments, axolotl's YAML.
+"""Models and training settings from files: Hugging Face configs, TrainingArguments, axolotl's YAML.
 
 Models are made on `meta`, without weights, from the classes of the installed transformers. Nothing is downloaded, and
 code that a config names in `auto_map` is never imported.
@@ -30,7 +30,7 @@ _NO_BYTES = (
     "max_grad_norm", "special_tokens", "tokenizer", "shuffle", "lora_alpha", "remove_unused", "flash_attention",
     "sdp_attention",
 )  # fmt: skip
-"""Beginnings of the settings that change no bytes of a step."""
+"""Prefixes of the names of settings that change no bytes of a step."""
 
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -39,7 +39,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class ConfiguredTraining:
-    """What is trained, as far as files and options say.
+    """The training that files and options describe; None stands for what they leave out.
 
     Attributes
     ----------
@@ -54,7 +54,7 @@ class ConfiguredTraining:
     lora : str or None
         As the option `--lora`.
     dtype : str or None
-        Type of the weights, of `DTYPES`; None: that of the config, or else float32, as `from_pretrained` takes it.
+        Type of the weights, of `DTYPES`; None: that of the config, otherwise float32, as `from_pretrained` takes it.
     float32 : tuple of str
         Parts of names of modules whose weights are in float32 nevertheless.
     fsdp : FSDP or None
@@ -83,12 +83,12 @@ class ConfiguredTraining:
             raise InvalidInputError(f"dtype {self.dtype!r} isn't a type of weights; choose from {', '.join(DTYPES)}")
 
     def over(self, other: ConfiguredTraining) -> ConfiguredTraining:
-        """Return a job with what this one says, and for the rest what `other` does."""
+        """Return a job with this one's settings, and with `other`'s where this one has none."""
         mine = {k: v for k, v in vars(self).items() if v not in (None, "", (), False)}
         return replace(other, **(mine | {"notes": (*other.notes, *self.notes)}))
 
     def as_trained(self) -> ConfiguredTraining:
-        """Return the job with the settings that nothing names as transformers' Trainer and accelerate take them.
+        """Return the job with unset settings filled in as transformers' Trainer and accelerate do.
 
         Under FSDP2 and mixed precision accelerate gathers and reduces in its type (`FullyShardedDataParallelPlugin`).
         """
@@ -101,12 +101,12 @@ class ConfiguredTraining:
 
     @property
     def training(self) -> Training:
-        """What the job says of a step but its inputs."""
+        """The job's training step, without its inputs."""
         return Training(optimizer=self.optimizer, amp=self.amp, accumulate=self.accumulate, fsdp=self.fsdp)
 
 
 def read_training_arguments(path: Path) -> ConfiguredTraining:
-    """Return what a JSON file of `transformers.TrainingArguments` says of the bytes of a step.
+    """Return the settings in a JSON file of `transformers.TrainingArguments` that change the bytes of a step.
 
     Raises
     ------
@@ -123,7 +123,7 @@ def read_training_arguments(path: Path) -> ConfiguredTraining:
 
 
 def read_axolotl(path: Path) -> ConfiguredTraining:
-    """Return what an axolotl YAML file says of the bytes of a step; `base_model` must be a folder or a config here.
+    """Return the settings in an axolotl YAML file that change the bytes of a step; `base_model` must be a local path.
 
     Weights are in the type of its mixed precision. Without an adapter, FSDP or an attention that needs 16 bits it
     raises embeddings, head and norms to float32 (`src/axolotl/loaders/model.py`, 0.13).
@@ -159,7 +159,7 @@ def read_axolotl(path: Path) -> ConfiguredTraining:
 
 
 def _axolotl_adapter(data: Mapping[str, Any]) -> str | None:
-    """Return an axolotl file's adapter as `--lora` says it."""
+    """Return an axolotl file's adapter in the form of `--lora`."""
     adapter = data.get("adapter")
     bits = 4 if data.get("load_in_4bit") or adapter == "qlora" else 8 if data.get("load_in_8bit") else None
     if adapter is None and bits is None:
@@ -303,7 +303,7 @@ def _lora_options(text: str) -> dict[str, list[str]]:
     if not options or not all(valid):
         raise InvalidInputError(
             f"--lora {text!r} can't be read; give r=16,targets=q_proj,v_proj or r=16,targets=all-linear, and also "
-            "dropout=0.05, bits=4 or bits=8 (quantized weights), upcast=no (the rest of these stays in its type)"
+            "dropout=0.05, bits=4 or bits=8 (quantized weights), upcast=no (the other weights stay in their type)"
         )
     return options
 

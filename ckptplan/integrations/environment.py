@@ -1,4 +1,4 @@
-"""What a callback is asked for where no code makes it: by variables of the environment."""
+"""Options of a callback from environment variables, for trainings whose code makes no callback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A training script, run as it is, with the memory of its training planned.
+"""`ckptplan run`: a training script runs unchanged, with the memory of its training planned.
 
 NOTE [What of a script is planned]
 1. A `transformers.Trainer`, of TRL's too, gets an `ActivationPlanCallback` when it begins to train, and Lightning's an
@@ -6,11 +6,11 @@ NOTE [What of a script is planned]
    them later, or never. Ranks that Lightning starts itself, without this launcher, have the variables of
    `environment.py`.
 2. In a plain loop, the first module that is called for training, and that has all parameters of an optimizer, is
-   planned for this call's inputs (`ckptplan.apply`). Until then every call of a module is looked at; from then on none.
+   planned for this call's inputs (`ckptplan.apply`). Until then every call of a module is checked; from then on none.
    The plan is taken off when a Trainer begins.
 
-Several optimizers whose parameters the module has count together. What can't be planned is said, and runs without a
-plan; a budget below the smallest peak ends the script.
+Several optimizers whose parameters the module has count together. A model that can't be planned is reported and runs
+without a plan; a budget below the smallest peak ends the script.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ _TRAINER, _LIGHTNING = "transformers.trainer", "lightning.pytorch.trainer.traine
 
 
 class _WhenImported(MetaPathFinder):
-    """Calls a function with a module as soon as that has run."""
+    """Calls a function with a module once the module has been imported."""
 
     def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
         self.name, self.then = name, then
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Return the module's specification as the other finders give it, if it is the one."""
+        """Return the watched module's specification from the other finders; None for other modules."""
         if name != self.name:
             return None
         others = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
@@ -67,7 +67,7 @@ class _WhenImported(MetaPathFinder):
 
 
 class _Watch:
-    """What is looked for in a script, and what was planned (NOTE).
+    """The search for a script's training, and its plan (NOTE [What of a script is planned]).
 
     Parameters
     ----------
@@ -85,7 +85,7 @@ class _Watch:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """While this is entered, look for what trains."""
+        """Look for a training within the block."""
         with ExitStack() as stack:
             options = {name: value for name, value in self.options.items() if name != "budget"}
             for name, text in ((BUDGET, self.options["budget"]), (OPTIONS, json.dumps(options))):
@@ -117,7 +117,7 @@ class _Watch:
                 sys.meta_path.insert(0, finder)
                 stack.callback(sys.meta_path.remove, finder)
             yield
-        # The compiler, if it was imported meanwhile, holds the functions that were put in place.
+        # torch.compile, if it was imported meanwhile, still refers to the functions that were put in place.
         self._handle, self._optimizers = None, []
 
     # What follows runs while the framework is imported, so this package's integration is imported by `give`, later.
@@ -141,7 +141,7 @@ class _Watch:
         self._before(undo, module.Trainer, "fit", give)
 
     def _before(self, undo: ExitStack, trainers: Any, name: str, give: Callable[[Any], None]) -> None:
-        """Before a method by which trainers train, end what is planned of plain loops, and give them a callback."""
+        """Have trainers, before their method `name`, end the planning of plain loops and get a callback from `give`."""
         original = getattr(trainers, name)
 
         @functools.wraps(original)
@@ -165,7 +165,7 @@ class _Watch:
             return []
         own = {id(p) for p in module.parameters() if p.requires_grad}
         found: list[torch.optim.Optimizer] = []
-        for optimizer in reversed(known):  # one that wraps another makes it while it is made
+        for optimizer in reversed(known):  # a wrapper that makes its inner optimizer is listed after that
             trained = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
             if trained and trained <= own:
                 own -= trained
@@ -180,7 +180,7 @@ class _Watch:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Call a module, which this call plans."""
+        """Call a module with a plan for this call's inputs."""
         self._stop_looking()
         self.has_found = True
         optimizer = optimizers[0] if len(optimizers) == 1 else Together(optimizers)
@@ -238,7 +238,7 @@ def launch(target: str, arguments: Sequence[str], *, as_module: bool = False, **
         If there is no such file, or an option can't be used. Whatever the script raises passes.
     """
     options = {**callback_options(), **options}
-    PlanningCallback(**options)  # for its errors, now
+    PlanningCallback(**options)  # raises its errors before the script runs
     watch, before = _Watch(options), PlanningCallback.plans_applied
     end: SystemExit | None = None
     with watch.watching():
@@ -265,7 +265,7 @@ def _run(target: str, arguments: Sequence[str], *, as_module: bool) -> None:
     if as_module:
         runpy.run_module(target, run_name="__main__", alter_sys=True)
         return
-    # It stays the program's, unlike that of `runpy.run_path`: what the script leaves for the end finds its names.
+    # Unlike with `runpy.run_path` the module stays in place, so that code which runs at exit finds its names.
     main = sys.modules["__main__"] = ModuleType("__main__")
     vars(main).update(__file__=file, __builtins__=builtins)
     exec(compile(Path(file).read_bytes(), file, "exec", dont_inherit=True), vars(main))

@@ -9,7 +9,7 @@ step is profiled and planned: the module's `training_step` under the trainer's p
 off meanwhile. A later batch that is larger than any before is planned for in the same way.
 
 A step without a loss (`training_step` returned None), or with one that doesn't depend on the model, has nothing to
-plan. It runs as it is, and the next is planned.
+plan. It runs without one, and the next is planned.
 
 With manual optimization, `training_step` runs backward itself, maybe several times. While it is profiled, its backwards
 record their losses and its optimizers do nothing; the losses' sum is the step's loss, so that all graphs count at once.
@@ -65,7 +65,7 @@ class ActivationPlanner(PlanningCallback, pl.Callback):
     ------
     InvalidInputError
         If an option can't be used. In training, the errors of `solve` and `apply`, and `UnsupportedModelError` for
-        strategies that plans can't go with.
+        strategies that plans don't support.
     """
 
     def __init__(self, budget_gb: float | None = None, **options: Any) -> None:
@@ -95,7 +95,7 @@ class ActivationPlanner(PlanningCallback, pl.Callback):
     def _plan(
         self, trainer: pl.Trainer, module: pl.LightningModule, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Apply a plan for a step with these arguments: one that was made before and holds, or a new one."""
+        """Apply a plan for a step with these arguments: an earlier one that holds for them, or a new one."""
         former = None if self._applied is None else self._applied.plan
         before = self._batch, self._asked
         self._remove()
@@ -132,7 +132,7 @@ class ActivationPlanner(PlanningCallback, pl.Callback):
         optimizers = [getattr(o, "optimizer", o) for o in trainer.optimizers]
         optimizer = optimizers[0] if len(optimizers) == 1 else Together(optimizers) if optimizers else None
         saved, self._saved = self._saved, {}
-        # A checkpoint has the batch of one rank; the others would plan and wait for it. A file goes before it.
+        # A checkpoint has the batch of one rank; the others would plan and wait for it. A plan file takes precedence.
         if saved and saved["asked"] == asked and not is_distributed() and self._plan_file is None:
             plan = Plan.from_json(saved["plan"])
             with contextlib.suppress(PlanMismatchError):  # another model: it is planned for
@@ -150,7 +150,7 @@ class ActivationPlanner(PlanningCallback, pl.Callback):
             loss = output.get("loss") if isinstance(output, Mapping) else output
             if loss is None:
                 raise _NoLossError
-            if isinstance(output, Mapping):  # what else is returned, the loop holds during backward
+            if isinstance(output, Mapping):  # the loop holds the other values during backward
                 held = [t.detach() for k, v in output.items() if k != "loss" for t in tensors_in(v)]
                 vars(loss)["held"] = held
             return loss
@@ -161,7 +161,7 @@ class ActivationPlanner(PlanningCallback, pl.Callback):
         )
 
     def _request(self, trainer: pl.Trainer, module: pl.LightningModule, batch: PlannedBatch) -> str:
-        """Return what a plan is made for beside the model's modules, in a form that a checkpoint keeps."""
+        """Return what a plan is made for, without the model's modules, as text for a checkpoint."""
         optimizers = [optimizer_text(getattr(o, "optimizer", o)) for o in trainer.optimizers]
         inputs = [str(tensor) for tensor in batch.tensors]
         settings = f"{plain_text(module.hparams)}; {settings_of(module)}"
@@ -195,7 +195,7 @@ class ActivationPlanner(PlanningCallback, pl.Callback):
 
 
 class AskedFor(ActivationPlanner):
-    """One that the script didn't make, which leaves the planning to another if the script gave the trainer one."""
+    """Planner that is added without the script; it does nothing if the script gave the trainer a planner of its own."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Prepare for the first batch."""
@@ -209,7 +209,7 @@ class _NoLossError(Exception):
 
 @contextlib.contextmanager
 def _planning(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[list[torch.Tensor]]:
-    """Inside, `training_step` logs nothing and updates nothing; yields the losses whose backwards it would run."""
+    """Keep `training_step` from logging and updating within the block; yield the losses whose backwards it runs."""
     losses: list[torch.Tensor] = []
 
     def note(loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
@@ -239,7 +239,7 @@ def _runs_closure(optimizer: Any, closure: Any = None, **kwargs: Any) -> Any:
 
 
 def _check(trainer: pl.Trainer, module: pl.LightningModule) -> None:
-    """Raise `UnsupportedModelError` for what plans can't go with."""
+    """Raise `UnsupportedModelError` for a `training_step` or a strategy that can't be planned."""
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:
         raise UnsupportedModelError(
             "training_step takes the iterator of batches (dataloader_iter), of which planning would take some; "

@@ -89,7 +89,7 @@ class _Product(torch.autograd.Function):
 
 
 def quantize(model: nn.Module, bits: int) -> None:
-    """Freeze a model of transformers and quantize its linear layers, but for its head and its last parameter's."""
+    """Freeze a model of transformers and quantize its linear layers, except its head and the last parameter's layer."""
     from transformers.pytorch_utils import Conv1D
 
     model.requires_grad_(False)

@@ -28,13 +28,13 @@ class CkptPlanAC(ActivationCheckpointing):  # type: ignore[misc]  # torchtitan h
     Raises
     ------
     InvalidInputError
-        If the file can't be read, or an option can't be used. That comes of `apply`; what planning raises, as
-        `InfeasibleBudgetError`, of the first forward.
+        If the file can't be read, or an option can't be used: raised by `apply`. Errors of planning, such as
+        `InfeasibleBudgetError`, are raised by the first forward.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(ActivationCheckpointing.Config):  # type: ignore[misc]
-        """What to plan for.
+        """Settings of the plan.
 
         The fields of torchtitan's base class keep their defaults: random numbers are always put back.
         """

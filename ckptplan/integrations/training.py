@@ -1,4 +1,4 @@
-"""Solve and apply for the first batch of a framework's loop, and say what was done."""
+"""Base of the frameworks' callbacks: solve and apply for the first batch of a loop, and log the plan."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from ckptplan.tensors.objects import MOST_OBJECTS, attributes_of
 from ckptplan.training.inputs import input_tensors, tensors_at
 
 _MOST_FAILURES = 3
-"""Batches without a plan after which a training goes on with the plan that it has."""
+"""Number of batches without a plan after which a training tries no more plans."""
 
 
 class PlanningCallback:
@@ -53,7 +53,7 @@ class PlanningCallback:
     took_s : float
         Seconds in which that plan was made and applied.
     plans_applied : int
-        By all callbacks of this process.
+        Number of plans applied by all callbacks of this process.
 
     Raises
     ------
@@ -92,11 +92,11 @@ class PlanningCallback:
 
     @property
     def tries_again(self) -> bool:
-        """Whether a batch beyond the present plan is planned for: not after several for which there was no plan."""
+        """Whether another batch beyond the present plan is planned for: not after several that had no plan."""
         return self._failures < _MOST_FAILURES
 
     def follow(self, model: nn.Module, former: Plan | None, error: CkptPlanError) -> Handle:
-        """Apply the former plan again where a batch beyond it has none, with a warning.
+        """Apply the former plan again, with a warning, after a batch beyond it for which there is no plan.
 
         Raises
         ------
@@ -108,7 +108,7 @@ class PlanningCallback:
         self._failures += 1
         rest = "" if self.tries_again else "; no more plans are tried in this training"
         warnings.warn(
-            f"the peak may exceed the budget: a batch is beyond the plan, and there is none for it: {error}; "
+            f"the peak may exceed the budget: a batch is larger than planned, and no plan was found for it: {error}; "
             f"the former plan is followed{rest}",
             RuntimeWarning,
             stacklevel=2,
@@ -120,9 +120,9 @@ class PlanningCallback:
     ) -> Handle:
         """Apply a plan to `model`, by default a new one.
 
-        The first plan is one for all ranks. Of a sharded model later ones, for larger batches, are so, too. Under DDP
-        these are a rank's own, since others don't plan then; so is the first if it is made for a function, and no
-        rank's batch is the largest in every dimension.
+        The first plan is one for all ranks; of a sharded model, so are later ones for larger batches. Under DDP each
+        rank makes the later ones alone, since the others don't plan then; so it does the first one, if that is made for
+        a function and no rank's batch is the largest in every dimension.
 
         Parameters
         ----------
@@ -157,14 +157,14 @@ class PlanningCallback:
             raise InvalidInputError("plan_file= is for one process, and this training has several; leave it out")
         known = plan_in(file, asked)
         if known is not None and self.fits(known, model, training.get("optimizer")):
-            with contextlib.suppress(PlanMismatchError):  # another model
+            with contextlib.suppress(PlanMismatchError):  # the file's plan is for another model
                 return self._apply(model, known, training, is_told=True)
         handle = self._apply(model, None, training, is_told=True)
         keep(handle.plan, file, asked)
         return handle
 
     def fits(self, plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> bool:
-        """Whether a plan of an earlier run is within what the device has free now, where that is the budget."""
+        """Return whether an earlier run's plan fits the memory that is free now, if no other budget was given."""
         wanted = self._wanted
         given = wanted.nbytes is not None or wanted.share is not None
         return given or plan.counted_bytes <= default_budget(model, None, optimizer=optimizer) * (1 - wanted.margin)
@@ -186,12 +186,12 @@ class PlanningCallback:
         return self.handle
 
     def in_text(self) -> str:
-        """Return all that was asked of a plan."""
+        """Return the budget and the options of the plan, as text."""
         options = sorted((name, value) for name, value in self._options.items() if not callable(value))
         return repr((*self._budget.values(), str(self._swap_dir), options))
 
     def summary(self) -> str:
-        """Return what was planned, and what ran since."""
+        """Return the plan in words, and counts of what ran under it."""
         if self.handle is None:
             return "ckptplan: no plan yet, it is made on the first batch of training"
         stats = self.handle.stats()
@@ -219,8 +219,8 @@ class Together(torch.optim.Optimizer):
 class PlannedBatch:
     """The batch that a step was planned for, whose plan holds for batches that are no larger.
 
-    A mask without a zero makes many models leave it out, so a batch with the first padding counts as larger. Of a
-    sharded model all ranks ask together, and the plan holds if it does on all.
+    Many models skip a mask that has no zero, so a batch with the first padding counts as larger. Ranks of a sharded
+    model decide together, and the plan holds if it does on all.
     """
 
     def __init__(self, batch: Any, model: nn.Module) -> None:

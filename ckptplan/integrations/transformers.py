@@ -70,7 +70,7 @@ class ActivationPlanCallback(PlanningCallback, TrainerCallback):
     ------
     InvalidInputError
         If an option can't be used. In training, the errors of `solve` and `apply`, and `UnsupportedModelError` for
-        settings of the Trainer that plans can't go with; the message names the setting.
+        settings of the Trainer that plans don't support; the message names the setting.
     """
 
     _run: _TrainerLoop | None = None
@@ -99,7 +99,7 @@ class ActivationPlanCallback(PlanningCallback, TrainerCallback):
 
 
 class _SecondForward(Exception):
-    """Raised where a `compute_loss` calls the model more often than was seen."""
+    """Raised if a `compute_loss` calls the model more often than when it was recorded."""
 
 
 @dataclass
@@ -206,7 +206,7 @@ class _TrainerLoop:
                     return output
                 raise _SecondForward
 
-            # A wrapper's, too, which would copy the output once more.
+            # The forward of a wrapper is replaced, too: it would copy the output once more.
             with installed([PatchedForward(m, give) for m in dict.fromkeys((model, present.model))]):
                 return present.loss(code)
 
@@ -219,7 +219,7 @@ class _TrainerLoop:
             try:
                 self.handle = self.callback.begin(model, inputs=forwards[0], loss_fn=own, **more)
                 return
-            except CkptPlanError as error:  # one that runs with a graph alone
+            except CkptPlanError as error:  # a second call that runs only with a graph
                 if _SecondForward.__name__ not in str(error):  # of this rank or another
                     raise
         self.handle = self.callback.begin(model, step=step, **more)
@@ -260,19 +260,19 @@ def _loss_of_model(output: Any) -> torch.Tensor:
 
 
 def _trainer_above() -> Trainer:
-    """Return the Trainer whose method has called the callback: callbacks aren't given it."""
+    """Return the Trainer whose method has called the callback: it isn't among a callback's arguments."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_varnames[:1] == ("self",) and isinstance(found := frame.f_locals["self"], Trainer):
             return found
         frame = frame.f_back  # type: ignore[assignment]
     raise InvalidInputError(
-        "ActivationPlanCallback plans for transformers.Trainer and its subclasses; no such one runs"
+        "no transformers.Trainer has called ActivationPlanCallback; pass it in the callbacks= of a Trainer"
     )
 
 
 def _check_settings(trainer: Trainer) -> None:
-    """Raise `UnsupportedModelError` for settings of a Trainer that no plan can go with."""
+    """Raise `UnsupportedModelError` for settings of a Trainer that plans don't support."""
     args = trainer.args
     kind = trainer.accelerator.distributed_type
     engine = str(getattr(kind, "value", kind))
@@ -285,7 +285,7 @@ def _check_settings(trainer: Trainer) -> None:
         "activation_offloading=True moves activations by itself; leave it out, a plan swaps what pays": getattr(
             args, "activation_offloading", False
         ),
-        f"the model is in DataParallel on {args.n_gpu} devices; run torchrun, or show one device alone "
+        f"the model is in DataParallel on {args.n_gpu} devices; run torchrun, or make one device alone visible "
         "(CUDA_VISIBLE_DEVICES=0)": args.n_gpu > 1,
         f"training is distributed by {engine}, whose bytes plans don't know; train on one device, under DDP or under "
         "FSDP2 (fsdp_version: 2)": engine not in ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP2"),
@@ -304,7 +304,7 @@ def _check_settings(trainer: Trainer) -> None:
 
 @contextlib.contextmanager
 def _checkpointing_off(model: nn.Module) -> Iterator[None]:
-    """Turn a model's own checkpointing off inside, since the plan decides."""
+    """Turn a model's own checkpointing off within the block, since the plan decides."""
     found = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False) is True]
     if found:
         say(f"ckptplan: the checkpointing of {len(found)} modules is off in training, since the plan decides")

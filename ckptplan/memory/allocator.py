@@ -93,8 +93,8 @@ __all__ = [
     "replay",
 ]
 
-FREE = -1  # stands in place of a size for an event that frees the block
-EMPTY_CACHE = -2  # the same for an event that releases all unused memory, whatever the block
+FREE = -1  # in place of a size: the event frees the block
+EMPTY_CACHE = -2  # in place of a size: the event releases all unused memory
 _FIRST_ADDRESS = 1 << 60  # above every address of a device, so that a replay can use the recorded ones
 _FIRST_SPACE = 1 << 62  # lowest address of expandable segments
 _UNLIMITED_SPACE = 1 << 61  # address space of an expandable segment if the capacity isn't known
@@ -186,7 +186,7 @@ class _Pool:
     page_bytes: int
     free: dict[int, list[_Entry]] = field(default_factory=dict)
     unmapped: dict[int, list[tuple[int, _Block]]] = field(default_factory=dict)
-    """By address."""
+    """Unmapped blocks per stream, by address."""
     searches: int = 0
 
     def insert(self, block: _Block) -> None:
@@ -473,7 +473,7 @@ class CachingAllocator:
         )
 
     def _restore_space(self, ranges: list[SegmentInfo], address: int) -> None:
-        """One expandable segment from `address` on, with its mapped ranges."""
+        """Restore one expandable segment from `address` on, with its mapped ranges."""
         pool = self._small if ranges[0].pool == "small" else self._large
         stop = ranges[-1].address + ranges[-1].size_bytes
         room = max(self._space_bytes(pool), stop - address)

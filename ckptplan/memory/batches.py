@@ -22,7 +22,7 @@ from ckptplan.training.measure import held_tensors
 from ckptplan.training.step import TrainingStep, fingerprint
 
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size)
-"""Types of arguments that are the same if they are equal."""
+"""Types of arguments that are compared by value."""
 
 
 def batch_steps(
@@ -65,7 +65,7 @@ def does_the_same(step: TrainingStep, other: TrainingStep, *, reads: bool) -> bo
     Parameters
     ----------
     reads : bool
-        The step reads values, so only the same tensors lead to the same.
+        Whether the step reads values, so that only the same tensors make two steps the same.
     """
     (leaves, spec), (others, other_spec) = (pytree.tree_flatten((s.args, s.kwargs)) for s in (step, other))
     if step.fn is not None or spec != other_spec:

@@ -82,14 +82,14 @@ def estimate(
     """Return the memory of training `model`, by category and phase, without allocating it.
 
     The training loop consists of forward, loss and backward (`accumulation_steps` times, with the batch on the device
-    throughout), the optimizer's update, and `zero_grad`. What the loop holds of output, loss and batch is said by
-    `holds_output` and `keeps`. The estimate covers two steps, since the first update makes the optimizer's state (three
-    with a plan on CUDA, under which the allocator's cache is emptied after that), and then one forward without autograd
-    ("inference"), and without `loss_fn`. Checkpoints of the model's own are estimated as they are.
+    throughout), the optimizer's update, and `zero_grad`. `holds_output` and `keeps` say whether the loop holds output,
+    loss and batch. The estimate covers two steps, since the first update makes the optimizer's state (three with a plan
+    on CUDA, under which the allocator's cache is emptied after that), and then one forward without autograd
+    ("inference") and without `loss_fn`. The model's own checkpointing is included.
 
-    A list of two or more batches is run as it is, each batch once (twice where micro-batches leave whole gradients of a
-    sharded model: the last of an update reduces them, and there are two of one batch): what the allocator has reserved
-    for one is there for the next, and the first update makes the optimizer's state. ``inputs=batches * 2`` is two
+    The batches of a list of two or more run in turn, each once (twice where micro-batches leave whole gradients of a
+    sharded model: the last of an update reduces them, and there are two of one batch): memory that the allocator has
+    reserved for one serves the next, and the first update makes the optimizer's state. ``inputs=batches * 2`` is two
     epochs. Each batch is loaded anew, so a tensor that two of them share counts for each.
 
     Parameters
@@ -101,15 +101,15 @@ def estimate(
     grad_scaler : bool, optional
         Whether a `GradScaler` is used; default: with float16.
     accumulation_steps : int
-        Micro-batches per update: each as large as `inputs`, or so many of the list's batches in turn.
+        Micro-batches per update: each as large as `inputs`, or this many of the list's batches in turn.
     set_to_none : bool
         Argument of `zero_grad`; False keeps the gradients' memory.
     checkpoint_on_device : bool
         Whether the weights were loaded from a file onto the device (no `map_location`) and the loaded tensors are still
         referenced.
     holds_output : bool
-        Whether the loop holds the output during backward. False for ``loss = model(**batch).loss``, where what no
-        backward needs of it, such as logits, is freed before.
+        Whether the loop holds the output during backward. False for ``loss = model(**batch).loss``, where tensors that
+        no backward needs, such as logits, are freed before.
     keeps : collection of str
         What is still referenced when the next forward begins: any of "output", "loss" and "batch". All three in a plain
         loop (``for batch in loader: output = model(batch); ...``), whose names refer to them until the next step's
@@ -119,7 +119,7 @@ def estimate(
     allocator : AllocatorSettings or str, optional
         CUDA's caching allocator as in PYTORCH_CUDA_ALLOC_CONF, such as "expandable_segments:True".
     empty_cache : bool
-        Whether the loop calls `torch.cuda.empty_cache()` after each step, when what isn't in `keeps` has been freed.
+        Whether the loop calls `torch.cuda.empty_cache()` after each step, with only the tensors in `keeps` left.
     on_progress : callable, optional
         Called with a description of the present work.
     **training
@@ -182,7 +182,7 @@ def estimate(
         return _of_all_paths(found, run, rewind, settings) if run.path_is_drawn else found
 
 
-_RANDOM_STATES = 4  # enough to see that paths differ; rare ones are found by none
+_RANDOM_STATES = 4  # enough to see that paths differ; rare paths may not be drawn
 
 _DRAWN = "numbers that forward draws may decide what runs"
 
@@ -261,7 +261,7 @@ class TrainingBytes:
         optimizer = training.optimizer
         self._optimizer = None if optimizer is None else make_optimizer(optimizer, model)
         self.notes = notes_on(self._optimizer)
-        """What has to be said of how the optimizer's state is counted."""
+        """Notes on how the optimizer's state is counted."""
         self._updates: Recording | None = None
 
     def step(self, inputs: Any) -> TrainingStep:
@@ -331,7 +331,7 @@ def _made_state_bytes(updates: Recording, target: Target, update: int = 1) -> in
 
 
 def _config(model: nn.Module, plan: Plan | None) -> contextlib.AbstractContextManager[None]:
-    """The configuration that training runs in, with every layer: a plan turns generation caches off."""
+    """Return a context with the configuration of training, with every layer: a plan turns generation caches off."""
     return every_layer(model) if plan is None else planned_config(model)
 
 
@@ -340,7 +340,7 @@ def _in_float16(step: TrainingStep) -> bool:
 
 
 def _settings(allocator: AllocatorSettings | str | None, target: Target) -> AllocatorSettings | None:
-    """Return the given settings, or else this process's for a device of this machine, or else the defaults."""
+    """Return the given settings; by default this process's for a device of this machine, otherwise PyTorch's."""
     if allocator is None and target.spec is None and target.is_cuda:
         allocator = allocator_conf()
     if not target.is_cuda:
@@ -383,7 +383,7 @@ class _RecordedBatch:
     step: TrainingStep
     inputs: list[torch.Tensor]
     others: list[torch.Tensor]
-    """What the step reads beside its inputs and the model."""
+    """Tensors that the step reads beside its inputs and the model."""
     fresh: Recording
     adding: Recording
     inferring: Recording | None
@@ -414,7 +414,7 @@ class _Run:
     holds_output_over_update: bool = False
     """Whether the loop holds the output until the next forward begins."""
     checks: bool = False
-    """Whether the memory counts that the check of a plan takes (`apply(..., check=)`)."""
+    """Whether the memory for checking a plan counts (`apply(..., check=)`)."""
     report: Report = ignore_progress
 
     def estimate(self, rewind: Callable[[], None], settings: AllocatorSettings | None) -> Estimate:
@@ -508,11 +508,11 @@ class _Run:
         ledger = Ledger()
         self._load(ledger, batches)
         for resident in () if self.plan is None else self.plan.residents:
-            if resident.returns is not None:  # the first forward begins with it
+            if resident.returns is not None:  # it is away when the first forward begins
                 ledger.free(ledger.movable[resident.names[0]])
         self._record_updates(batches, steps)
         if len(batches) == 1 and self._empties_before(2):
-            steps.append(steps[-1])  # which finds the segments that the one with an emptied cache has left
+            steps.append(steps[-1])  # it starts with the segments left by the step after the cache was emptied
         updating = None if self.updates is None else _Updates(ledger, self.updates)
         held = range(len(ledger.blocks))
         if updating is not None:
@@ -751,7 +751,7 @@ class _Loop:
         self._kept += [(name, index) for index in indices]
 
     def forward(self, player: Player, batch: _RecordedBatch, *, empties: bool = False) -> None:
-        """Write a forward with its loss, on a batch that is loaded if it isn't yet; `empties`: the cache before it."""
+        """Write a forward with its loss on a batch, loaded now if needed; `empties`: the cache is emptied first."""
         keeps = self._run.keeps
         again = batch is self._loaded and "batch" not in keeps
         self._release(*(what for what in KEPT if what not in keeps and not (again and what == "batch")))
@@ -768,7 +768,7 @@ class _Loop:
         self._release("loss")
 
     def backward(self, player: Player, batch: _RecordedBatch, name: str) -> None:
-        """Write a backward, after which the output and loss are dropped that aren't kept."""
+        """Write a backward, then drop output and loss unless the loop keeps them."""
         self._ledger.phase(name, batch.number)
         self._products("backward", player.recording)  # the thread that runs backward has a cuBLAS handle of its own
         player.run("backward")

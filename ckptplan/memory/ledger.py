@@ -122,12 +122,12 @@ class Player:
                         self._ledger.free(self._index.pop(block))
 
     def adopt(self, direction: str, indices: list[int]) -> list[int]:
-        """Take the ledger's blocks `indices` as those that sections of a direction allocate, by name.
+        """Let the ledger's blocks `indices` stand for those that sections of a direction allocate, by name.
 
         Returns
         -------
         list of int
-            The blocks that no section has; the caller goes on to free them.
+            The blocks that no section allocates; the caller still has to free them.
         """
         named = {self._ledger.blocks[index].name: index for index in indices}
         for section in self.recording.sections:

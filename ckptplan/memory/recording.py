@@ -63,7 +63,7 @@ class Block:
     returned : tuple of str
         "output" and "loss", if it belongs to them.
     parameters : tuple of str
-        Names of those whose gradients it has: of a sharded unit, all in one block.
+        Names of the parameters whose gradients it has; those of a sharded unit are all in one block.
     stream : int
         The stream that it is allocated on; 0 is the step's own. FSDP2 has others.
     """
@@ -125,7 +125,7 @@ class _Writer:
     Parameters
     ----------
     origins : mapping
-        Those of the log.
+        The log's origins of storages.
 
     Attributes
     ----------
@@ -144,7 +144,7 @@ class _Writer:
         self.made: dict[Sid, int] = {}
         self.alive: dict[Sid, int] = {}
         self._sums: dict[Sid, Sid] = {}
-        self._weights: dict[Sid, int] = {}  # that leave and return
+        self._weights: dict[Sid, int] = {}  # weights that leave and return
 
     def sections(
         self, direction: Direction, segment: int, trace: SegmentTrace, returns: Iterable[tuple[int, int]] = ()
@@ -193,7 +193,7 @@ class _Writer:
                 )
 
     def finish(self, sections: Iterable[Section], peaks: Mapping[Hashable, int]) -> None:
-        """Put a block in place of each operation for the memory that it takes beside its results and frees again."""
+        """Replace each operation by a block for the memory that it takes beside its results and frees again."""
         for section in sections:
             section.events = list(self._with_workspaces(section.events, peaks))
 
@@ -227,9 +227,9 @@ def record_step(
     logged : callable
         Replays the step, with its whole log; returns the replay and the names of its stages.
     choices : sequence of Decision
-        Those of a plan, one per stage; default: everything is kept.
+        A plan's decisions, one per stage; default: everything is kept.
     inference : bool
-        It is one forward that saves nothing instead.
+        Whether to record one forward that saves nothing instead.
 
     Returns
     -------
@@ -420,7 +420,7 @@ class _UpdateLog:
         return found
 
     def recording(self, target: Target, optimizer: str) -> Recording:
-        """Return the recording; all that the updates make is said to be made by the optimizer of this name."""
+        """Return the recording, with the optimizer's name in place of the line of code that made a block."""
         writer, sections = _Writer(self.tracker.origins), list[Section]()
         for part, trace in list(zip(self._parts, self.tracker.forward.values(), strict=True))[1:-1]:
             sections += writer.sections(part, 0, trace)

@@ -155,7 +155,7 @@ def apply(
                     on_larger=on_larger, swap_dir=swap_dir, synchronous=synchronous, check=check, strict=strict,
                 )  # fmt: skip
         except BaseException:
-            if handle is not None:  # here it went well
+            if handle is not None:  # only another rank failed
                 handle.remove()
             raise
         return handle
@@ -163,7 +163,7 @@ def apply(
 
 @contextlib.contextmanager
 def _replacing(model: nn.Module) -> Iterator[None]:
-    """Take the present plan off a model, if there is one; put it back if what is inside fails."""
+    """Take the present plan off a model, if there is one; put it back if the block fails."""
     former = handle_of(model)
     with without_plan(model):
         yield
@@ -181,7 +181,7 @@ def _later(model: nn.Module, inputs: Any, wanted: dict[str, Any], how: dict[str,
         )
     asked = Budget.of(wanted["budget_gb"], wanted["budget"])
     limits = Limits.of(wanted)
-    Training.of(wanted)  # for its errors, now
+    Training.of(wanted)  # raises its errors now, not at the first forward
     check_supported(unwrapped(model))
 
     def planned(inputs: Any) -> Handle:
@@ -237,7 +237,7 @@ def _applied(
     if plan.fingerprint.device.startswith(PLANNED):
         plan = _arrived(model, plan, training)
     if on_larger not in (None, "follow", "replan"):
-        raise InvalidInputError(f"on_larger={on_larger!r}; it is 'follow' or 'replan', and strict=True raises")
+        raise InvalidInputError(f"on_larger={on_larger!r}; it is 'follow' or 'replan' (strict=True raises an error)")
     if on_larger is None and known is not None and not how["strict"]:
         one = plan.fingerprint.inputs != "step()" and not parallel_of(model).in_step
         on_larger = "replan" if one else "follow"

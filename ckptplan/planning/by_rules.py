@@ -1,4 +1,4 @@
-"""Plans by published rules within the limits of a job: what a plan of the solver isn't to be beaten by."""
+"""Plans by published rules within the limits of a job, which the solver's plan has to match or beat."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ SHARE, LEAST_S = 0.1, 1.0
 def plans_by_rules(
     profile: Profile, budget_bytes: int, limits: Limits, rules: Sequence[str] | None = None
 ) -> list[Plan]:
-    """Return the plans of `rules` within a budget that use no more than `limits` allow; those that find one in time.
+    """Return the plans of `rules` that keep a budget and `limits`, of those rules that find one in time.
 
-    By default `QUICK`; "uniform" only where the profile's times have an error: else every search starts from its plans.
+    Default: `QUICK`; without "uniform" where the profile's times are exact: there every search starts from its plans.
     """
     if rules is None:
         rules = [rule for rule in QUICK if rule != "uniform" or profile.step_error]
@@ -46,7 +46,7 @@ def plans_by_rules(
 
 
 def examined(profile: Profile, plan: Plan, limits: Limits) -> tuple[tuple[Violation, ...], Timeline | None]:
-    """What the referee says of a plan within its budget and `limits` (`referee.validate.examine`)."""
+    """Return the rules that a plan breaks within its budget and `limits`, and its replay (`validate.examine`)."""
     return examine(
         profile,
         plan,

@@ -42,7 +42,7 @@ from ckptplan.state.restore import restored
 from ckptplan.training.inputs import input_tensors
 
 _REMEMBERED = 16
-"""Plans, and shapes without a plan, that are stored."""
+"""Largest number of plans, and of shapes for which there is no plan, that are stored."""
 
 _TRIES = {"returned": 1, "thawed": 16} | dict.fromkeys(
     ("attached", "autocast", "calls", "compiled", "gradients", "mode", "module", "new", "saved", "stage", "state"), 3
@@ -57,8 +57,8 @@ _OF_STATE = frozenset(("gradients", "mode", "thawed"))
 class _Known:
     """A plan, the inputs that it is valid for, and the profile that it was made from (None: not given).
 
-    `training` and `trained` are the model's mode, and the names of the parameters that got gradients, when it was made;
-    `stateful` names those of which an optimizer had state then.
+    `training`, `trained` and `stateful` describe the model when it was made: its mode, and the names of the parameters
+    that required gradients and of those for which the optimizer had state.
     """
 
     inputs: tuple[InputTensor, ...]
@@ -80,10 +80,10 @@ class _Known:
         differences: Set[str],
         stateful: Set[str],
     ) -> bool:
-        """Return whether this plan is valid for a call of a model whose steps differed so from its present plan.
+        """Return whether this plan is valid for a call of a model whose steps showed `differences` from plan `now`.
 
-        Gradients from before, for which a plan was made, come again with other inputs; state of parameters that were
-        frozen since they were trained stays.
+        If the present plan counts gradients from before a step, this one has to as well. Optimizer state of parameters
+        that were frozen later still takes memory, so the plan has to count it.
         """
         accumulates = now.fingerprint.accumulates or "gradients" in differences
         return (
@@ -107,10 +107,10 @@ def _stateful(model: nn.Module, optimizer: OptimizerLike | None) -> frozenset[st
 
 @contextlib.contextmanager
 def inside_forward(model: nn.Module, amp: torch.dtype | str | None) -> Iterator[torch.dtype | str | None]:
-    """A context for planning inside a forward of `model`; yields `amp`, by default the type of autocast around it.
+    """Turn autocast off for planning inside a forward of `model`; yield `amp`, by default the type of that autocast.
 
-    Autocast around the user's forward would extend to the loss and backward, and cache casts made in here. Of a sharded
-    model the parameters outside of its units are gathered already.
+    Left on, it would extend to the loss and backward, and cache casts made in the block. In a sharded model the
+    parameters outside of its units are gathered already.
     """
     kind = find_target(model).device.type
     if amp is None and torch.is_autocast_enabled(kind):
@@ -170,7 +170,7 @@ class Enlarger:
         return self._vote.any(larger or bool(differences and self._plannable(differences)))
 
     def _plannable(self, differences: Set[str]) -> tuple[str, ...]:
-        # Without a plan for larger inputs their stages differ, and a plan for the others wouldn't change that.
+        # Larger inputs without a plan of their own make stages differ, which a plan for other inputs can't change.
         without = {"calls", "module", "saved", "stage"} if "no plan" in differences else set()
         return tuple(sorted(k for k in differences - without if self._tries[k] < _TRIES.get(k, 0)))
 
@@ -200,7 +200,7 @@ class Enlarger:
             named = self._by_name(args, kwargs)
             beyond = self._within.first_beyond(*named)
             kinds = self._plannable(differences)
-            # Whether an earlier plan includes a difference is known only for those of the model's state.
+            # Only for differences in the model's state is it known whether an earlier plan includes them.
             known = self._known if not kinds or _OF_STATE.issuperset(kinds) else ()
             optimizer = self._counted(kinds, updates)
             stateful = _stateful(self._model, optimizer)
@@ -208,7 +208,7 @@ class Enlarger:
             shapes = {t.path: t.shape for t in input_tensors(*named)}
             # What doesn't fit doesn't fit with larger inputs either.
             refused = [not kinds and covers(shapes, smaller) for smaller, _ in self._refused]
-            if group is not None:  # what is so on one rank is so on all
+            if group is not None:  # all ranks have to come to the same decision
                 found = group.exchange((beyond, holds, refused, kinds))
                 beyond = next((each for each, *_ in found if each is not None), None)
                 kinds = tuple(sorted({kind for *_, each in found for kind in each}))
@@ -227,14 +227,14 @@ class Enlarger:
             new = self._plan_for((args, kwargs), named, kinds, optimizer)
         except RankError:
             raise
-        except CkptPlanError:  # one without gradients from before may do
+        except CkptPlanError:  # fall back on an earlier plan without gradients from before the step
             without = [k for k in known if k.holds(named, self._model, k.plan, differences, stateful)]
             if group is not None or not without:
                 raise
             return self._turn_to(without[-1]), None
         tensor, planned = beyond or (None, None)
         larger = Larger(tensor, planned, new.inputs, time.perf_counter() - begin, kinds)
-        if "state" in kinds:  # which earlier plans don't count
+        if "state" in kinds:  # earlier plans don't count it
             self._counts_state, self._known, self._refused = True, [], []
         self._known = [*self._known[-_REMEMBERED + 1 :], new]
         return self._turn_to(new), larger
@@ -262,7 +262,7 @@ class Enlarger:
         optimizer: OptimizerLike | None,
     ) -> _Known:
         target = find_target(self._model)
-        # Where gradients exist now, they do in later steps.
+        # If gradients exist at the start of this step, they do in later ones.
         accumulate = self._now.plan.fingerprint.accumulates or "gradients" in kinds or None
         limits = self._limits
         asked = replace(self._training, step=None, accumulate=accumulate, optimizer=optimizer)
@@ -275,7 +275,7 @@ class Enlarger:
                 try:
                     request = replace(asked, inputs=args, amp=amp)
                     job, plan = self._solved(request, kwargs, target, telling, repeated=args is not call[0])
-                except RankError:  # which ends the others, too
+                except RankError:  # it ends the other ranks, too
                     raise
                 except CkptPlanError as error:
                     failed = _again(error)

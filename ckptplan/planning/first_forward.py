@@ -22,7 +22,7 @@ from ckptplan.tensors.storages import tensors_in
 class FirstForward(Handle):
     """A handle whose plan is made and applied by the first forward with gradients; until then nothing is planned.
 
-    What needs a plan raises `InvalidInputError` before.
+    Methods that need a plan raise `InvalidInputError` until then.
 
     Parameters
     ----------
@@ -49,8 +49,8 @@ class FirstForward(Handle):
         rest, named = ByName(getattr(self._model, self._patch.attribute))(args, kwargs)
         if rest and kwargs:
             raise InvalidInputError(
-                f"{type(self._model).__name__} is called with positional arguments that have no name and with "
-                "keywords; solve with step= and apply that plan"
+                f"{type(self._model).__name__} is called with unnamed positional arguments (*args) and with keywords, "
+                "which can't both be inputs of a plan; solve with step= and apply that plan"
             )
         self._made = planner(args if rest else named)
         return getattr(self._model, self._patch.attribute)(*args, **kwargs)

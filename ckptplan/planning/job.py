@@ -1,12 +1,11 @@
 """A profile with its limits, solved for a budget; plans are checked by the referee and by a replay. No torch.
 
 NOTE [Fragments]
-With a smaller peak in tensors, a plan may reserve more. Memory that is freed before the peak lies in blocks of the
-sizes that it had, and the larger blocks at the peak have no use for them: what a swap frees in forward, and what a
-segment frees after its sweep. So where fragments take the best plan beyond the budget, what it moves leaves as early
-and returns as late as that takes no time. Plans that swap nothing and recompute stage by stage are searched as well,
-and the faster one is returned. If neither fits, those that recompute whole stages are tried. Which of several equal
-stages saves more makes a difference, too.
+A plan with a smaller peak in tensors may reserve more memory: the blocks that a swap frees in forward, or a segment
+after its sweep, are too small for the larger tensors at the peak. So if fragments take the best plan beyond the budget,
+its storages leave as early and return as late as its step time allows (points.py). Plans that swap nothing and
+recompute stage by stage are searched as well, and the faster one is returned. If neither fits, those that recompute
+whole stages are tried. Which of several equal stages saves more makes a difference, too.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ from ckptplan.solving.room import Room
 _REORDERED_EXCESS = 0.05  # share of the budget above which another order of decisions isn't tried: it gains less
 _REST = 0.01  # share of the budget that may stay unused before another limit is tried
 _TIGHTENINGS = 6  # attempts with a smaller limit before the plan with the smallest peak is tried
-_CLOSE = 0.01  # relative difference to a plan's step up to which a rule is asked for a plan within that plan's peak
-_HINT_S = 2.0  # of a search for what an error says beside
-_RAISES = 3  # times that a budget of the smallest peak is raised to one that another search has found
+_CLOSE = 0.01  # rules whose steps are longer by up to this share plan once more, within the peak of the solver's plan
+_HINT_S = 2.0  # time limit of a search for a hint in an error's text
+_RAISES = 3  # times that a budget near the smallest peak is raised to the smallest one that a failed search names
 PLAIN = ("keep", "swap", "recompute", "recompute+swap", DISCARD)
 """Options on whole stages, beside those that move residents; others choose among the stage's operations."""
 
@@ -59,13 +58,13 @@ class Job:
     limits : Limits
     replayed : callable, optional
         Function from a plan to its bytes in a replay of the model: on CUDA by the allocator's model, on other devices
-        the bytes in tensors, three times the same. None: there is no model to replay.
+        the bytes in tensors for each field. None: there is no model to replay.
     on_cuda : bool
         Whether `replayed` uses the allocator's model.
     library_bytes : int
-        What each thread that computes has beside its tensors under every plan: cuBLAS's workspaces. 0: not known.
+        Bytes of the cuBLAS workspaces that each computing thread has under every plan. 0: not known.
     more : tuple of Profile
-        The profile with more and more of its frozen weights away between steps as well.
+        Variants of the profile with more and more of its frozen weights away between steps as well.
     start : (Plan, float), optional
         A plan to begin with, and a lower bound for the budget that is asked for, and so for smaller ones.
     """
@@ -80,10 +79,10 @@ class Job:
 
     @staticmethod
     def of(measured: Profile, limits: Limits) -> Job:
-        """Return the job of planning a measured profile, of which moves what the limits say."""
+        """Return the job of planning a measured profile whose storages may move as the limits say."""
         found = measured.offloading(limits.offload)
         more = [measured.offloading(limits.offload, parts) for parts in range(1, PARTS + 1) if found is not measured]
-        # Without weights that may be away, or with one or two, some are as the ones before.
+        # With few weights that may be away, or none, some variants equal the ones before.
         more = [p for p, before in zip(more, (found, *more), strict=False) if p.resident_bytes < before.resident_bytes]
         profiles = [found, *more] if limits.menus else list(map(_plain, (found, *more)))
         return Job(profiles[0], limits, more=tuple(profiles[1:]))
@@ -116,14 +115,14 @@ class Job:
         surveyed, bounds = self._surveyed(budget_bytes)
         fastest = min(surveyed, key=lambda number: surveyed[number][0].step_s, default=None)
         limits, best = self._told_of_shares(bounds), None
-        # The fastest first, then those that may be faster yet.
+        # The fastest first, then those whose bounds are below its step.
         for number in sorted(surveyed, key=lambda number: (number != fastest, bounds[number])):
             plan, job = surveyed[number]
             if best is not None and best.step_s <= bounds[number] * (1 + limits.gap):
                 continue
             if number != fastest:
                 limits = replace(limits, time_limit_s=self.limits.time_limit_s / (len(surveyed) - 1))
-            with contextlib.suppress(InfeasibleBudgetError):  # with the allocator's fragments
+            with contextlib.suppress(InfeasibleBudgetError):  # the allocator's fragments may exceed the budget
                 plan = replace(job, limits=limits, start=(plan, bounds[number]))._solved(budget_bytes)
                 if not self._fits_the_host(plan):
                     continue
@@ -146,7 +145,7 @@ class Job:
         return self.limits if on_plan is None else _each_better(replace(self.limits, on_plan=hand_out))
 
     def _surveyed(self, budget_bytes: int) -> tuple[dict[int, tuple[Plan, Job]], list[float]]:
-        """For each share of the weights a plan, if one is found, and a bound; within the time limit, without replays.
+        """Return a plan, if one is found, and a bound for each share of the weights, without replays.
 
         Where a plan is as fast as keeping everything, further shares have no plan: none of theirs is faster.
         """
@@ -157,7 +156,7 @@ class Job:
             # Shares that are soon known to be infeasible leave the others more time.
             left_s = max((until - time.monotonic()) / (len(jobs) - number), job.limits.time_limit_s * SHARE)
             job = replace(job, limits=replace(job.limits, time_limit_s=left_s))
-            # As if times had no error: no faster plan is given up for a simpler one before the last search.
+            # Times count as exact, so that no faster plan is given up for a simpler one before the last search.
             exact = replace(job.profile, step_error=0.0)
             search = functools.partial(solve_profile, exact, limits=job.limits, on_progress=job._progress())
             try:
@@ -166,7 +165,7 @@ class Job:
                 if job._is_infeasible(budget_bytes, error):
                     bounds[number] = math.inf
                 else:
-                    with contextlib.suppress(InfeasibleBudgetError):  # a bound for more bytes is one for less
+                    with contextlib.suppress(InfeasibleBudgetError):  # a bound for more bytes holds for fewer
                         bounds[number] = _from(error.min_peak_bytes, search).lower_bound_s
                 continue
             found[number], bounds[number] = (plan, job), plan.lower_bound_s
@@ -230,7 +229,7 @@ class Job:
         return plan
 
     def with_weights(self, least_bytes: int) -> str:
-        """Return what the smallest peak would be if weights might move as well, for an error; empty if no less."""
+        """Return a hint for an error: the smallest peak if weights might move as well; empty if that isn't smaller."""
         profile = self.profile
         if profile.offload != ACTIVATIONS or not profile.residents or "swap" not in self.limits.actions:
             return ""
@@ -239,7 +238,7 @@ class Job:
         return f"; with offload='all' it is {format_bytes(found)} in tensors" if found < least_bytes else ""
 
     def what_stays(self, error: InfeasibleBudgetError) -> str:
-        """Return what no plan can move of the step that binds, for an error; empty if that is little."""
+        """Return a hint for an error: the tensors of the binding step that no plan can move; empty if they are few."""
         stays = what_stays(self.leanest.profile, error.stage, error.phase, error.min_peak_bytes)
         return f". Of it, no plan can move: {stays}" if stays else ""
 
@@ -266,7 +265,7 @@ class Job:
         for each in self.each(self.limits):
             try:
                 found.append(each.sound(smallest_within(each.profile, max_overhead, each.handing_out)))
-            except InfeasibleBudgetError:  # the weights alone, on their way back, make the step slower
+            except InfeasibleBudgetError:  # fetching the weights alone exceeds the slowdown
                 if not found:
                     raise
         bounds = [plan.peak_bound_bytes for plan in found if plan.peak_bound_bytes is not None]
@@ -275,9 +274,9 @@ class Job:
     def _infeasible(
         self, budget_bytes: int, attempts: Sequence[Plan], failures: Sequence[InfeasibleBudgetError]
     ) -> InfeasibleBudgetError:
-        """Return the failure that names the smallest budget which works, by the plans that were replayed as well."""
+        """Return the failure that names the smallest budget which works, counting the plans that were replayed."""
         error = min(failures, key=lambda failure: failure.min_peak_bytes)
-        # The others' bounds hold for the plans that were left to them.
+        # The bounds of the later failures hold only for fewer kinds of plans.
         error.min_peak_bound_bytes = failures[0].min_peak_bound_bytes
         least = min(attempts, key=self.needs, default=None)
         if least is None or not self.on_cuda or (needs := self.needs(least)) >= error.min_peak_bytes:
@@ -289,7 +288,7 @@ class Job:
         actions = tuple(action for action in self.limits.actions if action != "swap")
         if not self.on_cuda or self.replayed is None or "recompute" not in actions:
             return
-        # Without `on_plan`: each search begins anew, with plans slower than those handed out.
+        # Without `on_plan`: each of these searches begins with plans slower than those already handed out.
         limits = replace(self.limits, actions=actions, segments=False, on_plan=None)
         still = replace(self, limits=limits, start=None)
         if actions != self.limits.actions or self.limits.segments:
@@ -317,11 +316,11 @@ class Job:
             if fitting is not None:
                 return fitting if former is None else self._using_the_rest(fitting, limit, former, budget_bytes)
             former = limit, over
-            # Whole workspaces are there under every plan, and leave less of the budget for tensors. What else is beside
-            # tensors, such as rounding, differs between plans, so no bound may count it.
+            # Whole workspaces exist under every plan and leave less of the budget for tensors. Other overhead, such as
+            # rounding, differs between plans, so no bound may count it.
             beside = self._workspace_bytes(plan)
             if limit == budget_bytes and beside and plan.peak_bytes > budget_bytes - beside:
-                attempts.clear()  # whose bound is that of the larger limit
+                attempts.clear()  # its bound is for the larger limit
                 limit = max(budget_bytes - beside, 1)
                 continue
             # The excess is fragments of the allocator, or an error of the chain model: reduce the limit by it. The plan
@@ -340,9 +339,9 @@ class Job:
         return min(max(plan.allocated_bytes - plan.peak_bytes, 0) // self.library_bytes, 2) * self.library_bytes
 
     def _fitting(self, plan: Plan, budget_bytes: int) -> tuple[Plan | None, int]:
-        """Return `plan`, or one as fast with other fragments, whose replay stays within a budget, and bytes beyond it.
+        """Return `plan`, or an equally fast one with other fragments, whose replay stays within a budget, or None.
 
-        None: there is none; the bytes are then the least by which these plans exceed the budget.
+        Second is the least number of bytes by which the replays exceed the budget; 0 or less for a plan that fits.
         """
         if self.replayed is not None:
             self.limits.on_progress("replaying the plan on the model")
@@ -358,8 +357,8 @@ class Job:
     def _using_the_rest(self, plan: Plan, limit: int, former: tuple[int, int], budget_bytes: int) -> Plan:
         """Return `plan`, found for a smaller limit, or a faster one for a limit between that and the `former` one.
 
-        `former` has bytes by which its plan exceeded the budget; where a straight line between the two excesses is 0,
-        one more plan is tried.
+        `former` also has the bytes by which its plan exceeded the budget. One more plan is tried at the limit where a
+        straight line through the two excesses is 0.
         """
         if not self.on_cuda or (rest := budget_bytes - self.needs(plan)) <= budget_bytes * _REST:
             return plan
@@ -373,8 +372,8 @@ class Job:
     def _with_other_fragments(self, plan: Plan, over_bytes: int, budget_bytes: int) -> Iterator[Plan]:
         """Yield, on CUDA, plans as fast and as small as `plan`, with other fragments (see NOTE [Fragments]).
 
-        What moves has other points; else they have the same decisions, first those that save least on the first or on
-        the last of stages of one kind.
+        If `plan` moves storages, they leave and return at other points. Otherwise the decisions of stages of one kind
+        are reordered by the bytes that they save, in both directions.
         """
         if not self.on_cuda:
             return
@@ -402,7 +401,7 @@ class Job:
                 yield self.reserving(self.sound(other))
 
     def _examined(self, plan: Plan) -> Plan:
-        """Return a plan whose decisions were changed with the peak and the time that they have now."""
+        """Return a plan whose decisions were changed, with its new peak and step time."""
         found = simulate(self.profile, plan)
         return replace(plan, peak_bytes=found.peak_bytes, step_s=max(found.makespan_s, plan.lower_bound_s))
 
@@ -421,7 +420,7 @@ class Job:
         faster = [other for other in (*quick, *within_peak) if other.step_s < plan.step_s * (1 - EQUAL_S)]
         if not faster:
             return plan
-        # At this gap it ends at once, to polish these.
+        # With this gap the search ends at once, so that only these plans are improved.
         limits = replace(limits, gap=max(limits.gap, plan.gap), time_limit_s=SHARE * limits.time_limit_s)
         start = plan, plan.lower_bound_s
         return solve_profile(self.profile, limit, limits, start=start, known=faster)
@@ -446,7 +445,7 @@ class Job:
     def _too_small(
         self, budget_bytes: int, needs: int, tensor_bytes: int, error: InfeasibleBudgetError
     ) -> InfeasibleBudgetError:
-        """Return the error that a budget is below what the plan needs that needs least, as far as is known."""
+        """Return the error for a budget below the bytes of the plan that needs the least, as far as is known."""
         return InfeasibleBudgetError(
             f"budget {format_bytes(budget_bytes)} is below the {format_bytes(needs)} that the leanest plan needs, of "
             f"which {format_bytes(tensor_bytes)} are in tensors at its peak (stage {error.stage!r}, "
@@ -529,7 +528,7 @@ def _each_better(limits: Limits) -> Limits:
 
 
 def _from(budget_bytes: int, solve: Callable[[int], Plan], most_bytes: int | None = None) -> Plan:
-    """Return the plan for a budget of nearly the smallest peak, or for the least one above for which one is found.
+    """Return the plan for a budget near the smallest peak, or for the least budget above it for which one is found.
 
     Another search doesn't always find the smallest peak again in its time.
 

@@ -1,4 +1,4 @@
-"""What a training's log says of its plans."""
+"""Log lines about the plans of a training."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def in_words(plan: Plan, took_s: float) -> str:
 
 
 def is_first_rank() -> bool:
-    """Return whether this process is the one of its group that logs what all do."""
+    """Return whether this process is the one of its group that logs for all."""
     return not is_distributed() or dist.get_rank() == 0
 
 
@@ -62,17 +62,17 @@ def _is_heard() -> bool:
 
 @contextlib.contextmanager
 def planning(budget: Budget, time_limit_s: float, on_progress: Report | None) -> Iterator[Report | None]:
-    """A context in which a plan is made: logs that it begins, and shows on a terminal what is being done.
+    """Log that planning begins, and show its progress on a terminal within the block.
 
-    It is one rank's, for all, and shows nothing where the user's logging hides sentences of this package.
+    Only the first rank logs and shows anything, and only if the user's logging lets this package's messages through.
 
     Parameters
     ----------
     budget : Budget
     time_limit_s : float
-        Of the search.
+        Time limit of the search.
     on_progress : callable, optional
-        The user's own, which is called in place of the terminal's line.
+        The user's callback, which is called instead of drawing the terminal's line.
 
     Yields
     ------

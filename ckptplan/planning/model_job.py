@@ -48,7 +48,7 @@ from ckptplan.training.step import TrainingStep, check_supported, fingerprint
 
 @contextlib.contextmanager
 def job_of_model(model: nn.Module, training: Training, swap_dir: str | Path | None, limits: Limits) -> Iterator[Job]:
-    """Profile a model's step; inside, the job of planning it can be used, and layers that a plan compiles are compiled.
+    """Profile a model's step and yield the job of planning it; with `compile`, layers are compiled within the block.
 
     Raises
     ------
@@ -58,8 +58,8 @@ def job_of_model(model: nn.Module, training: Training, swap_dir: str | Path | No
     target = find_target(model, training.device)
     if limits.compile and target.spec is not None:
         raise UnsupportedModelError(
-            f"compile=True for {target.description}, which isn't here: what compiled code takes is known only from "
-            "running it; plan on the device, or the model as it is"
+            f"compile=True needs {target.description} in this machine: bytes and times of compiled code are known only "
+            "from running it; plan on that device, or leave compile out"
         )
     check_supported(model)
     # Built once, so that profile and replay have the same inputs, whether given or found.
@@ -71,7 +71,7 @@ def job_of_model(model: nn.Module, training: Training, swap_dir: str | Path | No
 
 
 def step_text(model: nn.Module, training: Training) -> str:
-    """Return what a plan in a file was made for, beside the request (`plan_file.request_text`)."""
+    """Return the model and the step, as text, that a plan file's plan must have been made for."""
     target = find_target(model, training.device)
     check_supported(model)
     made = None if training.optimizer is None else make_optimizer(training.optimizer, model)
@@ -110,9 +110,9 @@ def job_of_step(
 def replaying(job: Job, step: TrainingStep, sizes: TrainingBytes) -> Job:
     """Return `job` with a replay of each plan on `step`, from which its profile was made.
 
-    A mask without a zero makes many models leave it out, and those with padding take another path. So a step with such
-    a mask is replayed once more with one zero in it, and the larger bytes count. There a stage whose operations are
-    others than those that the plan saves runs again as a whole, as in training.
+    Many models skip a mask that has no zero, and take another path when there is padding. So a step with such a mask is
+    replayed once more with one zero in it, and the larger bytes count. In that replay a stage with other operations
+    than the plan saves is recomputed as a whole, as in training.
     """
     target, others = sizes.target, padded(step)
     reduces_last = step.accumulates and step.parallel.keeps_whole
@@ -155,7 +155,7 @@ def holding_for(profile: Profile, inputs: Mapping[str, tuple[InputTensor, ...]])
 def solved_together(
     model: nn.Module, ddp: DDP | bool | None, fsdp: FSDP | int | None, alone: Callable[[Together | None], Plan]
 ) -> Plan:
-    """Return `alone(together)`, of a replicated or sharded model the one plan of all ranks (NOTE [One plan])."""
+    """Return `alone(together)`: for a replicated or sharded model, the one plan of all ranks (NOTE [One plan])."""
     with sharded(model, fsdp), group_call("solve", model, ddp or fsdp) as call, without_plan(model):
         return alone(None if call is None else Together(call))
 
@@ -180,11 +180,11 @@ class Together:
         """Number of the ranks on this machine."""
 
     def shared(self, limits: Limits) -> Limits:
-        """Return the limits of one rank, whose machine's tiers they are."""
+        """Return the limits of one rank, from those of its machine."""
         return shared_by(limits, self.local_count)
 
     def widened_inputs(self, model: nn.Module, training: Training) -> Training:
-        """Return a request with the inputs of a model's step as large as those of all ranks, where no rank's are.
+        """Return `training` with its inputs repeated to the largest sizes of all ranks, if no rank has all of these.
 
         Raises
         ------
@@ -212,7 +212,7 @@ class Together:
             If ranks have other models, or none has the largest inputs.
         """
         call, own = self._call, job.profile.fingerprint
-        # Of a step that is a function, stages alone tell what it is given.
+        # The inputs of a step that is a function are known only from its stages.
         stages = {f"{s.name} {t.path}": t.shape for s in job.profile.stages for t in s.inputs or ()}
         given = {t.path: t.shape for t in (read_inputs(own.inputs) if own.inputs != "step()" else ())}
         found: list[tuple[Fingerprint, int, int | None, dict[str, tuple[int, ...]]]] = call.exchange(
@@ -248,7 +248,7 @@ class Together:
 
 
 def _widened(call: Call, given: Sequence[Sequence[InputTensor]]) -> Call:
-    """Return a call with its tensors repeated up to the largest of those that ranks are given."""
+    """Return a call with its tensors repeated up to the largest sizes among all ranks' tensors."""
     largest: dict[str, tuple[int, ...]] = {}
     for t in itertools.chain(*given):
         largest[t.path] = _larger(largest.get(t.path, t.shape), t.shape)
@@ -267,7 +267,7 @@ def encloses(training: Training) -> bool:
 
 
 def _largest(steps: Sequence[tuple[Mapping[str, tuple[int, ...]], int]]) -> int | None:
-    """Return which step has tensors that are nowhere smaller than those of any other, and of these the most bytes."""
+    """Return the number of the step whose tensors are nowhere smaller than another's; ties go to the most bytes."""
     able = [k for k, (ours, _) in enumerate(steps) if all(covers(ours, theirs) for theirs, _ in steps)]
     return max(able, key=lambda k: steps[k][1], default=None)
 
@@ -287,14 +287,14 @@ def shared_by(limits: Limits, ranks: int) -> Limits:
 
 
 def default_budget(model: nn.Module, device: DeviceLike, ranks: int = 1, optimizer: OptimizerLike | None = None) -> int:
-    """Return the default budget: the free memory of `device`, by default the model's, for a step.
+    """Return the default budget of a step: the free memory of `device`, by default the model's.
 
     Parameters
     ----------
     ranks : int
         Number of ranks on this machine, which share its main memory.
     optimizer : optional
-        The step's; the state that an optimizer has already is part of what the step may hold.
+        The step's optimizer, whose existing state is part of what the step may hold.
     """
     target = find_target(model, device)
     state = optimizer_tensors(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else ()
@@ -316,7 +316,7 @@ def warn_of_more_than_there_is(budget_bytes: int, model: nn.Module, device: Devi
 
 
 def free_bytes(model: nn.Module, target: Target, state: Sequence[torch.Tensor] = ()) -> int:
-    """Return what is free and what the model and `state` hold, or what a device that isn't in this machine has."""
+    """Return the free bytes and those of the model and `state`; all usable bytes of a device not in this machine."""
     if target.spec is not None:
         return target.spec.usable_bytes
     device, held = target.device, unique_bytes([*held_tensors(model), *state], target.device)

@@ -1,4 +1,4 @@
-"""A plan in a file that later runs take: the one that was made there for the same request, or else a new one."""
+"""A file that keeps a plan, which later runs with the same request take instead of planning again."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # these import torch
 
 
 def request_text(budget: Budget, limits: Limits, max_overhead: float | None = None) -> str:
-    """Return what a plan in a file has to have been asked for, beside the model and the step."""
+    """Return a request's budget and limits, as text, that a plan file's plan must have been made for."""
     names = ("actions", "offload", "segments", "menus", "compile", "host_bytes", "disk_bytes")
     may = ", ".join(f"{name}={getattr(limits, name)!r}" for name in names)
     return f"{budget!r}, max_overhead={max_overhead!r}, {may}"
@@ -36,7 +36,7 @@ def name_of(code: Any) -> str:
 
 
 def optimizer_text(optimizer: torch.optim.Optimizer | str | None) -> str:
-    """Return an optimizer's class and settings but its learning rates, on which no bytes depend; a name as it is."""
+    """Return an optimizer's class and settings without its learning rates, which change no bytes; a name unchanged."""
     if optimizer is None or isinstance(optimizer, str):
         return optimizer or ""
     without = ("params", "lr", "initial_lr")
@@ -48,7 +48,7 @@ def optimizer_text(optimizer: torch.optim.Optimizer | str | None) -> str:
 
 
 def settings_of(model: nn.Module) -> str:
-    """Return a digest of what the modules of a model have in plain attributes, and in those of their configs."""
+    """Return a digest of the plain attributes of a model's modules and of their configs."""
     digest = hashlib.sha256()
     for name, module in model.named_modules():
         digest.update(f"{name} {name_of(type(module))}\n".encode())
@@ -58,7 +58,7 @@ def settings_of(model: nn.Module) -> str:
 
 
 def plain_text(values: Mapping[str, Any]) -> str:
-    """Return a line for each value that is plain data, or an object with plain attributes; others say nothing."""
+    """Return a line for each value that is plain data or an object with plain attributes; others are left out."""
     lines = []
     for key, value in values.items():
         with contextlib.suppress(TypeError, ValueError, RecursionError):
@@ -67,7 +67,7 @@ def plain_text(values: Mapping[str, Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return a number or text as it is, the attributes of an object such as a config, and the class of others."""
+    """Return a number or text unchanged, the attributes of an object such as a config, and the class of others."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (list, tuple)):
@@ -79,7 +79,7 @@ def _plain(value: Any) -> Any:
 
 
 def plan_in(path: str | Path, asked: str) -> Plan | None:
-    """Return the plan in a file; None if there is no file, or its plan was asked for otherwise.
+    """Return the plan in a file; None if there is no file, or its plan was made for another request.
 
     Raises
     ------
@@ -90,7 +90,7 @@ def plan_in(path: str | Path, asked: str) -> Plan | None:
     if not path.exists():
         if not os.access(path.parent, os.W_OK):
             raise InvalidInputError(
-                f"plan_file={str(path)!r} can't be written: there is no such folder, or it is closed"
+                f"plan_file={str(path)!r} can't be written: there is no such folder, or no permission; give another"
             )
         return None
     plan = Plan.load(path)
@@ -103,9 +103,9 @@ def plan_in(path: str | Path, asked: str) -> Plan | None:
 
 
 def keep(plan: Plan, path: str | Path, asked: str) -> Plan:
-    """Write a plan for later runs, and return it with what it was asked for; warn where it can't be written."""
+    """Write a plan for later runs, and return it with its request; warn if it can't be written."""
     plan = replace(plan, asked=asked)
-    written = Path(f"{path}.new")  # a run that is ended meanwhile leaves the former file
+    written = Path(f"{path}.new")  # if the run ends while writing, the former file stays
     try:
         plan.save(written)
         written.replace(path)

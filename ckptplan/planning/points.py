@@ -1,8 +1,8 @@
-"""Transfers whose storages are away for as long as costs no time, so that what lingers leaves no fragments.
+"""Transfers whose storages are away as long as the step time allows, which leaves fewer fragments.
 
-A search lets storages stay until their room is needed and fetches them as soon as there is room: that costs no time in
-its model. In the caching allocator it does: forward then fills the budget with the blocks of all that hasn't left yet,
-and the large tensors behind it, such as a loss's, don't fit into what these leave (NOTE [Fragments] in job.py).
+A search lets storages stay until their room is needed and fetches them as soon as there is room, which costs nothing in
+its model. In the caching allocator, forward then fills the budget with the blocks of storages that haven't left yet,
+and the large tensors that follow, such as a loss's, don't fit into the gaps (NOTE [Fragments] in job.py).
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def _nearest(
     ways: Sequence[Transfer],
     allowed: Callable[[Sequence[Decision]], bool],
 ) -> list[Decision]:
-    """The decisions with the first of `ways` for a transfer that is allowed: by bisection, as nearer ones cost more.
+    """Return the decisions with the first of `ways` for a transfer that is allowed, found by bisection.
 
-    The last one is the transfer as it is.
+    Later ways cost no more time; the last is the present transfer.
     """
 
     def with_(way: Transfer) -> list[Decision]:

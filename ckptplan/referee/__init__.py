@@ -1,4 +1,4 @@
-"""Independent of core's rules and of every planner on purpose: replays and checks plans from plain data."""
+"""Replays and checks of plans, on purpose independent of core's rules and of every planner."""
 
 from ckptplan.referee.simulate import Event, Stay, StepBytes, Timeline, simulate
 from ckptplan.referee.validate import Violation, validate

@@ -1,4 +1,4 @@
-"""Independent of core/rules.py on purpose: what decisions and segments must fulfil before they can be replayed.
+"""Conditions for decisions and segments that can be replayed, on purpose independent of core/rules.py.
 
 Options of the menu, segments, moves, points, tiers and holders, one function each.
 """

@@ -1,7 +1,7 @@
-"""Independent of core's rules and of every planner on purpose: a replay of a plan, bytes at each step and all lanes.
+"""A replay of a plan, with bytes at each step and all lanes, independent of core's rules and of every planner.
 
-An interpreter that adds and drops holders one at a time, and shares no code with the solver, so that an error in one is
-detected by the other. It implements the rules of NOTE [Residency] in core/rules.py, and these of time:
+It adds and drops holders one at a time and shares no code with the solver, so that an error in one is detected by the
+other. It implements the rules of NOTE [Residency] in core/rules.py, and these of time:
 
 1. Compute runs forward 0..L-1, then backward L-1..0; a recomputed stage's backward has its recompute in front.
 2. A stage's transfers join the outward queue, one after the other, when its forward ends. Compute waits at the end of
@@ -95,10 +95,10 @@ class Stay:
 class Timeline:
     """The result of a replay: peak, makespan, bytes per step and one event per interval of each lane.
 
-    Events are those of compute and links. Where the host takes longer to launch them, `launch_s`, the makespan is that.
+    Events are those of compute and links. If the host takes longer to launch them, the makespan is `launch_s`.
     `runs` is the number of times that each stage's forward runs; a selective option's partial recompute counts as one.
-    `stays` are those of all storages but in the update, the last step. `between_bytes` is what forward leaves for
-    backward, the output included.
+    `stays` covers all storages and all steps but the last, the update. `between_bytes` are the bytes that forward
+    leaves for backward, the output included.
     """
 
     peak_bytes: int
@@ -201,7 +201,7 @@ class _Device:
         self._away: set[Block] = set()
         self._since: dict[Block, int] = {}  # block on the device -> the first step that starts with it
         self.total = 0
-        self.steps = 0  # that have started
+        self.steps = 0  # steps that have started
         self.stays: list[Stay] = []
 
     def _arrives(self, block: Block) -> None:
@@ -220,7 +220,7 @@ class _Device:
             self._leaves(block)
 
     def _is_here(self, block: Block) -> bool:
-        """Whether a holder has the block on the device: of what is away, none but the program has."""
+        """Whether a holder has the block on the device: if it is away, only the program can."""
         holders = self._holders.get(block, ())
         return _PROGRAM in holders if block in self._away else bool(holders)
 
@@ -441,9 +441,9 @@ class _Step:
             self.device.drop(block, k)
 
     def _sweep(self, segment: Segment, start_s: float) -> float:
-        """Run `segment` again up to its last stage, which is recomputed next (rules 6 and 7).
+        """Run `segment` again up to its last stage, which is recomputed next (rules 6 and 7 of NOTE [Residency]).
 
-        `start_s` is when its first run starts, waits included; returned is when the last stage's recompute does.
+        Its first run starts at `start_s`, waits included; return the start of the last stage's recompute.
         """
         self.sweeps += 1
         number = self.sweeps

@@ -1,4 +1,4 @@
-"""Independent of core's rules and of every planner on purpose: whether a plan is sound, and if not why."""
+"""Checks of whether a plan is sound, and if not why, independent of core's rules and of every planner."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def validate(
     disk_bytes : int, optional
         Limit on the disk tier; None: there is no such tier.
     actions, segments
-        As in `solve`: what `Plan.space` may be narrower by than the options of the profile.
+        As in `solve`: the limits by which the plan's space is narrower than the profile's options.
 
     Returns
     -------
@@ -103,7 +103,7 @@ def examine(
 
 
 def _outside(profile: Profile, plan: Plan, actions: Sequence[Action], segments: bool) -> Iterator[Violation]:
-    """What a narrower plan space leaves out."""
+    """Yield the decisions that lie outside of a narrower plan space."""
     actions = checked_actions(actions)
     for stage, choice in zip(profile.stages, plan.choices, strict=True):
         if not stage.option(choice.option).allowed(actions):

@@ -1,1 +1,1 @@
-"""Tables, explanations and pages of plans, for people."""
+"""Tables, explanations and pages that present plans."""

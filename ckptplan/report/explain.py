@@ -21,7 +21,7 @@ from ckptplan.referee import Timeline, simulate
 NEAR_PEAK = 0.01
 """A step binds if its bytes are within this share of the peak."""
 MOST_STAGES = 60
-"""Runs of equal decisions that are examined, the longest ones first: each takes several schedules."""
+"""Largest number of runs of equal decisions that are examined, the longest first: each takes several schedules."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +60,8 @@ class Binding:
 class Alternative:
     """The same plan with another option for one stage (or one segment), under its lazy schedule.
 
-    What is as fast within the error of the profile's times, or faster by no more than that, and neither moves less nor
-    keeps more stages is none: a plan that gains nothing is no reason for more copies or more decisions.
+    A plan whose step time gains no more than the error of the profile's times, and that doesn't move fewer bytes or
+    keep more stages, isn't an alternative: it would add copies or decisions for nothing.
 
     Attributes
     ----------
@@ -79,7 +79,7 @@ class Alternative:
 
     @property
     def as_fast(self) -> bool:
-        """Whether the change would be shown as none."""
+        """Whether the change is too small to be shown."""
         return abs(self.extra_s) < LEAST_S
 
     def __str__(self) -> str:
@@ -90,14 +90,14 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class OptionStep:
-    """The option of one of several neighbours with the same one, and the best with less and with more memory.
+    """One option that neighbouring stages share, and its best alternatives with less and with more memory.
 
     Attributes
     ----------
     stage : str
-        The one that was looked at, or both ends of a segment.
+        Name of the stage that was examined, or both ends of a segment.
     stages : tuple of int
-        All of them.
+        All neighbours with this option.
     option : str
     leaner, richer : Alternative or None
     """
@@ -135,7 +135,7 @@ class Explanation:
     to_disk : bool
         Whether anything goes to the disk; prices count its copies at the rate of the host's link.
     stays : str
-        What of the peak no plan can move, and what would help; empty if that is little.
+        The tensors at the peak that no plan can move, and what would help; empty if they are few.
     """
 
     recompute_s: float
@@ -207,7 +207,7 @@ def explain(
     actions : tuple of str
         Actions that alternatives may use.
     deadline : float
-        Of `time.monotonic()`: the alternatives of stages that it comes before are left out, but for the first ones.
+        As of `time.monotonic()`: alternatives of stages not reached by then are left out, except the first ones.
 
     Raises
     ------

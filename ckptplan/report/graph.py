@@ -16,7 +16,7 @@ LISTED_STAGES = 3  # a storage that more stages need is listed with the first, t
 
 
 def graph_table(profile: Profile) -> Table:
-    """One line per stage and set of stages that need what it makes."""
+    """Return a table with one line per stage and set of stages that need its storages."""
     graph = profile.graph()
     table = Table(
         "stage",
@@ -47,7 +47,7 @@ def graph_table(profile: Profile) -> Table:
 
 
 def _needed_by(graph: nx.DiGraph, node: tuple[str, int]) -> tuple[str, str]:
-    """Stages that need a storage, and its marks; empty where no other stage does and the maker keeps something else."""
+    """Return the names of what needs a storage, and its marks; empty if nothing does."""
     edges = [(graph.nodes[stage]["name"], edge) for stage, edge in graph[node].items()]
     if not edges:
         kept = any("keep" in edge["held_by"] for *_, edge in graph.in_edges(node, data=True))
@@ -58,13 +58,13 @@ def _needed_by(graph: nx.DiGraph, node: tuple[str, int]) -> tuple[str, str]:
     marks += [f"branch to {len(holders)}"] if len(holders) > 1 else []
     if len(holders) > LISTED_STAGES:
         holders = [f"{holders[0]} .. {holders[-1]} ({len(holders)})"]
-    # That variables outlive the call that they are arguments of is no news.
+    # Variables always outlive the call that they are arguments of, so that isn't listed.
     variables = [name for name, edge in edges if not edge["held_by"] and (edge["passes"] or not holders)]
     return ", ".join(holders + [f"program until {name}" for name in variables]), ", ".join(marks)
 
 
 def crossing_bytes(profile: Profile, graph: nx.DiGraph) -> list[int]:
-    """Per stage, the bytes that it and earlier ones make and later ones need; without what the caller keeps anyway."""
+    """Return, per stage, the bytes that it and earlier ones make and later ones need, without what the caller keeps."""
     changes = [0] * len(profile.stages)
     for s, storage in enumerate(profile.storages):
         if storage.born >= 0 and graph["storage", s] and not storage.to_end:

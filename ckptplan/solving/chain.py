@@ -1,4 +1,4 @@
-"""A profile as the searches and bounds read it: who may hold which bytes, from when to when, under which option.
+"""A profile as searches and bounds read it: which stages may hold which bytes, in which steps, under which option.
 
 All of it comes from NOTE [Residency] in `core/rules.py`, and is worked out once for each profile that is solved. An
 option is named by its code, its position in the menu of its stage. What a stage holds is that by itself, in no segment;

@@ -184,7 +184,7 @@ class Evaluator:
             elif rules.counts(storage) and holders:
                 groups.setdefault(len(holders), []).append(s)
         self.shared = list(groups.values())
-        """Those that several may hold, by how many may."""
+        """Storages that several stages may hold, grouped by the number of these."""
         self._plain: _Tables | None = None
         self._plain = self._tables(())
 
@@ -335,7 +335,7 @@ class Evaluator:
     def settled_s(self, codes: Codes, budget_bytes: int, segments: Segments = ()) -> NDArray[np.float64]:
         """Makespan of each row's lazy schedule with the options in place that `evaluate` takes where nothing moves.
 
-        Nearly always: whether such an option pins what moves elsewhere isn't looked at.
+        Exact nearly always: it isn't checked whether such an option pins storages that other stages move.
         """
         in_place_of = [
             np.array([stage.options.index(in_place(stage, option, set())) for option in stage.options], np.int8)
@@ -343,7 +343,7 @@ class Evaluator:
         ]
         before = None
         while before is None or not np.array_equal(codes, before):
-            before = codes  # what stays may spare bytes, and with them other moves
+            before = codes  # storages that stay may spare bytes, and with them other moves
             fits, lazy = self._lazy(codes, budget_bytes, segments)
             staying = fits[:, None] & (lazy.moved == 0)
             codes = np.column_stack(
@@ -688,7 +688,7 @@ class _Tables:
         self.backward_s = plain.backward_s.copy()
 
     def add_sweeps(self) -> None:
-        """What sweeps take and need, and what moving takes in segments."""
+        """Add the time and bytes of sweeps, and the time that moving takes in segments."""
         for sweep in rules.sweeps_of(self.profile, self.segments):
             self.add_sweep(sweep)
         for segment in self.segments:
@@ -835,14 +835,14 @@ def changed(codes: Sequence[int], changes: Sequence[Change]) -> Codes:
 
 
 def moved_bytes(sendings: Sendings) -> list[int]:
-    """What each stage moves."""
+    """Return the bytes that each stage moves."""
     return [sum(sent.nbytes for sent in found) for found in sendings]
 
 
 def copies_s(
     copied: NDArray[np.int64], moved: NDArray[np.int64], link: Link
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """How long each copy of `copied` bytes out and of `moved` bytes back takes; 0 where there are none."""
+    """Return the seconds of each copy of `copied` bytes out and of `moved` bytes back; 0 where there are none."""
     out_s, in_s = link.out_s(copied), link.in_s(moved)  # type: ignore[arg-type] # of an array as of a number
     return np.where(copied > 0, out_s, 0.0), np.where(moved > 0, in_s, 0.0)
 

@@ -1,4 +1,4 @@
-"""Every plan, evaluated: exact for any menu and any segments, and short enough to be read as its own proof.
+"""Evaluation of every plan: exact for any menu and any segments, and short enough to be read as its own proof.
 
 Plans are looked at forest by forest (a forest: the segments of one plan), in the order of the time that the forest
 costs at least. A forest, or a decision vector in it, whose compute time alone is no shorter than the best step found
@@ -27,7 +27,7 @@ from ckptplan.solving.parameters import DEFAULT, Parameters
 
 
 class PlanSpace:
-    """Which decision vectors and segments there are.
+    """The decision vectors and segments that a search may use.
 
     Parameters
     ----------
@@ -61,7 +61,7 @@ class PlanSpace:
 
     @cached_property
     def chain(self) -> Chain:
-        """Who may hold which bytes, from when to when."""
+        """The profile's bytes and their possible holders."""
         return Chain(self.profile)
 
     @property
@@ -79,13 +79,13 @@ class PlanSpace:
         return 0 if stage.is_glue else next(c for c in self.inside[i] if stage.options[c].name == "recompute")
 
     def ends(self, first: int, least: int, limit: int) -> list[int]:
-        """Where a segment from `first` on may end, within `[least, limit)`."""
+        """Return the stages within `[least, limit)` at which a segment from `first` on may end."""
         if not self._begins[first]:
             return []
         return [last for last in range(max(first, least), min(limit, self._until[first])) if self._begins[last]]
 
     def count(self, most: int, most_forests: int) -> int:
-        """How many plans there are, or some number above `most` where there are more, or more ways to choose segments.
+        """Return the number of plans, or some number above `most` for more plans or too many ways to choose segments.
 
         Parameters
         ----------
@@ -119,7 +119,7 @@ class PlanSpace:
         return plans[0]
 
     def forests(self) -> list[Segments]:
-        """Every way to choose segments, the ones that cost least time first."""
+        """Return every way to choose segments, those that cost least time first."""
 
         @cache
         def fill(first: int, limit: int, shortest: int) -> tuple[Segments, ...]:
@@ -181,7 +181,7 @@ def inside_codes(profile: Profile, menu: Menu, i: int) -> tuple[int, ...]:
 
 
 def vectors(menu: Menu, cells: int) -> Iterator[Codes]:
-    """All decision vectors in chunks of at most so many codes, the last stage changing fastest."""
+    """Yield all decision vectors in chunks of at most `cells` codes, the last stage changing fastest."""
     total, rows = math.prod(len(codes) for codes in menu), max(1, cells // len(menu))
     for start in range(0, total, rows):
         index = np.arange(start, min(start + rows, total), dtype=np.int64)

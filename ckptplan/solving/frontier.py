@@ -28,7 +28,7 @@ def everything_kept_bytes(profile: Profile) -> int:
 
 
 def frontier_profile(profile: Profile, points: int, limits: Limits = NO_LIMITS) -> tuple[Plan, ...]:
-    """Plans along the trade-off, smallest peak first; the last one keeps everything.
+    """Return plans along the trade-off, smallest peak first; the last one keeps everything.
 
     Budgets are placed where they tell most: the widest rectangle between two neighbouring plans is split next. A plan
     serves any larger budget too and a bound holds for any smaller one, so each search begins with the plan below it and
@@ -37,7 +37,7 @@ def frontier_profile(profile: Profile, points: int, limits: Limits = NO_LIMITS) 
     Parameters
     ----------
     points : int
-        Most budgets to solve for, 2 or more: the two ends are included.
+        Largest number of budgets to solve for, 2 or more: the two ends are included.
     limits : Limits
         The time is for all of them together.
 
@@ -143,7 +143,7 @@ def smallest_within(
     limits: Limits = NO_LIMITS,
     parameters: Parameters | None = None,
 ) -> Plan:
-    """The smallest peak found whose step is at most `max_overhead` longer than with everything kept.
+    """Return the plan of the smallest peak found whose step is at most `max_overhead` longer than with everything kept.
 
     Bisection on the budget; the plan's `peak_bound_bytes` says what no plan within the slowdown can go below.
 
@@ -171,7 +171,7 @@ def smallest_within(
     low, proven = least.peak_bytes, least.bound_bytes  # no plan within the slowdown needs less than `proven`
 
     def solve(budget_bytes: int) -> Plan | None:
-        """The plan for a budget if it is fast enough; else what its bound proves is noted."""
+        """Return the plan for a budget if it is fast enough; otherwise note what its bound proves, and return None."""
         nonlocal proven
         share_s = share * max(parameters.least_s, deadline - time.monotonic())
         report = _reporting(limits, f"trying {format_bytes(budget_bytes)}", began_s)
@@ -197,9 +197,10 @@ def smallest_within(
     if best is None:
         most = max(everything_kept_bytes(profile), low)
         best = solve(most)
-        if best is None:  # keeping everything is no slowdown but where weights return for their forward
+        if best is None:  # with everything kept, only weights that return for their forward can make the step slower
             raise InfeasibleBudgetError(
-                f"no plan of those with weights away between steps is within a slowdown of {max_overhead:.1%}",
+                f"no plan is within a slowdown of {max_overhead:.1%}: copies of weights that are away between steps "
+                "take longer; raise max_overhead, or leave 'weights' out of offload",
                 budget_bytes=most, min_peak_bytes=most, stage=profile.stages[0].name, phase="forward",
             )  # fmt: skip
         while best.peak_bytes - low > max(1, CLOSE * best.peak_bytes) and time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""The best plan and the best bound so far, and what the caller of a search learns of them."""
+"""The best plan and the best bound so far, and the reports on them to the caller of a search."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def plan_space(
     disk: bool = False,
     offload: Sequence[Kind] = ACTIVATIONS,
 ) -> str:
-    """The sentence every certificate refers to."""
+    """Return the description of the plan space that a certificate refers to."""
     menu = "/".join(a for a in ACTIONS if a in actions)
     together = "nested segments" if segments and "recompute" in actions else "no segments"
     what = "what may move" if tuple(offload) == ACTIVATIONS else " and ".join(offload)
@@ -65,7 +65,7 @@ class Incumbent:
     bound_s : float
         No plan is faster.
     known : list of tuple
-        Codes and segments of plans that others have made, which the plan handed out isn't to be beaten by.
+        Codes and segments of plans by other rules, which must not beat the plan that is returned.
     seen : tuple or None
         Codes and segments of the last plan from which a local search at work went on.
     part : str
@@ -100,12 +100,12 @@ class Incumbent:
 
     @property
     def closed(self) -> bool:
-        """Whether the best schedule is proven as good as is wanted."""
+        """Whether the best schedule is proven to be within the gap."""
         return self.best is not None and self.best.step_s <= self.bound_s * (1 + self.gap)
 
     @property
     def optimal(self) -> bool:
-        """Whether no schedule is faster, which is proven."""
+        """Whether it is proven that no schedule is faster."""
         return self.best is not None and self.best.step_s <= self.bound_s * (1 + OPTIMAL_GAP)
 
     def offer(self, codes: Sequence[int], segments: Segments = ()) -> None:
@@ -193,7 +193,7 @@ class Incumbent:
 
     @staticmethod
     def rounded(bound_s: float, best: Schedule) -> float:
-        """A bound above the plan by a rounding is equal to it; one by more is a defect, for the referee to name."""
+        """Return a bound, lowered to the plan's seconds if rounding took it above; the referee reports any more."""
         return min(bound_s, best.step_s) if bound_s <= best.step_s * (1 + ROUNDING) else bound_s
 
     def begin(self, part: str) -> None:
@@ -208,7 +208,7 @@ class Incumbent:
         self.hand_out(self.best)
 
     def report_now_and_then(self, found: Schedule | None) -> None:
-        """The same in the midst of a part, with the best schedule that it has found, unless the last was just now.
+        """Report as `report` does within a part, with the best schedule that it has found, but not too often.
 
         A plan of 1000 stages takes 0.3 s to report: reports take a small share of the time.
         """
@@ -220,7 +220,7 @@ class Incumbent:
             self._quiet_until_s = begun_s + max(self.parameters.least_s, took_s / self.parameters.small_share)
 
     def glance(self, codes: Sequence[int], segments: Segments) -> None:
-        """Report a plan from which a local search goes on; what that returns is offered, and no worse."""
+        """Report a plan from which a local search goes on; the plan that it returns is offered later, and no worse."""
         self.seen = codes, segments
         if time.monotonic() < self._quiet_until_s:
             return

@@ -16,8 +16,8 @@ from typing import TypeVar
 T = TypeVar("T")
 
 POLL_S = 0.05
-"""Seconds between two looks: for a signal where none wakes the waiting thread, between two calls of `stop`, and for a
-process that has ended. What waits so long is late by less than anyone sees."""
+"""Seconds between two checks: for a signal where none wakes the waiting thread, between two calls of `stop`, and for a
+process that has ended. Short enough not to be noticed."""
 
 
 def interruptible(solve: Callable[[], T], *, stop: Callable[[], object]) -> T:

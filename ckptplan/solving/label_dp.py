@@ -48,21 +48,21 @@ from ckptplan.solving.enumerate import PlanSpace
 from ckptplan.solving.parameters import ROUNDING, Parameters
 
 CELLS = 8
-"""Cells along the held bytes, which decide what fits, for one along each other axis; and cells per label that is kept
+"""Cells along the held bytes, which decide what fits, per cell along each other axis; and cells per label that is kept
 by its score. Fewer lose plans for small budgets, more take time."""
 OUT, BACK = 0, 1
 """The lanes: forward, and backward in reversed time."""
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 _Where = NDArray[np.bool_] | bool
-"""The labels in which something is so; True: in all."""
+"""Mask of labels; True: all of them."""
 _Origin = tuple[NDArray[np.int32], NDArray[np.int16]]
-"""What leads back from labels to decisions: their parents and moves."""
+"""The way back from labels to decisions: their parents and moves."""
 
 
 @dataclass(frozen=True, slots=True)
 class LabelPlan:
-    """A plan."""
+    """A plan of the label DP."""
 
     codes: tuple[int, ...]
     segments: Segments
@@ -121,7 +121,7 @@ class _Labels:
 
     @classmethod
     def empty(cls, count: int, depth: int, window: int, spans: int) -> _Labels:
-        """Return labels of which nothing is decided yet."""
+        """Return labels before any decision."""
         axes = {"backlog": (2,), "due": (2,), "ends": (2, window), "passing": (spans,)}
         axes |= dict.fromkeys(("first", "sweep_copies", "sweep_peak", "sweep_s", "copied"), (depth,))
         types = dict.fromkeys(("elapsed_s", "backlog", "ends", "due", "sweep_s"), float) | {"move": np.int16}
@@ -159,7 +159,7 @@ class _Move:
 
 @dataclass(slots=True)
 class _HeldByStage:
-    """What a stage holds until its backward under one option.
+    """Bytes that a stage holds until its backward under one option.
 
     Attributes
     ----------
@@ -178,7 +178,7 @@ class _HeldByStage:
 
 @dataclass(slots=True)
 class _SweepCopies:
-    """What a stage makes copies of in a sweep.
+    """Storages of which a stage makes copies in a sweep.
 
     Attributes
     ----------
@@ -278,7 +278,7 @@ class LabelDp:
         count: int,
         between: Callable[[], None] = lambda: None,
     ) -> list[LabelPlan]:
-        """The fastest plans found, by their fluid time; none after `deadline`.
+        """Return the fastest plans found, by their fluid time; none after `deadline`.
 
         Parameters
         ----------
@@ -287,11 +287,11 @@ class LabelDp:
         deadline : float
             By `time.monotonic()`.
         prices : Steering, optional
-            What bytes are worth, to keep the most promising labels.
+            Worth of bytes, by which the most promising labels are kept.
         below_s : float
             Labels that can't beat this are dropped.
         count : int
-            Most plans to give back.
+            Largest number of plans returned.
         between : callable
             Called now and then.
         """
@@ -584,7 +584,7 @@ def _sparse(columns: Sequence[Floats], score: Floats, seconds: Floats, cells: in
 
 
 def _shape(columns: Sequence[Floats], cells: int) -> list[int]:
-    """How many cells each column gets: the first (held bytes) `CELLS` times as many as the others."""
+    """Return the number of cells of each column: the first (held bytes) gets `CELLS` times as many as the others."""
     varies = [float(values.max()) > float(values.min()) for values in columns]
     others = sum(varies[1:])
     if not varies[0]:
@@ -595,7 +595,7 @@ def _shape(columns: Sequence[Floats], cells: int) -> list[int]:
 
 
 class _Tracker:
-    """Which storages a label must remember by name, and in which bit.
+    """The storages that a label must remember by name, and their bits.
 
     A storage is tracked from its first possible holder until neither a later stage may hold it too nor the program
     still holds it: past that point its bytes are in `held_bytes` or in the queues and nothing can change them. Where

@@ -1,4 +1,4 @@
-"""A host that launches as a second sum beside compute and copies: one profile in which both count.
+"""One profile whose times count both compute and copies, and the host's launching.
 
 The evaluator and the linear and mixed-integer programs know the step as it is, the longer of the two sums (NOTE
 [Lanes], rule 5). Dynamic programs add up one time per stage; they get that of a mixture. For a share s of 0 to 1,
@@ -20,7 +20,7 @@ from ckptplan.solving.parameters import CLOSE
 
 
 def mixed(profile: Profile, share: float) -> Profile:
-    """The profile whose compute times have this share of launching, and which no host launches."""
+    """Return a profile whose compute times have this share of launching, and whose own launches take no time."""
 
     def both(compute_s: float, launch_s: float) -> float:
         return (1 - share) * compute_s + share * launch_s

@@ -60,7 +60,7 @@ def _even_fractions(space: PlanSpace) -> Codes:
 
 
 def _code(space: PlanSpace, i: int, name: str) -> int:
-    """The code of stage `i` for the option `name`, or of what comes closest."""
+    """Return the code of stage `i` for the option `name`, or for the closest one that it has."""
     options = space.profile.stages[i].options
     instead = DISCARD if name.startswith("recompute") else name
     for wanted in (name, name.partition("+")[0], name.partition("-")[0], instead):
@@ -105,14 +105,14 @@ class LocalSearch:
     space : PlanSpace
     budget_bytes : int
     seed : int
-        Of the choice among changes, where there are too many to try all.
+        Seed of the choice among changes, where there are too many to try all.
     on_better : callable, optional
         Gets each plan that is better than all before it, on the way to those that `improve` and `search` return.
 
     Attributes
     ----------
     stop : callable
-        Asked now and then; the search ends as at its deadline if it says so.
+        Called now and then; if it returns True, the search ends as at its deadline.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class LocalSearch:
     def search(
         self, codes: Sequence[int], segments: Segments, deadline: float
     ) -> Iterator[tuple[tuple[int, ...], Segments, float]]:
-        """Ever better plans, until nothing helped for `Parameters.rounds` rounds, or `deadline`.
+        """Improve a plan until nothing has helped for `Parameters.rounds` rounds, or until `deadline`.
 
         Windows of stages are solved exactly, and other segments are tried with options to suit; then the same from
         plans changed at random, which may be somewhat worse.
@@ -185,7 +185,7 @@ class LocalSearch:
             if found[2] < best_s * (1 - EQUAL_S):
                 best, best_s, idle = found, found[2], 0
                 yield tuple(best[0]), best[1], best_s
-            # Worse plans are gone on from less and less.
+            # With time, worse plans are continued from less and less often.
             allowed = near * (1 - (idle % cycle) / cycle)
             if found[2] <= best_s * (1 + allowed):
                 at = found
@@ -193,7 +193,7 @@ class LocalSearch:
                 at = best
 
     def _settle(self, plan: _Plan, deadline: float) -> _Plan:
-        """No window of stages and no other segments make this better."""
+        """Change windows of stages and segments until neither makes the plan better."""
         codes, segments, value = plan
         while not self.over(deadline):
             codes, value = self._options(codes, segments, value, deadline, 0)
@@ -209,7 +209,7 @@ class LocalSearch:
         return codes, segments, value
 
     def _kicked(self, plan: _Plan, deadline: float) -> _Plan | None:
-        """Options or segments changed at random, and what is around them solved anew; None where nothing fits."""
+        """Change options or segments at random and solve the stages around them anew; None where nothing fits."""
         codes, segments, value = plan
         codes = list(codes)
         if self.space.segments and self.random.choice((True, False)):
@@ -320,7 +320,7 @@ class LocalSearch:
     def _options(
         self, codes: list[int], segments: Segments, value: float, deadline: float, pairs: int
     ) -> tuple[list[int], float]:
-        """Change options with the segments as they are."""
+        """Change options, keeping the segments."""
         menu = self.space.menu_in(segments)
         singles = [((i, code),) for i, allowed in enumerate(menu) for code in allowed if len(allowed) > 1]
         improved = True
@@ -473,7 +473,7 @@ class PeakSearch(LocalSearch):
         return np.asarray(peaks + (needs >= peaks[:, None]).sum(axis=1) / (2 * needs.shape[1]))
 
     def least(self, rows: Codes, segments: Segments) -> NDArray[np.float64]:
-        """Nothing bounds a peak at less cost than the peak itself."""
+        """Return the peaks themselves: no bound on them takes less time."""
         return np.zeros(len(rows))
 
 
@@ -515,9 +515,9 @@ class PartSearch(LocalSearch):
         return np.array([math.inf if self.over(self.deadline) else self.cost(row.tolist(), segments) for row in rows])
 
     def least(self, rows: Codes, segments: Segments) -> NDArray[np.float64]:
-        """No transfers of a plan are faster."""
+        """Return lower bounds on the seconds of any transfers of each plan."""
         return self.evaluator.least_s(rows, self.budget_bytes, segments)
 
     def _pairs(self, codes: Sequence[int], menu: Sequence[Sequence[int]], most: int) -> list[Change]:
-        """None: there are too many."""
+        """Return no pairs: there are too many."""
         return []

@@ -1,7 +1,7 @@
 """Numbers that the search goes by, and the tolerances of its proofs.
 
-`Parameters` hold what may be chosen: no value makes an answer wrong, it makes it late, or less good, or less proven.
-The tolerances above them are what floating-point sums and other solvers lose, and are no matter of choice.
+`Parameters` may be chosen freely: no value makes an answer wrong, only later, less good or less proven. The tolerances
+above them are the errors of floating-point sums and of other solvers, and can't be chosen.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ckptplan.core.errors import InvalidInputError
 ROUNDING = 1e-9
 """Relative error, at most, of sums of some thousand numbers."""
 SOLVER_ERROR = 1e-6
-"""By which a solver in floating-point numbers may break a row, or miss a whole number."""
+"""Amount by which a solver in floating-point numbers may break a row, or miss a whole number."""
 CLOSE = 1e-4
 """Relative difference that counts for nothing: no search goes on for less, and a share of less is none."""
 LARGE = 1e6
@@ -37,10 +37,10 @@ class Parameters:
     cells : int
         Plans times stages evaluated at once, or kept in tables: bounds memory, and how late the deadline is seen.
     tried : int
-        Most combinations looked at where all are too many: ways to choose segments (each takes a millisecond), options
+        Most combinations tried where all are too many: ways to choose segments (each takes a millisecond), options
         of some stages, pairs of changes, a plan's transfers.
     window : int
-        Most things looked at one by one where they are ordered: newest copies in a queue, largest storages of a stage,
+        Most items handled one by one where they are ordered: newest copies in a queue, largest storages of a stage,
         stages around one that changes, places at which a pattern changes, forests that come near the best. Twice as
         many as the stages of the longest segment that the local search adds at once.
     nesting : int
@@ -69,7 +69,7 @@ class Parameters:
         what follows the longest parts. The mixed-integer program has the small share of the gap, too: the rest is for
         what it leaves out.
     least_s : float
-        Seconds below which nothing is begun or told: between two reports, for a process, for the peak in an error.
+        Seconds below which nothing is begun or reported: between two reports, for a process, for an error's peak.
 
     Raises
     ------
@@ -115,4 +115,4 @@ class Parameters:
 
 
 DEFAULT = Parameters()
-"""What the package plans with."""
+"""The numbers that the package plans with."""

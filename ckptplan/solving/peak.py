@@ -1,4 +1,4 @@
-"""The smallest budget for which a plan exists: a search, and a proof of how much less none can do with.
+"""The smallest budget for which a plan exists: a search for it, and a proven lower bound on it.
 
 The bound is the largest of three. One step at a time: no plan needs less for a step than the leanest way to run its
 stage, beside what is there whatever is decided. All at once, in whole bytes: CP-SAT on `PeakModel`
@@ -146,7 +146,7 @@ class _PeakRun:
         return False
 
     def segment_program(self, deadline: float) -> None:
-        """Where nothing moves, the best nested segments; budgets up to `REACH` times its own where that estimates."""
+        """Offer the segment DP's plans, in which nothing moves; if it isn't exact, up to `REACH` times its budget."""
         if not self.space.segments:
             return
         dp = SegmentDp(self.space, self.least, max_work=self.parameters.additions)

@@ -55,7 +55,7 @@ def solve_profile(
     on_progress: OnProgress | None = None,
     parameters: Parameters | None = None,
 ) -> Plan:
-    """The fastest plan found that fits, and a proven bound on all of them.
+    """Return the fastest plan found that fits, with a proven bound on all plans that fit.
 
     Parameters
     ----------
@@ -63,11 +63,11 @@ def solve_profile(
     budget_bytes : int
         Most bytes on the device at any moment of the step.
     limits : Limits
-        Its `menus` and `on_progress` are the caller's business: the menu is the profile's.
+        Its `menus` and `on_progress` aren't used: the menu is the profile's.
     start : (Plan, float), optional
-        A plan to begin with, which is looked at like any other, and a lower bound that is known.
+        A plan to begin with, which is evaluated like any other, and a known lower bound.
     known : sequence of Plan
-        Plans within `limits` by other rules, which are looked at as well. No simpler plan is taken that one of them
+        Plans within `limits` by other rules, which are evaluated as well. No simpler plan is taken that one of them
         beats (see `Simpler.within_error`).
     on_progress : callable, optional
     parameters : Parameters, optional
@@ -117,12 +117,12 @@ def solve_profile(
 
 
 def _after(share: float, deadline: float) -> float:
-    """When this share of the time to `deadline` will have passed."""
+    """Return the time at which this share of the time to `deadline` will have passed."""
     return deadline - (1 - share) * max(0.0, deadline - time.monotonic())
 
 
 def _cores() -> int:
-    """How many this process may use."""
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -195,7 +195,7 @@ class _PlanSearch:
             yield _SearchPart("exact search", self.enumerate, p.large_share)
             if self.exhausted:
                 return
-            # Storages too many, or the time too short, to try all parts of what may move.
+            # There are too many storages, or the time is too short, to try all parts of what may move.
             self.leave_out()
             self.begin_mixed("scip")
             yield _SearchPart("bound", self.bound, p.large_share)
@@ -225,7 +225,7 @@ class _PlanSearch:
         )
         if self.space.profile is not self.profile:
             yield self.segments_part()
-        # With segments each step takes several times as long: on long chains the first round goes without.
+        # With segments each step takes several times as long: on long chains the first round has none.
         self.width, self.depth = p.least_width, 0 if long else p.nesting
         begin = time.monotonic()
         yield _SearchPart("label DP", self.labels, p.small_share)
@@ -268,7 +268,7 @@ class _PlanSearch:
         return max(0.0, self.deadline - time.monotonic())
 
     def leave_out(self) -> None:
-        """Go on without options that don't fit; a first plan, or that there is none, doesn't wait for it."""
+        """Remove options that don't fit; a first plan, or the error that there is none, doesn't wait for this."""
         self.space = self.unmixed = fitting(self.unmixed, self.budget_bytes)
 
     def enumerate(self, until: float) -> None:
@@ -288,13 +288,13 @@ class _PlanSearch:
                 incumbent.prove(bound_s)
 
     def see_all(self, evaluator: Evaluator, until: float, on_found: Callable[[Schedule], None]) -> bool:
-        """Hand out what is faster than the best plan by this evaluator; whether all plans were seen."""
+        """Hand out plans that are faster than the best by this evaluator; return whether all plans were seen."""
         best = self.incumbent.best
         below_s = math.inf if best is None else best.step_s
         return fastest_of_all(evaluator, self.space, self.budget_bytes, until, below_s=below_s, on_found=on_found)
 
     def patterns(self, until: float) -> None:
-        """Offer first vectors; refuse where a single step needs more than the budget."""
+        """Offer first vectors; raise if a single step needs more than the budget."""
         incumbent = self.incumbent
         if self.budget_bytes < step_bound(self.space):
             self.refuse(until)
@@ -323,7 +323,7 @@ class _PlanSearch:
             incumbent.prove(incumbent.best.step_s if least_s >= incumbent.best.step_s * (1 - ROUNDING) else least_s)
 
     def fit_segments(self, dp: SegmentDp, until: float) -> None:
-        """Where the program's bytes are an estimate, bisect for the largest budget for it whose plan truly fits."""
+        """Bisect for the largest budget of the program whose plan truly fits, where its bytes are an estimate."""
         least, asked, most = 0.0, float(self.budget_bytes), self.budget_bytes * REACH
         enough = CLOSE  # where memory is tightest one of some thousand budgets has a plan
         while True:
@@ -401,7 +401,7 @@ class _PlanSearch:
             on_bound=self.incumbent.prove,
         )
         self.incumbent.prove(float(bound.bound_s))
-        if self.space.segments and (bound.complete or bound.segments):  # else it hasn't come to any
+        if self.space.segments and (bound.complete or bound.segments):  # otherwise it hasn't reached any
             self.segments_of_bound = bound.segments
         if (prices := bound.prices) is not None:
             self.mix(prices.launch)
@@ -409,14 +409,14 @@ class _PlanSearch:
                 self.steer = self.steered_by(prices.forward_s_per_byte, prices.backward_s_per_byte, prices.drain)
 
     def local_search(self, seed: int) -> LocalSearch:
-        """A local search, whose plans are looked at on the way; `seed` counts from the caller's."""
+        """Return a local search whose plans are reported on the way; `seed` is added to the caller's."""
         incumbent = self.incumbent
         return LocalSearch(
             incumbent.evaluator, self.space, self.budget_bytes, self.limits.seed + seed, incumbent.glance
         )
 
     def closes(self) -> bool:
-        """Whether the gap is closed, by what solvers beside have found as well."""
+        """Whether the gap is closed, counting the results of the solvers in other processes."""
         self.take_mixed()
         return self.incumbent.closed
 
@@ -483,8 +483,8 @@ class _PlanSearch:
     def begin_mixed(self, solver: process.Solver, among: Segments | None = None) -> None:
         """Let a solver of the mixed-integer program run beside what follows.
 
-        With `among`, it solves the program in which no others are outermost segments first: several times as fast, for
-        a plan alone.
+        With `among`, it first solves the program with these outermost segments alone: several times as fast, but only
+        for a plan, without a bound.
         """
         p, best, gap = self.parameters, self.incumbent.best, self.incumbent.gap
         begin = time.monotonic()
@@ -493,14 +493,14 @@ class _PlanSearch:
             return
         if among is not None and p.large_share * self.left_s() >= p.least_s:
             until_plan = _after(p.large_share, self.deadline)
-            # A plan alone need not be the best one.
+            # This solution only has to be a plan, so it may be farther from the best one.
             first = process.Few(among, until_plan, max(gap, p.near) * p.small_share)
             until = self.deadline - p.last_share * (self.deadline - until_plan)
         workers = self.limits.workers or 1
         problem = process.Problem(
             self.unmixed, self.budget_bytes, self.moved_bytes, best.step_s, self.limits.seed, workers
         )
-        # Of the gap that is wanted a part is for what the program leaves out.
+        # The program gets a part of the gap; the rest is for what it leaves out.
         running = process.begin(solver, problem, until, gap * p.small_share, first)
         if running is not None:
             self.beside.append(running)
@@ -512,19 +512,19 @@ class _PlanSearch:
             self.take_mixed()
 
     def take_mixed(self) -> None:
-        """The bounds, and the plans that they suggest, of the solvers that have an answer."""
+        """Take the bounds, and the suggested plans, of the solvers that have an answer."""
         for running in [running for running in self.beside if running.done]:
             if running in self.beside and not self.incumbent.closed:
                 self.take_from(running)
 
     def end_mixed(self) -> None:
-        """End those that are still at work."""
+        """End the solvers that are still running."""
         for running in self.beside:
             running.end()
         self.beside.clear()
 
     def take_from(self, running: process.Running) -> None:
-        """What a solver has found: a bound, and the plan that it suggests."""
+        """Take a solver's bound, and the plan that it suggests."""
         incumbent, within = self.incumbent, self.incumbent.part
         incumbent.begin("mixed-integer program")
         found = running.found(self.deadline)
@@ -556,7 +556,7 @@ class _PlanSearch:
             self.in_parts([(codes, segments)], until)
 
     def refuse(self, until: float) -> None:
-        """Raise where the budget is below the smallest peak; else start from the vector that has it."""
+        """Raise if the budget is below the smallest peak; otherwise start from the vector that has it."""
         incumbent = self.incumbent
         incumbent.begin("smallest peak")
         deadline = max(self.deadline, time.monotonic() + self.parameters.least_s)
@@ -608,7 +608,7 @@ class _PlanSearch:
         return max(until, time.monotonic() + self.parameters.least_s)
 
     def result(self) -> Schedule:
-        """The best schedule without swaps that gain nothing, and so that no small change makes it faster.
+        """Return the best schedule, without swaps that gain nothing, which no small change makes faster.
 
         A search that ends because its gap is small enough is polished in a share of the time that it leaves.
         """

@@ -10,7 +10,7 @@ first in the queue. What moves, and in which transfers, is chosen here, and then
 
 For few transfers all choices and orders are tried, and the best schedule is found (`fastest`); for more, parts are
 added, taken off and divided, and neighbours in the queue exchanged, for as long as that makes the step shorter, and
-what gains nothing by itself is joined again (`improved`). The two lanes of a choice have no part in each other
+what gains nothing by itself is joined again (`improved`). The two lanes of a choice don't depend on each other
 (`queues.py`).
 """
 
@@ -37,12 +37,12 @@ from ckptplan.solving.room import Room
 
 
 class Moves(NamedTuple):
-    """What moves, when, and what that takes.
+    """The transfers of a plan, and the time of its step.
 
     Attributes
     ----------
     seconds : float
-        Of the step.
+        Time of the step.
     sendings : Sendings
     """
 
@@ -51,7 +51,7 @@ class Moves(NamedTuple):
 
     @classmethod
     def of(cls, seconds: float, choices: Sequence[Decision], options: Sequence[Option], profile: Profile) -> Moves:
-        """Those of a plan's decisions for these options."""
+        """Return the moves of a plan's decisions for these options."""
 
         def sending(option: Option, t: Transfer) -> Sending:
             moving = [profile.storages[option.saved[p]] for p in t.moves]
@@ -107,10 +107,10 @@ class MovesSearch:
             {p: rules.there_until(profile.storages[option.saved[p]], i, self.n) for p in positions}
             for i, (option, positions) in enumerate(zip(options, r.moves, strict=True))
         ]
-        """Per stage and position, the last forward step in which it is there however early it leaves."""
+        """Per stage and position, the last forward step in which the storage is there, however early it leaves."""
         self.forward_s = [stage.forward_s for stage in profile.stages]
         self.compute_s = sum(r.backward_s)
-        """Of backward, recompute and sweeps included."""
+        """Compute time of backward, recompute and sweeps included."""
         self.last_release, self.last_prefetch = rules.enforceable_points(profile.stages)
         links = [link for link in (profile.link, profile.disk) if link is not None]
         self.together = any(link.latency_s > 0 for link in links)
@@ -198,7 +198,7 @@ class MovesSearch:
 
     @staticmethod
     def copied(items: Iterable[Item]) -> list[Item]:
-        """Those that are copied out, the copies of the forward lane; the others leave as early as they may."""
+        """Return the items that are copied out, in the forward lane; the others leave as early as they may."""
         return [item for item in items if item.copied_bytes]
 
     def frees(self, item: Item) -> tuple[tuple[int, int], ...]:
@@ -235,7 +235,7 @@ class MovesSearch:
         return best
 
     def moves(self, items: Sequence[Item], out: Queue, back: Queue) -> Moves:
-        """The result; never less than with everything kept. What has the same points is one transfer."""
+        """Return the items as transfers, those with the same points as one; no faster than with everything kept."""
         fastest_s, seconds = self.profile.fastest_step_s, max(out.seconds + back.seconds, self.residency.launch_s)
         found: list[dict[tuple[int, int], Item]] = [{} for _ in range(self.n)]
         copied = self.copied(items)
@@ -293,7 +293,7 @@ class MovesSearch:
         return self.joined(best, order, best.seconds, deadline)
 
     def fewest(self) -> Moves | None:
-        """Move all that may, but what can stay, the largest storages first; None if that doesn't fit."""
+        """Move as few storages as fit, letting the largest ones stay first; None if nothing fits."""
         r, n = self.residency, self.n
         forward, backward = np.array(r.forward_bytes[:n]), np.array(r.backward_bytes[:n])
         free = self.budget_bytes - forward, self.budget_bytes - backward
@@ -332,13 +332,13 @@ class MovesSearch:
         return best
 
     def order_of(self, moves: Moves) -> list[Item]:
-        """What moves, in the order in which it comes back."""
+        """Return the items that move, in the order in which they come back."""
         sent = [(i, sending) for i, sendings in enumerate(moves.sendings) for sending in sendings]
         sent.sort(key=lambda pair: (pair[1].prefetch, pair[0]))
         return [self.item(i, [p for p in sending.moves if p in self.sizes_of[i]]) for i, sending in sent]
 
     def _faster(self, start: Moves, deadline: float) -> tuple[Moves, list[Item]]:
-        """What `improved` finds before it joins transfers, and the order in which that comes back."""
+        """Return the moves that `improved` finds before it joins transfers, and the order in which they come back."""
         needed = self.residency.needed
         least_s = max(sum(self.forward_s) + self.compute_s, self.profile.fastest_step_s, self.residency.launch_s)
         least_s *= 1 + EQUAL_S
@@ -365,7 +365,7 @@ class MovesSearch:
             return [*others[:at], *items, *others[at:]]
 
         tried([part for item in order for part in self._divided(item)])
-        # To leave the largest storage on the device spares most; small ones that were left first could use up the room.
+        # Leaving the largest storage on the device spares most; small ones that stay first could use up the room.
         largest_first = sorted(range(self.n), key=lambda stage: -max(self.sizes_of[stage].values(), default=0))
         better = True
         while better:

@@ -39,12 +39,12 @@ class Leaving(NamedTuple):
 
 
 class Queue(NamedTuple):
-    """What an order of the copies comes to.
+    """The result of an order of the copies.
 
     Attributes
     ----------
     seconds : float
-        Of the lane.
+        Time of the lane.
     order : tuple of int
         Copies, as numbers, in the order in which they leave.
     points : dict
@@ -114,7 +114,7 @@ class Lane:
         return any(self.free[k] < 0 and self.free[k] + sum(gone[: k + 1]) < 0 for k in self.checks[step])
 
     def follow(self, order: Sequence[int]) -> Queue | None:
-        """What this order comes to: of the copies that have joined, the first one leaves; None if that isn't enough."""
+        """Return the result of this order, the first of the copies that have joined leaving; None if it doesn't fit."""
         copies, n = self.copies, len(self.needs)
         left = list(order)
         taken: list[int] = []
@@ -209,7 +209,7 @@ class Lane:
                 yield i
 
     def _rest(self, left: set[int], joined_s: Sequence[float], now: float, free_s: float) -> tuple[float, bool]:
-        """When the copies that are left are done, and whether all have joined by the step that waits for them."""
+        """Return when the copies left are done, and whether all have joined by the step that waits for them."""
         for i in sorted(left, key=lambda i: (self.copies[i].joins, self.copies[i].rank)):
             if self.copies[i].joins > self.end:
                 return now, False

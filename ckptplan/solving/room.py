@@ -21,7 +21,7 @@ from ckptplan.solving.parameters import DEFAULT
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Most bytes on the host (None: no limit), and on the disk what the host can't hold."""
+    """Limits on the bytes moved to the host (None: no limit), and to the disk, which takes what the host can't hold."""
 
     host_bytes: int | None = None
     disk_bytes: int = 0
@@ -46,7 +46,7 @@ class Room:
 
     @property
     def total_bytes(self) -> int | None:
-        """Most that may move in all; None: no limit."""
+        """Limit on all bytes moved; None: no limit."""
         return None if self.host_bytes is None else self.host_bytes + self.disk_bytes
 
     def movable(self, profile: Profile) -> Profile:
@@ -80,7 +80,7 @@ class Room:
         return self._packed(moved) if total <= self.host_bytes + self.disk_bytes else None
 
     def _packed(self, moved: Sequence[int]) -> frozenset[int] | None:
-        """The same with the fullest host found; of many sums, those that fill it most are kept."""
+        """Return the stages on the disk with the fullest host found; of many sums, those that fill it most are kept."""
         assert self.host_bytes is not None
         movers = {i: nbytes for i, nbytes in enumerate(moved) if nbytes}
         sums = {0: frozenset(movers)}  # bytes on the host -> stages on the disk

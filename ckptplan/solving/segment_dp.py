@@ -128,7 +128,7 @@ def _textbook_of(chain: Chain, menu: Menu) -> _Textbook:
 
 
 def _is_textbook(profile: Profile, near: list[set[int]], behind: list[set[int]], menu: Menu) -> bool:
-    """Whether every byte is counted where it is and nowhere else."""
+    """Whether every byte is counted exactly once, where it is."""
     storages, stages = profile.storages, profile.stages
     reader = {s: k for k in range(len(stages)) for s in near[k]}
     if any(s.to_end or s.program_until > reader.get(i, max(s.born, 0)) for i, s in enumerate(storages)):
@@ -263,7 +263,7 @@ class SegmentDp:
         return True
 
     def _tell_apart(self, max_work: int) -> None:
-        """Which runs of stages share a row, and how long runs may be for the rows to stay few.
+        """Find the runs of stages that share a row, and the longest runs for which the rows stay few.
 
         `which[t - s][s]` is the row of the run s..t, `by[t - s][s]` the units it is shifted by, and `new[length]` has
         the first stages of the runs that rows are made for. The last one of equal runs has its own, since there the
@@ -407,7 +407,7 @@ class SegmentDp:
         return best
 
     def _ways(self, s: int) -> list[_Way]:
-        """How the step can go on from stage `s`."""
+        """Return the ways in which the step can go on from stage `s`."""
         found = self._known.get(s)
         if found is not None:
             return found

@@ -34,7 +34,7 @@ class Simpler:
     def without_useless(self, deadline: float) -> Schedule:
         """Keep, or move less of, what makes the step no longer.
 
-        Swaps are looked at however late it is: one that can't lower the peak or can't overlap is in no plan.
+        Swaps are checked even after the deadline: one that can't lower the peak or can't overlap is in no plan.
         """
         limit_s = self.best.step_s * (1 + EQUAL_S)
         while changes := self._changes(swaps_alone=time.monotonic() > deadline):
@@ -103,7 +103,7 @@ class Simpler:
         return sum(profile.storages[s].nbytes for s in profile.stages[stage].options[code].moved)
 
     def _changes(self, *, swaps_alone: bool, instead: bool = False) -> list[tuple[int, int]]:
-        """Each option by which one stage would keep, or do the same and move less.
+        """Return the options by which one stage would keep, or do the same and move less.
 
         With `instead`, also each by which it would recompute in place of moving.
         """

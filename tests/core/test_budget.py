@@ -47,7 +47,7 @@ def test_a_budget_is_given_once_and_can_be_read() -> None:
         ckptplan.solve(chain(), 1, budget="1 GiB")
     with pytest.raises(InvalidInputError, match=r"budget='50%' and max_overhead=0\.1 are both given"):
         ckptplan.solve(chain(), budget="50%", max_overhead=0.1)
-    with pytest.raises(InvalidInputError, match="a profile says nothing of free memory"):
+    with pytest.raises(InvalidInputError, match="a profile doesn't record free memory"):
         ckptplan.solve(chain(), budget="auto")
     for budget in ("12", "12 G", "-1 GiB", "101%", "", "0 GiB", "1e9 B", 12):
         with pytest.raises(InvalidInputError, match=r"can't be read; give bytes as '12 GiB'"):

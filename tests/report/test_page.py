@@ -382,7 +382,7 @@ def test_the_page_of_an_estimate(opened: Any, run: Run, tmp_path: Path) -> None:
     assert "**Needs 1.32 KiB on a device of 1.00 TiB: fits.**" in (tmp_path / "estimate.md").read_text()
     done = run("report", tmp_path / "estimate.json", "--budget-gb", 1, "--time-limit", 2)
     assert done.exit_code == 2
-    assert "is an estimate, which goes without --budget-gb, --time-limit" in " ".join(done.stderr.split())
+    assert "leave out the arguments for plans: --budget-gb, --time-limit" in " ".join(done.stderr.split())
 
 
 def test_what_notebooks_show(browser: Any) -> None:
@@ -418,7 +418,7 @@ def test_of_the_command_line(run: Run, tmp_path: Path) -> None:
     assert text.read_text().startswith("## A chain of 6 stages")
     (tmp_path / "broken.json").write_text(json.dumps({"traceEvents": [{"pid": 1}]}))
     for arguments, message in (
-        ((*files, "-o", page, "--format", "md"), "--format md doesn't go with the name"),
+        ((*files, "-o", page, "--format", "md"), "--format md doesn't match the file name"),
         ((*files, "-o", tmp_path / "plan.pdf"), "its name must end in .html or .md"),
         ((files[1], files[0]), "has schema 'ckptplan.plan/4'"),
         ((files[0],), "profile.json has no plan; give it too"),

@@ -1,4 +1,4 @@
-"""The report of an estimate: memory by phase, what is there at the peak, and the devices that have enough."""
+"""The report of an estimate: memory by phase, the tensors at the peak, and the devices with enough memory."""
 
 from __future__ import annotations
 

@@ -37,16 +37,16 @@ class Rival:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What was measured of a plan, as far as it was.
+    """Measurements of a plan; None for those that weren't made.
 
     Attributes
     ----------
     trace : Trace or None
         A measured step, which is drawn.
     verification : Verification or None
-        What `verify` found; it is printed.
+        The result of `verify`; it is printed.
     stats : Stats or None
-        What was measured in training; it is printed.
+        Measurements in training; they are printed.
     """
 
     trace: Trace | None = None
@@ -185,7 +185,7 @@ def _facts(profile: Profile, plan: Plan) -> list[tuple[str, str]]:
 def _parts(
     plan: Plan, explanation: Explanation | None, frontier: Sequence[Plan], verified: str, trained: str
 ) -> list[Part]:
-    """The sections of the Markdown."""
+    """Return the sections of the Markdown."""
     decisions = str(plan).partition("\n\n")[2]
     explained = "" if explanation is None else str(explanation)
     return [

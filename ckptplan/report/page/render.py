@@ -24,7 +24,7 @@ from ckptplan.core.version import __version__
 _ASSETS = files("ckptplan.report.page") / "assets"
 _LIBRARY_VERSION = "1.6.32"
 SUFFIXES = (".html", ".md")
-"""Of the files that a report can be written to."""
+"""Suffixes of the files that a report can be written to."""
 
 
 def check_suffix(path: Path) -> str:
@@ -158,7 +158,7 @@ class Report:
 
 
 def _packed(text: str) -> str:
-    """`text`, compressed, in base 64, of which no character means anything in HTML."""
+    """Return `text` compressed and in base 64, none of whose characters has a meaning in HTML."""
     return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
 
 
@@ -167,14 +167,14 @@ def _asset(name: str) -> str:
 
 
 def _scripts() -> list[dict[str, str]]:
-    """The page's scripts, the library with its licence first, with the hashes that its policy allows alone."""
+    """Return the page's scripts, first the library with its licence, and their hashes: its policy allows no others."""
     texts = (f"/*\n{_asset('uPlot.LICENSE')}\n*/\n{_asset('uPlot.iife.min.js')}", _asset("page.js"))
     hashes = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts)
     return [{"text": text, "hash": f"sha256-{found}"} for text, found in zip(texts, hashes, strict=True)]
 
 
 def _environment() -> jinja2.Environment:
-    """Templates among the assets. Everything is escaped but the assets themselves and packed data."""
+    """Return the environment of the templates. It escapes everything except assets and packed data."""
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, loader=jinja2.FunctionLoader(_asset)
     )
@@ -182,7 +182,7 @@ def _environment() -> jinja2.Environment:
 
 
 def _escaped(text: str) -> str:
-    """`text` with the characters that mean something in Markdown or HTML escaped, in one line."""
+    """Return `text` in one line, with the characters escaped that have a meaning in Markdown or HTML."""
     return re.sub(r"([\\`*_{}\[\]<>#|~])", r"\\\1", " ".join(text.split()))
 
 

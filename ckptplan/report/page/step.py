@@ -1,4 +1,4 @@
-"""What the page shows of one planned step: bytes, lanes, stages with their decisions, and the model's graph."""
+"""Data of one planned step for the page: bytes, lanes, stages with their decisions, and the model's graph."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WHAT_COLOURS = {
 LANES = ("compute", "out", "in")
 WHATS = ("forward", "recompute", "backward", "wait", "out", "in")
 COMPUTES = {"forward": "forward", "recompute": "forward again", "backward": "backward", "wait": "waits for a copy"}
-"""What the lane of compute does, in words."""
+"""Event of the compute lane -> its name on the page."""
 PHASES = ("forward", "backward", "update")
 _ROUNDED = 9  # digits after the point of seconds
 
@@ -98,7 +98,7 @@ def step_data(
 
 
 def _stages(profile: Profile, plan: Plan, explanation: Explanation | None) -> list[dict[str, Any]]:
-    """Name, decision and reasons of each stage."""
+    """Return name, decision and reasons of each stage."""
     names = [stage.name for stage in profile.stages]
     out: list[dict[str, Any]] = []
     for stage, choice in zip(profile.stages, plan.choices, strict=True):
@@ -124,7 +124,7 @@ def _stages(profile: Profile, plan: Plan, explanation: Explanation | None) -> li
 
 
 def _moves(choice: Decision, saved: Sequence[int], storages: Sequence[Storage], names: Sequence[str]) -> Iterator[str]:
-    """One sentence per transfer."""
+    """Yield a sentence for each transfer."""
     where = "disk" if choice.tier == "disk" else "host"
     for transfer in choice.transfers:
         nbytes = sum(storages[saved[p]].nbytes for p in transfer.moves)
@@ -159,7 +159,7 @@ def _add_reasons(stages: list[dict[str, Any]], explanation: Explanation) -> None
 
 
 def arcs(profile: Profile) -> tuple[Arc, ...]:
-    """Return who needs what whose output, by the profile's graph; what a stage keeps for itself is left out."""
+    """Return the bytes that each stage makes for each later one, without those that it keeps for itself."""
     graph = profile.graph()
     found: dict[tuple[int, int], Arc] = {}
     stages = [("stage", i) for i in range(len(profile.stages))]

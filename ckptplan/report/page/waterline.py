@@ -33,7 +33,7 @@ COLOURS = (
     "#9aa5b1", "#56b4e9", "#a6cee3", "#2f4b7c", "#5d6975", "#0072b2", "#009e73", "#7fd1ae", "#e69f00", "#cc79a7",
     "#f0e442",
 )  # fmt: skip
-"""Of the categories, which readers who see few colours can tell apart (after Okabe and Ito, 2008)."""
+"""Colours of the categories, which colour-blind readers can tell apart (after Okabe and Ito, 2008)."""
 _FIXED, _WEIGHTS, _STATE, _GRADIENTS, _BASE, _KEPT, _LEAVING, _BACK, _AGAIN, _PROGRAM, _TEMPORARY = range(
     len(CATEGORIES)
 )
@@ -91,7 +91,7 @@ def waterline(profile: Profile, plan: Plan, timeline: Timeline) -> Waterline:
 
 
 def _kinds(profile: Profile, plan: Plan, timeline: Timeline) -> list[int]:
-    """The category of each of the timeline's stays."""
+    """Return the category of each of the timeline's stays."""
     around = outermost(plan.segments)
     kept: set[int] = set()
     moved: set[int] = set()
@@ -114,5 +114,5 @@ def _kinds(profile: Profile, plan: Plan, timeline: Timeline) -> list[int]:
 
 
 def drawn_end_s(timeline: Timeline) -> float:
-    """When the last step ends in a picture: the update, which takes no time in a plan, gets a fiftieth of it."""
+    """Return the drawn end of the last step: the update, which takes no time in a plan, gets a fiftieth of the step."""
     return timeline.makespan_s * 1.02 or 1.0

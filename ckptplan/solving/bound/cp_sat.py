@@ -1,4 +1,4 @@
-"""CP-SAT on the mixed-integer program, in whole numbers: what it proves is no question of tolerances.
+"""CP-SAT on the mixed-integer program, in whole numbers: its proofs don't depend on tolerances.
 
 Rounding only relaxes. An amount v of the program becomes a whole number of units, V = floor(U v); what a plan gives 0
 or 1, or a multiple of 1/n, is whole as it is. A row sum(a x) + sum(b v) <= c, times K U, then holds with its
@@ -24,8 +24,8 @@ from ckptplan.solving.parameters import ROUNDING
 UNITS = 1 << 20
 """Units of an amount: U. A millionth is as exact as a solver in floating-point numbers."""
 LARGEST = UNITS * UNITS
-"""Of sums: a millionth of a unit counts. The solver wants them below 2**63, and has called plans optimal that weren't
-where they were larger."""
+"""Largest sum: a millionth of a unit counts. The solver requires sums below 2**63; with larger ones it has called plans
+optimal that weren't."""
 PARAMETERS = {
     "linearization_level": 2,
     "optimize_with_lb_tree_search": True,
@@ -33,8 +33,8 @@ PARAMETERS = {
     "cp_model_probing_level": 0,
     "presolve_inclusion_work_limit": 0,
 }
-"""A search that raises the bound by branching on the linear relaxation. The presolve leaves out what takes long, and
-the comparison of rows with each other, which was wrong where coefficients were large."""
+"""A search that raises the bound by branching on the linear relaxation. The presolve omits steps that take long, and
+the comparison of rows with each other, which was wrong with large coefficients."""
 
 
 class WholeModel:
@@ -77,7 +77,7 @@ class WholeModel:
         self.model.minimize(self.cost)
 
     def is_whole(self, terms: Iterable[tuple[int, float]]) -> bool:
-        """Whether nothing need be rounded."""
+        """Whether no coefficient has to be rounded."""
         return all(number not in self.amounts and (a / self.units[number]).is_integer() for number, a in terms)
 
     def reach(self, terms: Iterable[tuple[int, float]]) -> float:
@@ -85,11 +85,11 @@ class WholeModel:
         return float(sum(abs(a) * self.most[number] for number, a in terms))
 
     def add_row(self, terms: Iterable[tuple[int, float]], most: float) -> None:
-        """Sum of terms <= most, relaxed."""
+        """Add the row sum of terms <= most, relaxed."""
         terms = list(terms)
         reach = abs(most) + self.reach(terms)
         if self.is_whole(terms):
-            times, room = 1.0, round(most)  # whole as well, or not less
+            times, room = 1.0, round(most)  # `most` is whole, or rounding doesn't make it smaller
         else:
             most += ROUNDING * reach
             of_amounts = [a for number, a in terms if number in self.amounts]
@@ -100,7 +100,7 @@ class WholeModel:
         self.model.add(sum(a * self.vars[number] for number, a in row if a) <= room)
 
     def read(self, solver: Any) -> Suggestion:
-        """A solution as a plan."""
+        """Return a solution as a plan."""
         values = {number: solver.value(var) / self.units[number] for number, var in self.vars.items()}
         return self.mixed.read({number: value for number, value in values.items() if value})
 
@@ -129,7 +129,7 @@ def solve(problem: Problem, deadline: float, gap: float) -> BoundResult:
 
     solver.best_bound_callback = on_bound
     status = solver.solve(whole.model)
-    if status == cp_model.INFEASIBLE:  # a plan is known: a defect, or no plan is, and nothing fits
+    if status == cp_model.INFEASIBLE:  # nothing fits; if a plan is known, this is a defect
         return BoundResult(problem.space.profile.fastest_step_s, None, False)
     bound_s = whole.bound_s(solver.best_objective_bound)
     solution = None
@@ -157,7 +157,7 @@ def smallest_peak(model: PeakModel, deadline: float) -> tuple[int, Suggestion | 
     solver = _solver(deadline)
     solver.best_bound_callback = lambda cost: solver.stop_search() if cost > model.most - 1 else None
     status = interruptible(lambda: solver.solve(whole.model), stop=solver.stop_search)
-    if status == cp_model.INFEASIBLE:  # a plan is known: a defect
+    if status == cp_model.INFEASIBLE:  # a defect, since a plan is known
         return 0, None
     solution = whole.read(solver) if status in (cp_model.OPTIMAL, cp_model.FEASIBLE) else None
     return round(max(0.0, solver.best_objective_bound)), solution
@@ -171,7 +171,7 @@ def _solver(deadline: float, seed: int = 0, workers: int = 1) -> Any:
         setattr(solver.parameters, name, value)
     solver.parameters.max_time_in_seconds = max(0.0, deadline - time.monotonic())
     solver.parameters.random_seed = seed % np.iinfo(np.int32).max
-    # One worker is deterministic as it is, several only where they take turns.
+    # One worker is always deterministic, several only if they take turns.
     solver.parameters.num_workers = workers
     solver.parameters.interleave_search = workers > 1
     # Catching it, CP-SAT would leave the process without Python's handler: the next Ctrl-C would kill it.

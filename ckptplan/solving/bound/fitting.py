@@ -21,7 +21,7 @@ from ckptplan.solving.parameters import ROUNDING
 
 
 def fitting(space: PlanSpace, budget_bytes: int) -> PlanSpace:
-    """The space without options that don't fit; as it is where nothing does, which is for others to say."""
+    """Return the space without options that don't fit; unchanged if nothing fits, which the search reports later."""
     while True:
         menu = _Least(space, budget_bytes).menu()
         if not all(menu) or menu == [tuple(codes) for codes in space.menu]:
@@ -42,7 +42,7 @@ class _Ways:
 
 
 class _Least:
-    """What every step has at least; bytes in units of the budget."""
+    """Lower bounds on the bytes of every step, in units of the budget."""
 
     def __init__(self, space: PlanSpace, budget_bytes: int) -> None:
         self.space = space

@@ -147,13 +147,13 @@ class Master:
             self._add_links()
 
     def _takes(self, var: Any, seconds: float, launch: float = 0.0) -> None:
-        """One of `var` adds so much to the lanes and to launching."""
+        """Let a unit of `var` add these seconds to the lanes and to launching."""
         self.objective.SetCoefficient(var, seconds)
         if self.beyond is not None:
             self.beyond.SetCoefficient(var, seconds - launch)
 
     def _row(self, low: float, high: float, *terms: tuple[Any, float]) -> Any:
-        """The row low <= sum of coefficient * variable <= high."""
+        """Return the row low <= sum of coefficient * variable <= high."""
         row = self.lp.Constraint(low, high)
         for var, coefficient in terms:
             row.SetCoefficient(var, coefficient)
@@ -182,7 +182,7 @@ class Master:
                 lane.joins.append(self._row(0, 0, (put[k + 1], 1), (put[k], -1)))
                 memory[k].SetCoefficient(away[k], -1)
             self.lanes.append(lane)
-        self.left = []  # what the stages before k + 1 move without a copy, which is away from that step on
+        self.left = []  # per step k, the row of the bytes that leave without a copy behind stage k
         if any(c.on_host):
             gone = [lp.NumVar(0, big if k else 0, "") for k in range(n + 1)]
             self.left = [self._row(0, 0, (gone[k + 1], 1), (gone[k], -1)) for k in range(n)]
@@ -267,7 +267,7 @@ class Master:
         return max(0.0, total)
 
     def solve(self, seconds: float) -> Duals | None:
-        """Solve; None where the time ran out."""
+        """Solve and return the multipliers; None if the time ran out."""
         if not self._solved(seconds):
             return None
         c, empty = self.data, np.zeros(self.data.n)

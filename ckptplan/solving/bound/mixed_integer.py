@@ -84,7 +84,7 @@ class _Holder:
 
 
 class _Part(NamedTuple):
-    """What a stage may move: a large storage, or small ones with the same holders.
+    """A part that a stage may move: a large storage, or small ones with the same holders.
 
     `moves` is the variable that says how much of it moves, `gone` the first forward step in which it may be away, and
     `on_host` whether it leaves without a copy.
@@ -120,7 +120,7 @@ class _Group:
 
 @dataclass(slots=True)
 class _Flow:
-    """What a link has to do in one direction, as the bytes that it would carry meanwhile.
+    """The work of a link in one direction, as the bytes that it would carry in that time.
 
     Attributes
     ----------
@@ -159,9 +159,9 @@ class MixedModel:
     space : PlanSpace
     budget_bytes : int
     host_bytes : int, optional
-        Most bytes moved in all.
+        Limit on all bytes moved.
     among : sequence of Segment, optional
-        The only ones that may be outermost. Within them there may be segments that begin where one of these, or one
+        The only segments that may be outermost. Within them there may be segments that begin where one of these, or one
         inside it, begins, and end there or before it.
     most_s : float
         Seconds of a step: segments whose sweeps alone take it longer are left out.
@@ -195,7 +195,7 @@ class MixedModel:
         self.program.cost = lanes + self.beyond(lanes)
 
     def begin(self, space: PlanSpace, unit: float, second: float) -> None:
-        """An empty program, with its units of bytes and seconds."""
+        """Begin an empty program, with its units of bytes and seconds."""
         self.space, self.chain, self.profile, self.menu = space, space.chain, space.profile, space.menu
         self.n = self.chain.n
         self.unit, self.second = float(unit), second
@@ -211,11 +211,11 @@ class MixedModel:
         return nbytes / self.unit >= WHOLE
 
     def alike(self, s: int) -> int | None:
-        """What tells a storage from others with the same holders: which it is, if it is large."""
+        """Return what distinguishes a storage from others with the same holders: its index, if it is large."""
         return s if self.is_large(self.profile.storages[s].nbytes) else None
 
     def add_plans(self, host_bytes: int | None) -> None:
-        """What a plan may choose, who holds what then, and what may move."""
+        """Add a plan's choices, the holders of storages that follow from them, and the moves."""
         self.add_segments()
         self.add_choices()
         self.add_inner_segments()
@@ -223,7 +223,7 @@ class MixedModel:
         self.add_moves(host_bytes)
 
     def beyond(self, lanes: Any) -> Any:
-        """By how much the host takes longer to launch the step than its lanes take."""
+        """Return a variable for the time by which launching the step takes longer than its lanes."""
         most = (self.profile.baseline_launch_s + sum(seconds for seconds, _ in self.launch_s)) / self.second
         if not most:
             return 0.0
@@ -238,7 +238,7 @@ class MixedModel:
         return self.program.add(1.0, whole=True)
 
     def implied(self) -> Any:
-        """A variable from 0 to 1 that every plan gives 0 or 1, without being told to."""
+        """A variable from 0 to 1 that is 0 or 1 in every plan, although no row requires it."""
         self.span += 1.0
         return self.program.add(1.0)
 
@@ -267,7 +267,7 @@ class MixedModel:
         return total(terms) if terms else 0.0
 
     def add_segments(self) -> None:
-        """y[a,b], and Y[a,k], the sum of y[a',b] over a' <= a and b >= k."""
+        """Add y[a,b], and Y[a,k], the sum of y[a',b] over a' <= a and b >= k."""
         n = self.n
         every = [(a, b) for a in range(n) for b in self.space.ends(a, a, n)]
         outer = {c for c in every if c[0] < c[1]}
@@ -305,7 +305,7 @@ class MixedModel:
         return self.sum([*terms, *([-self.sums[after, k]] if (after, k) in self.sums else [])])
 
     def add_choices(self) -> None:
-        """Each stage has one option, or is in one segment, which takes the time of its sweep."""
+        """Require one option, or one segment around it, for each stage; add the time of the segments' sweeps."""
         p, n = self.profile, self.n
         self.x = [{code: self.choice() for code in self.menu[i]} for i in range(n)]
         for i in range(n):
@@ -364,7 +364,7 @@ class MixedModel:
         return [self.profile.stages[i].options[code] for code in self.space.inside[i]]
 
     def add_inner_segments(self) -> None:
-        """Segments in a sweep run their stages once more, and recompute their last one."""
+        """Add segments in a sweep, which run their stages once more and recompute their last one."""
         n = self.n
         self.w: dict[tuple[int, int], Any] = {}
         for a, b in self.sweeps:
@@ -388,7 +388,7 @@ class MixedModel:
                     self.require(var <= self.whole(j, k))
 
     def forbid_crossing(self) -> None:
-        """Of two inner segments one is in the other, or they are apart: of `a..b` and `c..d`, not a < c <= b < d."""
+        """Require that one of two inner segments is in the other, or they are apart: not a < c <= b < d."""
         for c in range(1, self.n):
             beyond: Any = None  # whether one begins with c and ends behind b
             for b in reversed(range(c, self.n)):
@@ -403,7 +403,7 @@ class MixedModel:
                         self.require(beyond >= self.w[c, b])
 
     def add_holders(self) -> None:
-        """Who holds which storage from its forward on, by options and segments, and the OR of them."""
+        """Add variables for each storage's holders from their forward on, by options and segments, and their OR."""
         steps = self.chain.forward_bytes, self.chain.backward_bytes
         self.base = [[nbytes / self.unit for nbytes in base] for base in steps]
         self.groups = self._groups()
@@ -422,7 +422,7 @@ class MixedModel:
                 group.held.append(held)
 
     def _groups(self) -> list[_Group]:
-        """The storages that decisions are about, those together that no decision tells apart."""
+        """Return the storages that depend on decisions, grouped if no decision distinguishes them."""
         found: dict[Any, _Group] = {}
         for s, holders in self._holders().items():
             storage = self.profile.storages[s]
@@ -461,7 +461,7 @@ class MixedModel:
         return {s: found[s] for _, s in first}
 
     def _holder(self, s: int, holder: Holder) -> _Holder | None:
-        """How a stage may hold storage `s` in this space; None if it can't."""
+        """Return how a stage may hold storage `s` in this space; None if it can't."""
         i = holder.stage
         stage, holding = self.profile.stages[i], holder.holding.intersection(self.menu[i])
         inside = ([stage.keep] if stage.is_glue else self.inside(i)) if self.around[i] else []
@@ -528,7 +528,7 @@ class MixedModel:
             self.require(self.sum(list(self.moved.values())) <= host_bytes / self.unit)
 
     def add_lane(self, lane: int) -> Any:
-        """What is away by step, which the link has carried before; return the time for which compute waits for it.
+        """Add the bytes that a link has carried off by each step; return the time for which compute waits for it.
 
         The latency of a stage that has large storages is a time of its own. Of others each byte takes a part of one, as
         large as the largest of these stages makes it: were parts not alike, what one stage has put in the queue would
@@ -549,7 +549,7 @@ class MixedModel:
         return self.add_flow(lane, flow, rate * (1 + ROUNDING)) if largest and seconds else 0.0
 
     def put_work(self, flow: _Flow, queued: Sequence[Sequence[_Part]]) -> None:
-        """The work that stages put in a link's queue, which has these parts of them."""
+        """Add the work that stages put in a link's queue, of which `queued` are the parts."""
         before: list[Any] = []
         for o, parts in enumerate(queued):
             most = sum(part.size for part in parts)
@@ -564,7 +564,7 @@ class MixedModel:
         flow.carried = [self.amount(sum(flow.most)) for _ in range(self.n + 1)]
 
     def work(self, flow: _Flow, o: int, moved: Sequence[tuple[float, Any, bool]]) -> Any:
-        """What the link has to do for some of what stage `o` moves: bytes, and latency once.
+        """Return the link's work for some parts of stage `o`: their bytes, and one latency.
 
         `moved` has sizes and variables, and whether these are 0 or 1. Of a latency, small storages have a share.
         """
@@ -582,7 +582,7 @@ class MixedModel:
         return flow.per_byte * nbytes + flow.latency * begun
 
     def away_out(self, flow: _Flow) -> list[Any]:
-        """Per forward step, what a copy has away: transfers leave first in, first out, and are done or not."""
+        """Return, per forward step, the bytes that copies have taken away: first in, first out, each done or not."""
         away: list[list[Any]] = [[] for _ in range(self.n)]
         most_put = [0.0, *accumulate(flow.most)]
         for k in range(self.n):
@@ -612,7 +612,7 @@ class MixedModel:
         return [self.sum(terms) for terms in away]
 
     def away_back(self, flow: _Flow) -> list[Any]:
-        """Per backward step, what is away: in any order, but what a sweep needs is there."""
+        """Return, per backward step, the bytes that are away: in any order, without those that a sweep needs."""
         away: list[list[Any]] = [[] for _ in range(self.n)]
         for k in range(self.n):
             for o in [o for o in self.moved if o < k]:
@@ -630,7 +630,7 @@ class MixedModel:
         return [self.sum(terms) for terms in away]
 
     def add_done(self, lane: int, o: int, number: int) -> Any:
-        """Whether the transfer of a large part of stage `o` is done in the next step, which it then stays."""
+        """Return whether the transfer of a large part of stage `o` is done in the next step; once done, it stays so."""
         z = self.choice()
         self.require(z <= self.parts[o][number].moves)
         before = self.done[lane].setdefault((o, number), [])
@@ -640,7 +640,7 @@ class MixedModel:
         return z
 
     def small(self, parts: Iterable[_Part]) -> list[Any]:
-        """How much of the small parts among these is away, as one amount; nothing where there are none."""
+        """Return one amount for the bytes of the small parts among these that are away; empty if there are none."""
         parts = [part for part in parts if not part.one]
         if not parts:
             return []
@@ -649,7 +649,7 @@ class MixedModel:
         return [var]
 
     def add_flow(self, lane: int, flow: _Flow, rate: float) -> Any:
-        """The link does its work, of what has joined, at its rate; return the time for which compute waits for it."""
+        """Let the link do the work that has joined at its rate; return the time for which compute waits for it."""
         n, whole, carried = self.n, sum(flow.most), flow.carried
         enforced = rules.enforceable_points(self.profile.stages)[lane]
         compute_s, added_s = ((self.forward_s, [[]] * n), (self.backward_s, self.added_s))[lane]
@@ -682,7 +682,7 @@ class MixedModel:
         return late
 
     def add_memory(self) -> None:
-        """Every step fits the budget, and every run of a sweep does."""
+        """Require that every step, and every run of a sweep, fits the budget."""
         passing = self.passing()
         for k in range(self.n):
             there = self.sum(
@@ -710,7 +710,7 @@ class MixedModel:
         return found
 
     def adds_forward(self, k: int) -> Iterator[Any]:
-        """What stages hold in forward step `k` that the program doesn't, and what the stage adds on top."""
+        """Yield what stages hold in forward step `k` beside the program, and what the stage adds on top."""
         stage, moving = self.profile.stages[k], self.moving[k]
         yield from (group.size * group.held[-1] for group in self.groups if k >= group.stop)
         for code, var in self.x[k].items():
@@ -721,7 +721,7 @@ class MixedModel:
             yield (moving.forward_bytes - self.again(k).forward_bytes) / self.unit * self.m[k]
 
     def adds_backward(self, k: int) -> Iterator[Any]:
-        """What stage `k` adds on top in its backward step."""
+        """Yield the bytes that stage `k` adds on top in its backward step."""
         stage = self.profile.stages[k]
         for code, var in self.x[k].items():
             yield stage.options[code].backward_bytes / self.unit * var
@@ -731,7 +731,7 @@ class MixedModel:
             yield (self.again(k).backward_bytes - stage.keep.backward_bytes) / self.unit * var
 
     def add_sweeps(self, k: int, resident: Any) -> None:
-        """The runs of a sweep fit that ends with stage `k`, outer or inner; the copies around an inner one left out."""
+        """Require that the runs of a sweep up to stage `k` fit, outer or inner; copies around an inner one left out."""
         runs: dict[int, list[Any]] = defaultdict(list)
         for var, c in [(var, c) for found in (self.y, self.w) for c, var in found.items() if c[1] == k]:
             for j, nbytes in zip(self.sweeps[c].runs, self.sweeps[c].run_bytes, strict=True):
@@ -894,11 +894,11 @@ class PeakModel(MixedModel):
         super().require(row)
 
     def is_large(self, nbytes: int) -> bool:
-        """No storage is: how many of one size move is a whole number."""
+        """Return False: in whole bytes, the number of storages of one size that move is a variable."""
         return False
 
     def alike(self, s: int) -> int | None:
-        """Its size."""
+        """Return the storage's size."""
         return self.profile.storages[s].nbytes
 
     def most_out(self) -> list[Any]:

@@ -40,7 +40,7 @@ class Prices:
     Attributes
     ----------
     forward_s_per_byte, backward_s_per_byte : array (stages,)
-        What a byte less would save, by the step in which it is held; 0 where the budget doesn't bind.
+        Seconds that a byte less would save, by the step in which it is held; 0 where the budget doesn't bind.
     budget_s_per_byte : float
         Seconds that a byte more of budget saves, to first order: the sum of the above.
     out_s, in_s : float
@@ -98,11 +98,11 @@ def lower_bound(
     space : PlanSpace
     budget_bytes : int
     host_bytes : int, optional
-        Most bytes moved in all.
+        Limit on all bytes moved.
     deadline : float
         Of `time.monotonic()`.
     enough_s : float
-        A bound from which on none better is looked for.
+        A bound that is high enough: no better one is looked for.
     on_bound : callable, optional
         Gets each bound that is better than those before, as soon as it is proven.
 

@@ -33,7 +33,7 @@ Solver = Literal["scip", "cp_sat"]
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What the program is made from (see `MixedModel`), and the time of a plan that is known.
+    """The arguments of a program (see `MixedModel`), and the time of a known plan.
 
     `seed` and `workers` are CP-SAT's. With `among` (see there) its bound doesn't hold for other plans.
     """
@@ -48,7 +48,7 @@ class Problem:
 
     @property
     def limit_s(self) -> float:
-        """No solution need be slower: above the known plan's time, so that there is one, or the solver is wrong."""
+        """Limit on a solution's seconds, above those of the known plan: unless the solver is wrong, there is one."""
         return self.below_s * (1 + CLOSE)
 
     def model(self) -> MixedModel:
@@ -59,7 +59,7 @@ class Problem:
 
 
 class BoundResult(NamedTuple):
-    """What is known in the end.
+    """The result of a solver.
 
     Attributes
     ----------
@@ -68,7 +68,7 @@ class BoundResult(NamedTuple):
     complete : bool
         Whether the solver came to its end before the time did: more time, or another solver, would give no more.
     solution_s : float
-        What the program takes the solution to last; the plan may take longer.
+        Seconds of the solution in the program; the plan may take longer.
     """
 
     bound_s: float
@@ -78,7 +78,7 @@ class BoundResult(NamedTuple):
 
 
 class Few(NamedTuple):
-    """Outermost segments with which alone the program is solved first; until when and to what gap."""
+    """The only outermost segments of a program that is solved first, and its deadline and gap."""
 
     segments: Sequence[Segment]
     deadline: float
@@ -91,7 +91,7 @@ class Running:
     Attributes
     ----------
     left : int
-        Answers that are to come.
+        Number of answers still to come.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], left: int = 1) -> None:
@@ -100,7 +100,7 @@ class Running:
         threading.Thread(target=self._listen, daemon=True).start()
 
     def _listen(self) -> None:
-        """Take answers as they come, and None when there is none any more."""
+        """Queue answers as they come, and None at the end."""
         errors = EOFError, OSError, ValueError, pickle.UnpicklingError
         with contextlib.suppress(*errors), self.process.stdout or contextlib.nullcontext() as answers:
             while answers is not None:
@@ -110,11 +110,11 @@ class Running:
 
     @property
     def done(self) -> bool:
-        """Whether there is an answer, or there will be none."""
+        """Whether there is an answer, or no more will come."""
         return not self._answers.empty()
 
     def found(self, until: float) -> BoundResult | None:
-        """Wait for an answer until this time (of `time.monotonic()`); None, and it is ended, if none comes."""
+        """Return an answer that comes until this time (of `time.monotonic()`); otherwise None, and end the process."""
         answer = None
         with contextlib.suppress(queue.Empty):
             answer = self._answers.get(timeout=max(0.0, until - time.monotonic()))
@@ -124,19 +124,19 @@ class Running:
         return answer
 
     def end(self) -> None:
-        """End it, whatever it is at."""
+        """End the process."""
         self.process.kill()
         self.process.wait()
 
 
 def wait_for(runnings: Sequence[Running], until: float) -> None:
-    """Return when any has ended, or at `until`."""
+    """Return when any process has an answer or has ended, or at `until`."""
     while time.monotonic() < until and not any(running.done for running in runnings):
         time.sleep(POLL_S)
 
 
 def begin(solver: Solver, problem: Problem, deadline: float, gap: float, first: Few | None = None) -> Running | None:
-    """Minimise until `deadline` (of `time.monotonic()`) or to a relative gap; None if no process is to be had."""
+    """Minimise until `deadline` (of `time.monotonic()`) or to a relative gap; None if no process can be started."""
     now = time.monotonic()
     if deadline <= now or not sys.executable or getattr(sys, "frozen", False):  # in a program that embeds Python
         return None

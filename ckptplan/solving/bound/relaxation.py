@@ -42,7 +42,7 @@ class _Menu:
         self.backward = np.array([option.backward_bytes for option in options]) / data.unit + kept + extra
         self.seconds = np.array([option.added_s for option in options]) / data.second
         self.launch = np.array([option.launch_s for option in options]) / data.second
-        # What moves if the stage itself wants it, and what other stages have a say in.
+        # Storages that move by the stage's decision alone, and those that other stages can forbid to move.
         asked = data.movable[i]
         free = [[s for s in option.moved if s in asked and not asked[s]] for option in options]
         self.free = {  # by whether they leave without a copy
@@ -63,7 +63,7 @@ class BoundData:
     ----------
     counted : list of int
         Per storage, the stage by which it is counted once it is held: the first that holds it under all its options,
-        else the first that may hold it.
+        otherwise the first that may hold it.
     launch : float
         Time in which the host launches the step with everything kept.
     """
@@ -117,7 +117,7 @@ class BoundData:
         """Bytes per second, in the units of this class."""
         if nbytes == 0:
             return 1.0
-        # So much faster than it may be that rounding makes no bound too large.
+        # Raised slightly, so that rounding makes no bound too large.
         return nbytes / self.unit / (seconds / self.second) * (1 + ROUNDING)
 
     def _rerun_ways(self, i: int) -> list[Option]:
@@ -126,7 +126,7 @@ class BoundData:
         return [option for option in options if option.name in ("recompute", "recompute+swap")]
 
     def _count_holders(self) -> None:
-        """Who may hold each storage until its backward, and who holds it whatever is decided."""
+        """Find the stages that may hold each storage until their backward, and those that do whatever is decided."""
         codes = [set(menu) for menu in self.menu]
         for i, (stage, again) in enumerate(zip(self.profile.stages, self.again, strict=True)):
             if again is not None:

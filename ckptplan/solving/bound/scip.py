@@ -37,9 +37,9 @@ def solve(problem: Problem, deadline: float, gap: float) -> BoundResult:
 
     model = problem.model()
     limit = problem.limit_s / model.second
-    # The tolerance of reduced costs, which may raise the bound. That of rows and whole numbers stays as it is, 1e-6: it
-    # only adds solutions, and with one as small as 1e-9, the difference at which the solver takes numbers for equal, it
-    # has called a plan optimal that wasn't.
+    # The tolerance of reduced costs, which may raise the bound. The one of rows and whole numbers stays 1e-6: it only
+    # adds solutions, and with 1e-9, the difference at which the solver takes numbers for equal, it has called a plan
+    # optimal that wasn't.
     gscip: Any = gscip_pb2.GScipParameters(
         real_params={"numerics/dualfeastol": ROUNDING},
         int_params=LEFT_OUT | BRANCHING,

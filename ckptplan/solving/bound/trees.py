@@ -42,9 +42,9 @@ class Costs:
     linear : array (2, stages)
         Price of a byte in each forward and backward step, in the linear bound.
     tau : array (stages,)
-        What a second of compute in a backward step costs; below 1 where the link uses it, or launching matters.
+        Price of a second of compute in a backward step; below 1 where the link uses it, or launching matters.
     launch : float
-        What a second of launching costs.
+        Price of a second of launching.
     options : list of array
         Per stage and option, what does not depend on memory: recompute and moves.
     move_out, move_back : array (stages,)
@@ -52,7 +52,7 @@ class Costs:
     leave : array (stages,)
         Per byte that leaves behind a stage without a copy out: what it spares in each later forward step.
     constant : float
-        What any plan pays, memory left out.
+        Cost of every plan, memory left out.
     """
 
     linear: Floats
@@ -68,7 +68,7 @@ class Costs:
 
     @classmethod
     def of(cls, data: BoundData, duals: Duals, *, scale: float = 1.0) -> Costs:
-        """Make multipliers of the solver's, which are right up to its tolerance alone."""
+        """Make feasible multipliers from the solver's, which are right only up to its tolerance."""
         c, n = data, data.n
         lanes_price = 1.0 - duals.launch
         constant = duals.launch * (c.launch - 1.0)
