@@ -94,6 +94,14 @@ def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def few_variants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compile two variants of each compiled layer in place of six, each of which takes seconds."""
+    from ckptplan.profiling.values import variants
+
+    monkeypatch.setattr(variants, "_MOST", 2)
+
+
+@pytest.fixture
 def python_handles_interrupts() -> Iterator[None]:
     """As in a shell's foreground; a test run in the background inherits a SIGINT that is ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)

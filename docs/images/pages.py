@@ -3,13 +3,14 @@
 python docs/images/pages.py docs/images
 
 GPT-2 (124 million parameters, 16 sequences of 512 tokens, AdamW, bfloat16 autocast) and a U-Net of `diffusers`, planned
-for an RTX 4090; the GPT-2 with a budget that nothing fits; a chain of 1000 stages; an estimate of Llama 3 8B. Bytes
-come from traced steps and times from the published rates of devices, so no GPU is needed. Needs Chromium; takes some
-four minutes.
+for an RTX 4090; the GPT-2 with a budget that nothing fits; a chain of 1000 stages; an estimate of Llama 3 8B. Of the
+GPT-2, `PARTS` are taken too, those of its memory with everything kept as well. Bytes come from traced steps and times
+from the published rates of devices, so no GPU is needed. Needs Chromium; takes some four minutes.
 """
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import sys
 import tempfile
@@ -29,8 +30,11 @@ from ckptplan.report.page.render import Report
 
 GPU = {"amp": "bfloat16", "optimizer": "adamw", "device": "rtx4090"}
 WIDTHS = (1400, 390)
+PART_WIDTH = 900
 SCHEMES = ("light", "dark")
 COLOURS = 256  # of a picture
+PARTS = {"gpt2": {"memory": "#waterline", "trade": "#frontier"}, "kept": {"memory": "#waterline"}}
+"""By report: charts with a picture of their own, and where they are on the page."""
 
 
 def main(folder: Path) -> None:
@@ -42,9 +46,10 @@ def main(folder: Path) -> None:
             page = Path(name) / f"{title}.html"
             report.save(page)
             print(f"{title}: {report.view.answer} {page.stat().st_size / 1024:.0f} KiB")
-            for width in WIDTHS:
-                for scheme in SCHEMES:
-                    take(browser, page, width, scheme, folder / f"{title}-{width}-{scheme}.png")
+            for part, place in PARTS.get(title, {}).items():
+                take(browser, page, PART_WIDTH, "light", folder / f"{title}-{part}.png", place)
+            for width, scheme in itertools.product(WIDTHS if title != "kept" else (), SCHEMES):
+                take(browser, page, width, scheme, folder / f"{title}-{width}-{scheme}.png")
         browser.close()
 
 
@@ -55,6 +60,7 @@ def reports() -> Iterator[tuple[str, Report]]:
     middle_gb = (plans[0].peak_bytes + plans[-1].peak_bytes) / 2 / 2**30
     plan = ckptplan.solve(profile, middle_gb, time_limit_s=20)
     yield "gpt2", plan.report(profile, frontier=plans, commands=["python docs/images/pages.py docs/images"])
+    yield "kept", ckptplan.solve(profile, plans[-1].peak_bytes / 2**30).report(profile)
     leanest = replace(plans[0], budget_bytes=int(0.9 * plans[0].peak_bytes))
     yield "infeasible", leanest.report(profile, frontier=plans)
     profile = unet()
@@ -93,16 +99,19 @@ def llama() -> ckptplan.Estimate:
     return ckptplan.estimate(model, {"input_ids": tokens, "labels": tokens}, optimizer="adamw", device="a100-80gb")
 
 
-def take(browser: Browser, page: Path, width: int, scheme: str, path: Path) -> None:
-    """Take a picture of a page, with the pointer in the middle of the step and a stage chosen."""
+def take(browser: Browser, page: Path, width: int, scheme: str, path: Path, place: str = "") -> None:
+    """Take a picture of a page, with the pointer in the middle of the step and a stage chosen; or of one `place`."""
     context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)  # type: ignore[arg-type]
     tab = context.new_page()
     tab.goto(page.as_uri())
     tab.wait_for_selector("html[data-drawn=yes]")
-    if tab.locator("#strip").count():
+    if not place and tab.locator("#strip").count():
         tab.locator("#strip button:not(.keep)").first.click()
         tab.locator("#waterline .u-over").hover()
-    tab.screenshot(path=path, full_page=True)
+    if place:
+        tab.locator(place).screenshot(path=path)
+    else:
+        tab.screenshot(path=path, full_page=True)
     context.close()
     # Without k-means rare colours, such as those of a legend, become those of their neighbours.
     Image.open(path).convert("RGB").quantize(COLOURS, kmeans=2).save(path, optimize=True)

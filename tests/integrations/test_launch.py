@@ -410,6 +410,7 @@ def test_nothing_to_plan_is_said_and_the_script_is_as_it_was(
     assert capsys.readouterr().err.startswith("ckptplan: nothing was planned: ")
 
 
+@pytest.mark.usefixtures("few_variants")
 def test_layers_are_compiled_where_it_is_asked(tmp_path: Path) -> None:
     text = MODEL + SCRIPTS["two optimizers, and a loss outside"]
     by_hand = text.replace("model = Net()", "model = Net()\nfor block in model.blocks: block.compile()")

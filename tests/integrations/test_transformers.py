@@ -171,6 +171,7 @@ class Compiled(MeasuredTrainer):
             block.compile()
 
 
+@pytest.mark.usefixtures("few_variants")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
 def test_layers_are_compiled_where_it_is_asked(tmp_path: Path) -> None:
     """With the bits of a training whose user has compiled them; afterwards they aren't."""

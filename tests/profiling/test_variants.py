@@ -217,6 +217,7 @@ def test_a_plan_from_a_file_and_in_an_evaluation(planned: Any, tmp_path: Path) -
     model.train()
 
 
+@pytest.mark.usefixtures("few_variants")
 def test_bf16_under_autocast_is_within_rounding() -> None:
     torch._dynamo.reset()
     model, x = model_of("torch.compile")
@@ -291,6 +292,7 @@ def is_compiled(model: nn.Module) -> bool:
     return any("_compiled_call_impl" in module.__dict__ for module in model.modules())
 
 
+@pytest.mark.usefixtures("few_variants")
 def test_layers_are_compiled_for_a_plan_and_for_no_longer(tmp_path: Path) -> None:
     torch._dynamo.reset()
     model, x = model_of("")
@@ -318,6 +320,7 @@ class Broken(Block):
         return super().forward(x)
 
 
+@pytest.mark.usefixtures("few_variants")
 def test_layers_that_the_compiler_cannot_take_whole_stay_as_they_are() -> None:
     torch._dynamo.reset()
     model, x = model_of("")
@@ -374,6 +377,7 @@ def test_the_compiler_leaves_pythons_frames_alone(planned: Any) -> None:
     assert dropped
 
 
+@pytest.mark.usefixtures("few_variants")
 @pytest.mark.parametrize("part", ["layers.2", "layers.2.down"])
 def test_layers_with_hooks_are_not_compiled(part: str) -> None:
     """The compiler doesn't ask for hooks again, and would run another layer's code."""
@@ -391,6 +395,7 @@ def test_layers_with_hooks_are_not_compiled(part: str) -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.usefixtures("few_variants")
 def test_a_plan_replaces_another_for_which_layers_were_compiled() -> None:
     torch._dynamo.reset()
     model, x = model_of("")
@@ -419,6 +424,7 @@ class Two(Block):
         raise AssertionError("the layer's own, of another meaning")
 
 
+@pytest.mark.usefixtures("few_variants")
 def test_an_output_without_a_gradient_counts_as_zeros_in_backward() -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -434,6 +440,7 @@ def test_an_output_without_a_gradient_counts_as_zeros_in_backward() -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.usefixtures("few_variants")
 def test_many_kinds_of_layers_are_traced_apart() -> None:
     """Not all by one code object, which the compiler gives up after some."""
     from ckptplan.training.partitioner import saved_bytes  # whose imports warn
@@ -465,6 +472,7 @@ class Leaving(Block):
         return y
 
 
+@pytest.mark.usefixtures("few_variants")
 def test_notes_say_which_layers_are_compiled() -> None:
     torch._dynamo.reset()
     model, x = model_of("")
@@ -514,6 +522,7 @@ def test_a_step_that_differentiates_its_forward_is_planned_uncompiled() -> None:
     assert any("no layer is compiled: the step's forward runs a backward of its own" in note for note in plan.notes)
 
 
+@pytest.mark.usefixtures("few_variants")
 def test_layers_compiled_for_a_plan_run_as_they_are_where_compiled_code_would_differ() -> None:
     torch._dynamo.reset()
     model, x = model_of("")
@@ -558,6 +567,7 @@ def test_layers_compiled_for_a_plan_run_as_they_are_where_compiled_code_would_di
     torch._dynamo.reset()
 
 
+@pytest.mark.usefixtures("few_variants")
 def test_larger_inputs_are_planned_for_with_compiled_layers() -> None:
     torch._dynamo.reset()
     model, x = model_of("")
