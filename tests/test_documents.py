@@ -87,6 +87,7 @@ def test_the_block_of_the_readme_runs(
 
 
 RUN: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "tutorial": (("gradients bitwise equal", "loss "), ()),
     "own_loop": (("gradients bitwise equal", "1 new plan"), ("profile.json", "plan.json")),
     "budget": ((), ("plan.html",)),
     "fit": (("on NVIDIA L4", "fits with a plan"), ("estimate.json",)),
