@@ -10,9 +10,8 @@ copies of the model, since copies that run the same code differ by some percent 
 the second of the knob's beside the first). A cell's ratio is between both copies' steps of the same round: the median,
 and its bootstrap interval. Dropout is off, so that the knob's gradients are right. "gradients": plans that mix ratios,
 swaps, recompute and keep, beside the same compiled model without a plan, in fp32 and under bf16, with dropout as the
-models have it; and the knob alone, for which the numbers of dropout are drawn again. "seconds": what compiling takes,
-in a first process and in a second one, and how many graphs each compiles.
-"""
+models have it; and the knob alone, for which the numbers of dropout are drawn again. "seconds": what compiling takes in
+a first process and in a second one, and how many graphs each compiles.
 
 from __future__ import annotations
 
