@@ -12,6 +12,7 @@ and its bootstrap interval. Dropout is off, so that the knob's gradients are rig
 swaps, recompute and keep, beside the same compiled model without a plan, in fp32 and under bf16, with dropout as the
 models have it; and the knob alone, for which the numbers of dropout are drawn again. "seconds": what compiling takes in
 a first process and in a second one, and how many graphs each compiles.
+"""
 
 from __future__ import annotations
 
