@@ -1,7 +1,7 @@
 """Compiled layers: a ratio for each beside PyTorch's one ratio for all, and whether the gradients stay right.
 
     python experiments/compiled_layers.py --out experiments/results
-    python experiments/compiled_layers.py --out experiments/results --part gradients
+    python experiments/compiled_layers.py --out experiments/results --part gradients --jobs 2
     python experiments/compiled_layers.py --out experiments/results --part seconds
 
 "speed": every layer of a model is compiled under one `activation_memory_budget`, without this package; its peak is
@@ -253,10 +253,11 @@ def told_speed(rows: Sequence[dict[str, Any]]) -> tuple[list[documents.Check], A
 
 def gradients(name: str) -> list[dict[str, Any]]:
     """A mixed plan in fp32 and under bf16 beside the compiled model without a plan, and the knob alone."""
+    torch.set_num_threads(1)
     rows = []
+    names = layers_of(*model_of(name, dropout=True))
     for amp in (None, "bfloat16"):
         model, inputs = model_of(name, dropout=True)
-        names = layers_of(model, inputs)
         with stages_compiled(model, names):
             profile = ckptplan.profile(model, inputs, amp=amp)
             plan = ckptplan.solve(profile, budget="30%")
@@ -385,6 +386,7 @@ def main() -> None:
     parser.add_argument("--part", choices=("speed", "gradients", "seconds"), default="speed")
     parser.add_argument("--models", type=documents.among(KNOWN), help="default: those of the part")
     parser.add_argument("--rounds", type=int, default=20, help="timed steps of each copy")
+    parser.add_argument("--jobs", type=int, default=1, help="models at once, for gradients alone")
     args = parser.parse_args()
     part = {
         "speed": (functools.partial(speed, rounds=args.rounds), told_speed, SPEED),
@@ -393,8 +395,13 @@ def main() -> None:
     }  # fmt: skip
     measure, told, models = part[args.part]
     rows: list[dict[str, Any]] = []
-    for name in args.models or models:
-        found = measure(name) if args.part == "seconds" else documents.in_a_process(measure, name)
+    names = args.models or models
+    each = (
+        ((n, measure(n)) for n in names)
+        if args.part == "seconds"
+        else documents.in_processes(measure, names, jobs=args.jobs)
+    )
+    for name, found in each:
         if isinstance(found, str):
             raise SystemExit(f"{name}: {found}")
         rows += found
