@@ -1,4 +1,4 @@
-"""The fastest way to train within a memory budget: keep, swap or recompute each stage, with a proven bound.
+"""Train within a memory budget: keep, swap or recompute each stage, as fast as possible within a proven bound.
 
 The public names are loaded when they are first used (PEP 562), so `import ckptplan` takes no time, and planning from a
 `Profile` loads no PyTorch.
