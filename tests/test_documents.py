@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
+import json
 import re
 import shlex
 from collections.abc import Iterator
@@ -222,6 +223,20 @@ def test_what_a_page_names_is_there(page: Path) -> None:
         files_exist, cited_tests_exist, notes_exist, public_names_exist,
     ):  # fmt: skip
         check(page)
+
+
+@pytest.mark.planning
+def test_figures_are_of_the_commit_that_the_page_names() -> None:
+    """Of results that record theirs: of a clean checkout, and named beside the command."""
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    results = [json.loads(path.read_text()) for path in (ROOT / "experiments" / "results").glob("*.json")]
+    found = [
+        (result["command"], commit) for result in results if (commit := result.get("environment", {}).get("commit"))
+    ]
+    assert found
+    for command, commit in found:
+        script = command.split()[1]
+        assert re.search(rf"{re.escape(script)}[^`]*`[^`\n]*`{commit[:7]}\w?`", page), (command, commit)
 
 
 @pytest.mark.planning
