@@ -230,9 +230,8 @@ def test_figures_are_of_the_commit_that_the_page_names() -> None:
     """Of results that record theirs: of a clean checkout, and named beside the command."""
     page = (ROOT / "docs" / "benchmarks.md").read_text()
     results = [json.loads(path.read_text()) for path in (ROOT / "experiments" / "results").glob("*.json")]
-    found = [
-        (result["command"], commit) for result in results if (commit := result.get("environment", {}).get("commit"))
-    ]
+    named = [result for result in results if isinstance(result, dict) and "environment" in result]
+    found = [(result["command"], commit) for result in named if (commit := result["environment"].get("commit"))]
     assert found
     for command, commit in found:
         script = command.split()[1]
