@@ -123,7 +123,7 @@ def test_an_output_that_is_held(
         if loop is not held_in_a_variable:
             loop(model, x)
             return
-        with pytest.warns(RuntimeWarning, match="output of the forward before, 32.00 KiB, is still held") as told:
+        with pytest.warns(RuntimeWarning, match="output of the previous forward, 32.00 KiB, is still held") as told:
             loop(model, x)
         assert len(told) == 1
     with (
