@@ -273,7 +273,11 @@ def test_a_plan_may_be_made_before_the_model_is_sharded(two: Ranks) -> None:
     assert [len(m._forward_pre_hooks) for m in model.modules()] == hooks
     assert not dist.is_initialized()
     assert needs(fsdp=ckptplan.FSDP(8)) < real < needs()
-    wrong = {1: "ranks=1", "x": "it is a number of ranks", ckptplan.FSDP(2, units=("Block",)): "no module has the class or name"}
+    wrong = {
+        1: "ranks=1",
+        "x": "it is a number of ranks",
+        ckptplan.FSDP(2, units=("Block",)): "no module has the class or name",
+    }
     for settings, message in wrong.items():
         with pytest.raises(InvalidInputError, match=message):
             needs(fsdp=settings)
