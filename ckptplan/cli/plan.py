@@ -318,7 +318,7 @@ def compare(
         bool, typer.Option("--csv", help="Print comma-separated values instead of the table.")
     ] = False,
 ) -> None:
-    """Run published planners and the solver on a model or a profile, all under the same budgets and rules.
+    """Run other planners and the solver on a model or a profile, all under the same budgets and rules.
 
     The solver always runs, since the gap of every plan refers to its bound. Every plan has passed the referee.
 
