@@ -388,6 +388,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20, help="timed steps of each copy")
     parser.add_argument("--jobs", type=int, default=1, help="models at once, for gradients alone")
     args = parser.parse_args()
+    if args.jobs > 1 and args.part != "gradients":
+        parser.error(f"--jobs {args.jobs} with --part {args.part}: its times need the machine alone; leave --jobs out")
     part = {
         "speed": (functools.partial(speed, rounds=args.rounds), told_speed, SPEED),
         "gradients": (gradients, told_gradients, GRADIENTS),

@@ -234,8 +234,8 @@ def test_figures_are_of_the_commit_that_the_page_names() -> None:
     found = [(result["command"], commit) for result in named if (commit := result["environment"].get("commit"))]
     assert found
     for command, commit in found:
-        script = command.split()[1]
-        assert re.search(rf"{re.escape(script)}[^`]*`[^`\n]*`{commit[:7]}\w?`", page), (command, commit)
+        shown = re.escape(command.replace(" --out experiments/results", ""))
+        assert re.search(rf"`{shown}`[^`\n]*`{commit[:7]}\w?`", page), (command, commit)
 
 
 @pytest.mark.planning

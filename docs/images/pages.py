@@ -105,12 +105,12 @@ def take(browser: Browser, page: Path, width: int, scheme: str, path: Path, plac
     tab = context.new_page()
     tab.goto(page.as_uri())
     tab.wait_for_selector("html[data-drawn=yes]")
-    if not place and tab.locator("#strip").count():
-        tab.locator("#strip button:not(.keep)").first.click()
-        tab.locator("#waterline .u-over").hover()
     if place:
         tab.locator(place).screenshot(path=path)
     else:
+        if tab.locator("#strip").count():
+            tab.locator("#strip button:not(.keep)").first.click()
+            tab.locator("#waterline .u-over").hover()
         tab.screenshot(path=path, full_page=True)
     context.close()
     # Without k-means rare colours, such as those of a legend, become those of their neighbours.

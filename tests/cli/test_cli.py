@@ -329,6 +329,8 @@ def test_the_examples_have_nothing_that_is_not_written(chain: Profile, tmp_path:
     assert plan.segments
     plan.save(tmp_path / "plan.json")
     written = {name: json.loads((tmp_path / f"{name}.json").read_text()) for name in ("profile", "plan")}
+    described = {field.name for kind in IN_FILES for field in dataclasses.fields(kind)}
+    assert _keys(list(written.values())) <= {"schema", *described}
     for name, example in (("profile", "profile"), ("plan", "plan"), ("plan", "segment plan")):
         transfer = {field.name for field in dataclasses.fields(Transfer)}
         assert _keys(json.loads(_example(example))) <= _keys(written[name]) | transfer
