@@ -103,9 +103,15 @@ def few_variants(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def python_handles_interrupts() -> Iterator[None]:
-    """As in a shell's foreground; a test run in the background inherits a SIGINT that is ignored."""
+    """As in a shell's foreground; a test run in the background inherits a SIGINT that is ignored.
+
+    Hypothesis has the garbage collector call a function of Python; an interrupt that arrives in it is lost.
+    """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    called = gc.callbacks[:]
+    gc.callbacks.clear()
     yield
+    gc.callbacks.extend(called)
     signal.signal(signal.SIGINT, before)
 
 

@@ -93,8 +93,14 @@ class Job:
         return replace(self, profile=self.more[-1], more=()) if self.more else self
 
     def each(self, limits: Limits) -> Iterator[Job]:
-        """Yield the job, and those in which more and more weights are away, which share the time limit."""
+        """Yield the job, and those in which more and more weights are away, which share the time limit.
+
+        The plans that they hand out have the bound of all of them: the step with everything kept.
+        """
         limits = replace(limits, time_limit_s=limits.time_limit_s / (1 + len(self.more)))
+        on_plan, fastest_s = limits.on_plan, self.profile.fastest_step_s
+        if self.more and on_plan is not None:
+            limits = replace(limits, on_plan=lambda plan: on_plan(_bounded_by(plan, fastest_s)))
         for profile in (self.profile, *self.more):
             yield replace(self, profile=profile, limits=limits, more=())
 
@@ -268,8 +274,10 @@ class Job:
             except InfeasibleBudgetError:  # fetching the weights alone exceeds the slowdown
                 if not found:
                     raise
+        plan = min(found, key=lambda plan: plan.peak_bytes)
         bounds = [plan.peak_bound_bytes for plan in found if plan.peak_bound_bytes is not None]
-        return replace(min(found, key=lambda plan: plan.peak_bytes), peak_bound_bytes=min(bounds) if bounds else None)
+        # A bound for more bytes holds for fewer, and the shares without a plan are slower.
+        return _bounded_by(plan, min(plan.lower_bound_s for plan in found), min(bounds, default=None))
 
     def _infeasible(
         self, budget_bytes: int, attempts: Sequence[Plan], failures: Sequence[InfeasibleBudgetError]
@@ -510,6 +518,11 @@ class Job:
             limits.on_progress(Message(what, began_s=began_s, limit_s=limits.time_limit_s))
 
         return report
+
+
+def _bounded_by(plan: Plan, bound_s: float, peak_bound_bytes: int | None = None) -> Plan:
+    """Return `plan` with bounds that hold for all shares of the weights, in place of its own share's."""
+    return replace(plan.within(plan.budget_bytes, bound_s), peak_bound_bytes=peak_bound_bytes)
 
 
 def _each_better(limits: Limits) -> Limits:

@@ -209,6 +209,15 @@ def test_shares_of_the_weights_that_may_be_faster_are_searched_again(monkeypatch
     assert (plan.step_s, plan.lower_bound_s) == (wanted.step_s, wanted.lower_bound_s)
 
 
+def test_what_one_share_of_the_weights_proves_is_not_said_of_all() -> None:
+    chain, seen = with_weights(homogeneous_chain(4, link_ratio=1.0), 1 << 28), list[ckptplan.Plan]()
+    limits: dict[str, Any] = {"offload": "all", "time_limit_s": 2, "on_plan": seen.append}
+    found = [*ckptplan.frontier(chain, points=2, **limits), ckptplan.solve(chain, max_overhead=0.4, **limits), *seen]
+    assert {plan.between for plan in seen} == set(range(PARTS + 1))
+    for plan in found:
+        assert plan.lower_bound_s <= min(other.step_s for other in found if other.peak_bytes <= plan.budget_bytes)
+
+
 def with_weights(chain: ckptplan.Profile, nbytes: int) -> ckptplan.Profile:
     """The chain with a frozen weight in each stage."""
     weights = tuple(Resident((f"w{i}",), nbytes, (i,), trained=False) for i in range(len(chain.stages)))
