@@ -500,6 +500,30 @@ class Plan(Saved):
         """
         return late("runtime.recompute.contexts", "context_fns")(self)  # type: ignore[no-any-return]
 
+    def save_regions(self) -> dict[str, Callable[..., Any]]:
+        """Return the plan for `torch_remat` (0.2), to train without this package: modules, and their wrappers.
+
+        As `to_context_fn`, for plans that recompute whole modules (with `menus=False`, too). Each recomputed module
+        becomes a checkpoint region, in which random numbers are drawn again. Its output has to be a tensor, or a tuple
+        or list of tensors. A region runs to its end in backward, which can take more memory than planned.
+
+            for name, wrap in plan.save_regions().items():
+                module = model.get_submodule(name)
+                module.forward = wrap(module.forward)
+
+        Returns
+        -------
+        dict
+            Name of a module -> a function from its forward to the checkpointed one.
+
+        Raises
+        ------
+        InvalidInputError
+            If the plan does what `torch_remat` can't, with the first such stage and the option that leaves it out; if
+            `torch_remat` can't be imported.
+        """
+        return late("runtime.recompute.contexts", "save_regions")(self)  # type: ignore[no-any-return]
+
     def within(self, budget_bytes: int, bound_s: float, space: str | None = None) -> Plan:
         """Return the plan for another budget, which it keeps, and within which no plan of `space` beats `bound_s`."""
         bound_s = min(bound_s, self.step_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -63,17 +64,9 @@ def checkpointed(model: nn.Module, plan: ckptplan.Plan) -> nn.Module:
 @pytest.mark.parametrize("amp", [None, torch.bfloat16])
 @pytest.mark.parametrize("which", [0, 1, -1])
 def test_the_gradients_and_the_bytes_are_those_of_the_plan(which: int, amp: torch.dtype | None) -> None:
-    """Every block but the third has an option that saves no, the fewest, or the most operations' outputs."""
     model, x = made()
     profile = ckptplan.profile(model, x, amp=amp)
-    choices = []
-    for i, stage in enumerate(profile.stages):
-        found = sorted((o for o in stage.options if o.recomputes and not o.moves), key=lambda o: len(o.ops))
-        skipped = stage.is_glue or i == 2
-        choices.append(
-            Decision("keep") if skipped else Decision("recompute", option=found[which].name, ops=found[which].ops)
-        )
-    plan = replace(ckptplan.solve(profile, budget="100%", time_limit_s=0.1), choices=tuple(choices))
+    plan = recomputing(profile, which)
     plain, again = copy.deepcopy(model), checkpointed(copy.deepcopy(model), plan)
     expected = step(plain, x, amp)
     for _ in range(2):
@@ -81,20 +74,68 @@ def test_the_gradients_and_the_bytes_are_those_of_the_plan(which: int, amp: torc
         assert all(map(torch.equal, expected, step(again, x, amp)))
     again.zero_grad()
     _, peak = measured(lambda: loss_of(again, x, amp), again, [], x)
-    assert any(choice.ops for choice in choices) == (which != 0)
-    assert peak <= 1.01 * ckptplan.simulate(profile, choices).peak_bytes
+    assert any(choice.ops for choice in plan.choices) == (which != 0)
+    assert peak <= 1.01 * ckptplan.simulate(profile, plan.choices).peak_bytes
 
 
-def test_what_checkpointing_cannot_do_is_refused_by_name() -> None:
+def recomputing(profile: ckptplan.Profile, which: int) -> ckptplan.Plan:
+    """Every block but the third has an option that saves no, the fewest, or the most operations' outputs."""
+    choices = []
+    for i, stage in enumerate(profile.stages):
+        found = sorted((o for o in stage.options if o.recomputes and not o.moves), key=lambda o: len(o.ops))
+        skipped = stage.is_glue or i == 2
+        choices.append(
+            Decision("keep") if skipped else Decision("recompute", option=found[which].name, ops=found[which].ops)
+        )
+    return replace(ckptplan.solve(profile, budget="100%", time_limit_s=0.1), choices=tuple(choices))
+
+
+@pytest.mark.parametrize("amp", [None, torch.bfloat16])
+def test_regions_have_the_gradients_and_the_bytes_of_the_plan(amp: torch.dtype | None) -> None:
+    pytest.importorskip("torch_remat")
+    model, x = made()
+    profile = ckptplan.profile(model, x, amp=amp)
+    plan = ckptplan.solve(profile, budget="40%", menus=False, time_limit_s=1.0, **RECOMPUTE)
+    plain, again = copy.deepcopy(model), copy.deepcopy(model)
+    found = plan.save_regions()
+    assert 0 < len(found) < len(model)
+    for name, wrapped in found.items():
+        module: Any = again.get_submodule(name)
+        module.forward = wrapped(module.forward)
+    expected = step(plain, x, amp)
+    for _ in range(2):
+        again.zero_grad()
+        assert all(map(torch.equal, expected, step(again, x, amp)))
+        assert torch.equal(torch.get_rng_state(), drawn(plain, x, amp))
+    again.zero_grad()
+    _, peak = measured(lambda: loss_of(again, x, amp), again, [], x)
+    assert peak <= 1.01 * plan.peak_bytes, (peak, plan.peak_bytes)
+
+
+def drawn(model: nn.Module, x: torch.Tensor, amp: torch.dtype | None) -> torch.Tensor:
+    """The state of PyTorch's generator behind a step."""
+    loss_of(model, x, amp)
+    return torch.get_rng_state()
+
+
+def test_what_checkpointing_cannot_do_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = made()
     swapping = ckptplan.solve(model, inputs=x, budget="30%", time_limit_s=0.5, actions=("keep", "swap"))
     with pytest.raises(InvalidInputError, match=r"stage '\d' moves storages, which torch.utils.checkpoint can't do"):
         swapping.to_context_fn()
+    pytest.importorskip("torch_remat")
+    with pytest.raises(InvalidInputError, match=r"stage '\d' moves storages, which torch_remat can't do; solve with"):
+        swapping.save_regions()
+    with pytest.raises(InvalidInputError, match=r"outputs without their inputs, .* solve with menus=False"):
+        recomputing(ckptplan.profile(model, x), which=1).save_regions()
     small = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(8)))
     together = ckptplan.solve(small, inputs=torch.randn(512, 16), budget="0%", actions=("keep", "recompute"))
     assert together.segments
     with pytest.raises(InvalidInputError, match=r"are recomputed together, .* solve with segments=False"):
         together.to_context_fn()
+    monkeypatch.setitem(sys.modules, "torch_remat", None)
+    with pytest.raises(InvalidInputError, match=r"needs torch_remat: pip install torch_remat"):
+        together.save_regions()
 
 
 def test_a_module_whose_calls_differ_is_refused() -> None:
