@@ -1,7 +1,8 @@
 """What every test needs; loads no PyTorch, so that planning is tested without it (see `torch_setup` for the rest).
 
 `pytest -m planning` runs the tests that carry the mark, with PyTorch out of reach: a marked test that imports it fails.
-Files without the mark aren't even imported then, nor where PyTorch isn't installed.
+Files without the mark aren't even imported then, nor where PyTorch isn't installed. Tests marked `long` run where `-m`
+or a name (`file::test`) asks for them.
 """
 
 from __future__ import annotations
@@ -62,12 +63,25 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return "mark.planning" not in collection_path.read_text(encoding="utf-8") or None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        item.own_markers[:] = [mark for mark in item.own_markers if mark.name != "long" or _applies(mark, item)]
+    if "long" not in config.option.markexpr and not any("::" in argument for argument in config.args):
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("long")])
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
     if has_torch():
         return
     for item in items:
         if not item.get_closest_marker("planning"):
             item.add_marker(pytest.mark.skip(reason="needs PyTorch, which isn't installed"))
+
+
+def _applies(mark: pytest.Mark, item: Any) -> bool:
+    """Whether a mark `long(*ids)`, or `long(but=ids)`, holds for the values of an item; `long` without ids always."""
+    if mark.args or mark.kwargs:
+        return item.callspec.id in mark.args or item.callspec.id not in mark.kwargs.get("but", (item.callspec.id,))
+    return True
 
 
 def pytest_collection_finish() -> None:

@@ -29,6 +29,7 @@ def test_every_example_is_tried() -> None:
 @pytest.mark.usefixtures("short_search")
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # Lightning's own
 @pytest.mark.parametrize("name", PRINTED)
+@pytest.mark.long(but=["plain_loop.py", "trainer.py"])
 def test_example(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

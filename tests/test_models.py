@@ -53,6 +53,7 @@ def llama(layers: int = 2) -> Made:
 
 
 @pytest.mark.parametrize("make", [resnet, llama])
+@pytest.mark.long("resnet")
 def test_the_promises_hold(make: Callable[[], Made]) -> None:
     torch.manual_seed(0)
     model, inputs = make()
@@ -114,6 +115,7 @@ def routers() -> tuple[Made, None]:
 
 @pytest.mark.usefixtures("short_search")
 @pytest.mark.parametrize("make", [features, routers])
+@pytest.mark.long
 def test_what_hooks_collect_inside_of_stages(make: Callable[[], tuple[Made, Any]]) -> None:
     torch.manual_seed(0)
     (model, inputs), loss_fn = make()
@@ -137,6 +139,7 @@ def bart(encoders: int, decoders: int, **options: Any) -> Made:
 
 
 @pytest.mark.usefixtures("short_search")
+@pytest.mark.long
 def test_layers_that_are_left_out_at_random_are_planned_as_if_they_ran() -> None:
     torch.manual_seed(0)
     model, inputs = bart(1, 3, decoder_layerdrop=0.4)
@@ -158,6 +161,7 @@ def test_layers_that_are_left_out_at_random_are_planned_as_if_they_ran() -> None
     assert model.model.decoder.layerdrop == 0.4
 
 
+@pytest.mark.long
 def test_a_floating_mask_that_a_model_makes_itself_is_that_of_training() -> None:
     torch.manual_seed(0)
     model, inputs = bart(1, 1)
@@ -180,6 +184,7 @@ def _or_none(planner: Callable[..., Any], *args: Any) -> ckptplan.Plan | None:
         return None
 
 
+@pytest.mark.long
 def test_both_halves_of_an_encoder_decoder_leave_their_caches() -> None:
     config = transformers.T5Config(
         num_layers=1, d_model=32, d_kv=8, d_ff=64, num_heads=4, vocab_size=100, decoder_start_token_id=0

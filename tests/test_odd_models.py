@@ -36,7 +36,9 @@ EQUAL = (
 
 
 @pytest.mark.parametrize("decision", DECISIONS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (i % 4 > 0)) for i, name in enumerate(CASES)]
+)
 def test_no_promise_is_broken(name: str, decision: str) -> None:
     found = outcome(name, decision)
     assert not found.broken, f"{found.kind}: {found.detail}"

@@ -79,6 +79,7 @@ def test_a_command_that_is_gone_says_what_there_is_instead(run: Run) -> None:
     assert_clean_error(run("snapshot", "file.pickle"), "no command snapshot any more", "memory_viz", "--allocator")
 
 
+@pytest.mark.long
 def test_solve_writes_a_plan_that_fits_and_simulate_accepts_it(
     run: Run, chain: Profile, profile_file: Path, tmp_path: Path
 ) -> None:
@@ -123,6 +124,7 @@ def test_solve_writes_a_plan_that_fits_and_simulate_accepts_it(
         ("compare", ("--budget-gb", "1", "--planners", "rotor,best"), ["'rotor,best'"]),
     ],
 )
+@pytest.mark.long("solve-arguments0-texts0")
 def test_what_is_wrong_is_said_in_one_line(
     run: Run, profile_file: Path, command: str, arguments: tuple[object, ...], texts: list[str]
 ) -> None:

@@ -139,6 +139,7 @@ def test_profile_writes_what_solve_takes(run: Run, tmp_path: Path, monkeypatch: 
 
 @pytest.mark.usefixtures("few_variants")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.long
 def test_layers_are_compiled_where_it_is_asked(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "blocks_model.py").write_text(
         "import torch\n"

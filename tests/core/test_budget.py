@@ -85,6 +85,7 @@ def test_a_share_of_a_way_that_is_found_once_alone() -> None:
     assert replayed.needed_range_bytes((least - 1, 2 * least))[0] == least + 7
 
 
+@pytest.mark.long
 def test_a_share_is_solved_for_though_no_search_finds_the_smallest_peak_again(monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(chain(), Limits(time_limit_s=1.0))
     least, most = job.range_bytes(1.0)

@@ -285,6 +285,7 @@ def written(what: str, folder: Path) -> tuple[Any, Path, Callable[[Path], object
 
 
 @pytest.mark.parametrize("what", LOADERS)
+@pytest.mark.long("profile")
 def test_values_of_another_type_are_refused(what: str, tmp_path: Path) -> None:
     good, bad, load = written(what, tmp_path)
     of_same_type: dict[type, tuple[Any, ...]] = {

@@ -36,6 +36,7 @@ def without_ortools(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+@pytest.mark.long
 def test_the_commands_exchange_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with without_ortools(monkeypatch):
         assert call(tmp_path, "profile") == 0
@@ -84,6 +85,7 @@ def _kernels_as_before() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_kernels_as_before")
+@pytest.mark.long
 def test_bits_of_plans_made_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which the case sets; put back behind the test
     words = ("--out", str(tmp_path), "--device", "cpu", "--small", "--cases", "bits-llama", "--one-process")

@@ -30,6 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.long
 def test_a_drawn_training_breaks_no_promise(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(varying, "STEPS", 4)
     result = varying.trial(seed)
@@ -37,6 +38,7 @@ def test_a_drawn_training_breaks_no_promise(seed: int, monkeypatch: pytest.Monke
     assert result.row.kind == "infeasible" or len(result.row.peaks_bytes) > 1
 
 
+@pytest.mark.long
 def test_a_rebuilt_training_breaks_no_promise() -> None:
     row = compared(lambda record: drive("a_graph_cut_at_first", record))
     assert not row.broken, (row.detail, row.over)

@@ -119,6 +119,7 @@ def test_the_search_keeps_its_promise_where_bytes_jump_and_fall() -> None:
 # --- max_batch_size ---
 
 
+@pytest.mark.long
 def test_kept_is_the_largest_by_brute_force(model: nn.Module) -> None:
     found = kept()
     needed = [ckptplan.estimate(model, rows(n)).reserved_bytes for n in range(1, found.batch + 4)]
@@ -147,6 +148,7 @@ def test_a_plan_lets_more_in_and_is_measured(model: nn.Module) -> None:
     assert f"batch     {planned.batch} fits" in str(planned)
 
 
+@pytest.mark.long
 def test_a_plan_s_reserved_bytes_count_on_cuda() -> None:
     model = layers(device="meta")
     found = ckptplan.max_batch_size(model, rows, 60 * MIB / GIB, device="a100-40gb", time_limit_s=1, limit=64)
@@ -199,6 +201,7 @@ def test_a_plan_that_the_referee_rejects_is_told(monkeypatch: pytest.MonkeyPatch
 # --- many devices ---
 
 
+@pytest.mark.long
 def test_devices_of_a_class_take_the_same_bytes() -> None:
     model, tokens = Transformer(depth=1), torch.zeros(8, 32, dtype=torch.long)
     classes: dict[object, list[Target]] = {}
@@ -244,6 +247,7 @@ def test_profiles_of_devices_from_one_trace_are_those_of_each(model: nn.Module, 
         assert found == ckptplan.profile(model, rows(64), device=device, menus=menus)
 
 
+@pytest.mark.long
 def test_survey_agrees_with_estimates_and_plans(model: nn.Module) -> None:
     devices = [known_devices()["t4"], known_devices()["a100-40gb"]]
 
@@ -276,6 +280,7 @@ def adapted() -> nn.Module:
         return nn.Sequential(*(Adapted() for _ in range(4)))
 
 
+@pytest.mark.long
 def test_frozen_weights_that_do_not_fit_at_once_fit_in_parts() -> None:
     device = replace(find_device("t4"), compute_capability=None)  # its bytes are those of tensors
     model, budget = adapted(), 11 * MIB
@@ -293,6 +298,7 @@ def test_frozen_weights_that_do_not_fit_at_once_fit_in_parts() -> None:
     assert f"plan {row.plan.overhead:+.1%}" in list(fit_table([row], batch=16).columns[2].cells)
 
 
+@pytest.mark.long
 def test_weights_have_to_fit_when_they_are_loaded() -> None:
     model, target = adapted(), find_target(adapted(), "t4")
     batches = Batches(lambda n: torch.zeros(n, 1024), TrainingBytes(model, target))
@@ -310,6 +316,7 @@ def test_weights_have_to_fit_when_they_are_loaded() -> None:
     assert (row.planned_bytes, row.plan, row.most_planned) == (loaded, None, 0)
 
 
+@pytest.mark.long
 def test_a_slowdown_limits_plans_that_move_weights() -> None:
     device = replace(find_device("t4"), compute_capability=None)
     limits: dict[str, Any] = {"device": device, "max_overhead": 50.0, "limit": 8, "time_limit_s": 1.0}
@@ -343,6 +350,7 @@ def test_equal_tensors_of_repeated_layers_are_one_line(run: Callable[..., Result
     assert any("2 x float32[256, 64] *.0.weight" in line for line in lines), lines
 
 
+@pytest.mark.long
 def test_fit_answers_on_one_screen(run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
     batches: list[list[torch.Size]] = []
     answers: list[DeviceFit] = []

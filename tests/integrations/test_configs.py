@@ -279,6 +279,7 @@ def test_numbers_in_files(tmp_path: Path) -> None:
         configs.make_model(configs.ConfiguredTraining())
 
 
+@pytest.mark.long
 def test_fit_and_estimate_take_files(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def survey(model: Any, make_inputs: Any, devices: list[Any], *_: Any, **__: Any) -> list[DeviceFit]:
         """Of a search that tests/fitting/ has: the model and inputs of the file are those searched for."""
@@ -300,6 +301,7 @@ def test_fit_and_estimate_take_files(run: Run, folder: Path, monkeypatch: pytest
         assert_clean_error(run(command[0], "a:b", "--seq", "3"), "go without a MODEL")
 
 
+@pytest.mark.long
 def test_options_go_before_files(run: Run, folder: Path) -> None:
     options = ["--dtype", "float32", "--batch", "3", "--seq", "16", "--optimizer", "sgd"]
     options += ["--lora", "r=2,targets=q_proj"]
@@ -311,6 +313,7 @@ def test_options_go_before_files(run: Run, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("adapter", ["", "adapter: qlora"])
+@pytest.mark.long
 def test_sharded_models_of_files(adapter: str, run: Run, folder: Path) -> None:
     """Under Trainer, trained weights of a sharded model are in float32 and gathered in autocast's type."""
     path = str(changed(folder, *([adapter] if adapter else []), without=() if adapter else LORA))

@@ -165,6 +165,7 @@ ckptplan:
 
 
 @pytest.mark.parametrize("host", ["axolotl", "ms-swift", "LLaMA-Factory"])
+@pytest.mark.long(but=["axolotl"])
 def test_trainers_are_planned(
     tmp_path: Path, hosts: dict[str, Any], monkeypatch: pytest.MonkeyPatch, host: str
 ) -> None:
@@ -242,6 +243,7 @@ def test_lightning_is_planned_where_the_environment_names_a_budget(
     assert stats.recomputed_stages + stats.swapped_out_bytes > 0
 
 
+@pytest.mark.long
 def test_a_planner_of_ones_own_goes_before_the_environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPTPLAN_BUDGET", "1B")  # in which nothing fits
     own = ActivationPlanner(1.0, time_limit_s=0.2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -318,10 +319,11 @@ def saved(file: Path) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", SCRIPTS)
+@pytest.mark.long(but=["a loop as of nanoGPT", "transformers"])
 def test_the_same_bits_with_something_planned(tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str) -> None:
     script = written(tmp_path, MODEL + SCRIPTS[kind])
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([sys.executable, script, str(tmp_path / "plain")], check=True, env=environment)
+    sys.argv = [script, str(tmp_path / "plain")]
+    runpy.run_path(script, run_name="__main__")
     with caplog.at_level(logging.INFO, "ckptplan"):
         launch(script, [str(tmp_path / "planned")], budget="30%", time_limit_s=0.3)
     plain, planned = saved(tmp_path / "plain"), saved(tmp_path / "planned")
@@ -333,6 +335,7 @@ def test_the_same_bits_with_something_planned(tmp_path: Path, caplog: pytest.Log
 
 
 @pytest.mark.parametrize("kind", ["transformers", "lightning"])
+@pytest.mark.long
 def test_a_framework_that_the_script_imports_first(tmp_path: Path, kind: str) -> None:
     """In a process of its own: here others have imported it."""
     command = ["-m", "ckptplan.run", "--budget", "30%", "--time-limit", "0.3"]
@@ -379,6 +382,7 @@ def test_what_cannot_be_planned_runs_without_a_plan(
     assert "runs without a plan: " in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_loop_and_then_a_trainer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Each has a plan, and the Trainer that is made before the loop ends no look at it."""
     loop = """
@@ -411,6 +415,7 @@ def test_nothing_to_plan_is_said_and_the_script_is_as_it_was(
 
 
 @pytest.mark.usefixtures("few_variants")
+@pytest.mark.long
 def test_layers_are_compiled_where_it_is_asked(tmp_path: Path) -> None:
     text = MODEL + SCRIPTS["two optimizers, and a loss outside"]
     by_hand = text.replace("model = Net()", "model = Net()\nfor block in model.blocks: block.compile()")
@@ -424,6 +429,7 @@ def test_layers_are_compiled_where_it_is_asked(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "way", ["train_dataset=data, callbacks=[callback])", "train_dataset=data)\ntrainer.add_callback(callback)"]
 )
+@pytest.mark.long
 def test_a_trainers_own_callback_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture, way: str) -> None:
     own = """
 from ckptplan.integrations.transformers import ActivationPlanCallback
@@ -435,6 +441,7 @@ callback = ActivationPlanCallback(budget="100%", time_limit_s=0.1)
     assert sum("keeps everything" in record.message for record in caplog.records) == 1
 
 
+@pytest.mark.long
 def test_errors_are_the_packages_or_the_scripts(tmp_path: Path) -> None:
     script = written(tmp_path, MODEL + SCRIPTS["a loop as of nanoGPT"])
     with pytest.raises(InfeasibleBudgetError):
@@ -482,12 +489,14 @@ def launched(folder: Path, script: str, launcher: list[str], *ports: list[str]) 
     assert "ckptplan: recomputes" in said or "ckptplan: swaps" in said
 
 
+@pytest.mark.long
 def test_accelerate_launch(tmp_path: Path) -> None:
     start = ["accelerate.commands.launch", "--cpu", "--num_processes", "1", "--num_machines", "1"]
     start += ["--mixed_precision", "no", "--dynamo_backend", "no"]
     launched(tmp_path, MODEL + SCRIPTS["an example script without a Trainer"], start, [], [])
 
 
+@pytest.mark.long
 def test_ranks_of_torchrun(tmp_path: Path) -> None:
     torchrun = ["torch.distributed.run", "--nproc-per-node", "2"]
     launched(tmp_path, MODEL + RANKS, torchrun, ["--master-port", "29611"], ["--master-port", "29612"])

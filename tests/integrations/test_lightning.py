@@ -173,6 +173,7 @@ def planner_for(plain: Module, bucket_bytes: int = 0, **options: Any) -> Activat
 
 
 @pytest.mark.parametrize("kind", [Skipping, Manual])
+@pytest.mark.long("Manual")
 def test_training_is_the_same(kind: type[Module], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Steps of two batches where Lightning accumulates; those of a manual loop, with a share for a budget."""
     caplog.set_level(logging.INFO, "ckptplan")
@@ -194,6 +195,7 @@ def test_training_is_the_same(kind: type[Module], tmp_path: Path, caplog: pytest
     assert "training_step" not in {**vars(planned), **(vars(trainer.strategy) if not manual else {})}
 
 
+@pytest.mark.long
 def test_larger_batches_are_planned_for_and_where_there_is_no_plan_the_former_one_is_followed(tmp_path: Path) -> None:
     batches = [32, 16, 64, 512, 64, 1024, 1536, 2048]
     plain, _ = fit(tmp_path, batches=batches, max_steps=len(batches))
@@ -211,6 +213,7 @@ def test_larger_batches_are_planned_for_and_where_there_is_no_plan_the_former_on
     assert planner.tries_again
 
 
+@pytest.mark.long
 def test_a_plan_that_was_made_serves_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of two shapes has a larger dimension than the other."""
 
@@ -237,6 +240,7 @@ def test_a_plan_that_was_made_serves_again(tmp_path: Path, monkeypatch: pytest.M
     assert "[64, 32]" in saved["asked"]
 
 
+@pytest.mark.long
 def test_the_plan_is_in_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And isn't taken for another request."""
 
@@ -263,6 +267,7 @@ def test_the_plan_is_in_the_checkpoint(tmp_path: Path, monkeypatch: pytest.Monke
         fit(tmp_path, other, ckpt_path=path)
 
 
+@pytest.mark.long
 def test_an_error_leaves_nothing_behind(tmp_path: Path) -> None:
     class Fails(L.Callback):
         def on_train_batch_end(self, *_: Any) -> None:

@@ -51,6 +51,7 @@ def assert_sound(model: nn.Module, inputs: Any, loss_fn: Any = None, budget: str
 
 
 @pytest.mark.parametrize("name", ADAPTERS)
+@pytest.mark.long("dora")
 def test_adapters(name: str) -> None:
     model = get_peft_model(llama(), ADAPTERS[name]())
     assert_sound(model, {"input_ids": TOKENS, "labels": TOKENS})
@@ -61,6 +62,7 @@ def squared(output: Any) -> torch.Tensor:
     return loss
 
 
+@pytest.mark.long
 def test_a_diffusion_unet() -> None:
     torch.manual_seed(0)
     model = UNet2DConditionModel(
@@ -100,6 +102,7 @@ def accelerated(**options: Any) -> tuple[list[float], nn.Module, list[int], Hand
     return [loss for loss, _ in found], accelerator.unwrap_model(model), [peak for _, peak in found], handle
 
 
+@pytest.mark.long
 def test_a_loop_of_accelerate() -> None:
     theirs, plain, plain_peaks, _ = accelerated()
     ours, model, peaks, handle = accelerated(budget="30%", time_limit_s=0.2)

@@ -92,6 +92,7 @@ def _entry_points() -> set[str]:
     return {point.name for point in entry_points(group="pytest11")}
 
 
+@pytest.mark.long
 def test_limits_and_recorded_baselines(tmp_path: Path) -> None:
     (tmp_path / "test_baselines.py").write_text(BASELINES)
     assert "3 passed" in run(tmp_path, "--record-training-memory")

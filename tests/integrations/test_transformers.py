@@ -139,6 +139,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.long
 def test_training_is_the_same_and_within_the_budget(way: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "ckptplan")
     how, checkpoints = WAYS[way], "checkpointing" in way
@@ -173,6 +174,7 @@ class Compiled(MeasuredTrainer):
 
 @pytest.mark.usefixtures("few_variants")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.long
 def test_layers_are_compiled_where_it_is_asked(tmp_path: Path) -> None:
     """With the bits of a training whose user has compiled them; afterwards they aren't."""
     plain = trained(tmp_path, kind=Compiled)
@@ -187,6 +189,7 @@ def test_layers_are_compiled_where_it_is_asked(tmp_path: Path) -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.long
 def test_batches_of_other_lengths(tmp_path: Path) -> None:
     """Shorter ones run under the plan, longer ones get a new one; where there is none, the former one is followed."""
     how: dict[str, Any] = {"lengths": [20] * 4 + [16] * 4 + [24] * 4 + [60] * 4}
@@ -210,6 +213,7 @@ class Stops(TrainerCallback):
         control.should_training_stop |= state.global_step == 2
 
 
+@pytest.mark.long
 def test_a_resumed_training_takes_the_plan_of_a_file_where_it_is_for_such_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -240,6 +244,7 @@ class Raises(TrainerCallback):
     ("event", "error"),
     [("on_pre_optimizer_step", KeyboardInterrupt), ("on_epoch_begin", ValueError), ("evaluation", ValueError)],
 )
+@pytest.mark.long("on_pre_optimizer_step-KeyboardInterrupt")
 def test_a_training_that_is_ended_leaves_nothing_behind(event: str, error: type[BaseException], tmp_path: Path) -> None:
     made: list[Trainer] = []
 
@@ -259,6 +264,7 @@ def test_a_training_that_is_ended_leaves_nothing_behind(event: str, error: type[
     assert all(layer.gradient_checkpointing for layer in made[0].model.transformer.h)
 
 
+@pytest.mark.long
 def test_a_loop_that_begins_again_with_a_smaller_batch_is_planned_again(tmp_path: Path) -> None:
     class Short(MeasuredTrainer):
         failed = False
@@ -278,6 +284,7 @@ def test_a_loop_that_begins_again_with_a_smaller_batch_is_planned_again(tmp_path
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, where it imports its compiler
+@pytest.mark.long
 def test_what_cannot_be_planned_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidInputError, match="did you mean 'budget_gb'"):
         ActivationPlanCallback(budget_gbs=12)  # type: ignore[call-arg]
@@ -322,6 +329,7 @@ class Heavy(MeasuredTrainer):
         return torch.stack(found).sum() * CALLS["count"]
 
 
+@pytest.mark.long
 def test_a_loss_on_the_instance_is_planned_with_and_what_it_changes_is_put_back(tmp_path: Path) -> None:
     plain = trained(tmp_path, kind=Heavy)
     callback = planner_for(plain)

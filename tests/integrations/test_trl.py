@@ -75,6 +75,7 @@ def test_training_with_adapters_and_packing_is_the_same(tmp_path: Path) -> None:
     assert max(planned.peaks) <= callback.handle.plan.budget_bytes
 
 
+@pytest.mark.long
 def test_preferences(tmp_path: Path) -> None:
     def train(*callbacks: Any) -> MeasuredDPOTrainer:
         model = llama()
@@ -115,6 +116,7 @@ def grpo(folder: Path, *callbacks: Any) -> GRPOTrainer:
 
 
 @pytest.mark.filterwarnings("ignore:.*the peak may exceed the budget", "ignore:steps differ", "ignore:input ")
+@pytest.mark.long
 def test_a_training_whose_batches_differ(tmp_path: Path) -> None:
     """With the completions of each batch: the steps are those without a plan."""
     callback = ActivationPlanCallback(budget="5%", actions=("keep", "recompute"), time_limit_s=0.2)

@@ -47,6 +47,7 @@ def gpt2() -> nn.Module:
     return transformers.GPT2LMHeadModel(config).train()  # type: ignore[no-any-return]
 
 
+@pytest.mark.long
 def test_an_epoch_of_packed_documents() -> None:
     model = gpt2()
     batches = [packed(length) for length in (96, 128, 32)]
@@ -155,6 +156,7 @@ class Experts(nn.Module):
         return self.experts[second](x).exp()
 
 
+@pytest.mark.long
 def test_batches_that_take_other_paths() -> None:
     model, batches = Experts(), [torch.randn(n, 8) for n in (8, 24, 12, 32, 4)]
     found = estimate(model, batches, optimizer=adamw)  # each expert's state appears in its own first update
@@ -233,6 +235,7 @@ def test_the_batch_of_the_peak_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("action", ["swap", "recompute"])
+@pytest.mark.long("recompute")
 def test_a_plan_for_the_largest_batch(action: Any) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) for _ in range(3)))

@@ -38,6 +38,7 @@ def transformer(depth: int, *, tied: bool = False) -> tuple[nn.Module, torch.Ten
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.long("tied")
 def test_every_phase_is_what_the_allocator_counts(name: str) -> None:
     model, inputs = build(name)
     found = estimate(model, inputs, optimizer=lambda p: torch.optim.AdamW(p, foreach=False))
@@ -48,6 +49,7 @@ def test_every_phase_is_what_the_allocator_counts(name: str) -> None:
     ("name", "action"),
     [("transformer", "keep"), ("conv_norm", "recompute"), ("transformer", "recompute"), ("unet", "swap")],
 )
+@pytest.mark.long(but=["transformer-recompute"])
 def test_plans(name: str, action: Any) -> None:
     model, inputs = transformer(2) if name == "transformer" else build(name)
     measured = ckptplan.profile(model, inputs, menus=False)
@@ -177,6 +179,7 @@ def test_sharded_gradients_and_gathers_lie_apart() -> None:
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
 @pytest.mark.parametrize("fsdp", [None, ckptplan.FSDP(4, units=("Residual",), reduce_dtype="float32")])
+@pytest.mark.long
 def test_repeated_layers_are_written_out_exactly(monkeypatch: pytest.MonkeyPatch, fsdp: ckptplan.FSDP | None) -> None:
     def layers(n: int) -> nn.Module:
         torch.manual_seed(0)
@@ -206,6 +209,7 @@ def test_parameters_without_a_gradient_get_no_state() -> None:
     assert_measured(found, model, x, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
 
 
+@pytest.mark.long
 def test_two_threads_at_once_and_autograd_off_outside() -> None:
     expected = {device: estimate(*build("mlp"), optimizer="adamw", device=device).phases for device in (None, "t4")}
     found = {}
@@ -267,6 +271,7 @@ def test_the_reserved_peak_is_what_solve_compares_with_the_budget() -> None:
     assert "reserved" in str(plan)
 
 
+@pytest.mark.long
 def test_the_smallest_budget_of_a_device_that_is_not_here_is_in_reserved_bytes() -> None:
     model, x = on_meta()
     how: dict[str, Any] = {"inputs": x, "optimizer": "adamw", "device": "h100", "time_limit_s": 0.2, "menus": False}
@@ -279,6 +284,7 @@ def test_the_smallest_budget_of_a_device_that_is_not_here_is_in_reserved_bytes()
     assert works.reserved_bytes <= caught.value.min_peak_bytes
 
 
+@pytest.mark.long
 def test_a_plan_for_another_device_is_checked_on_arrival(tmp_path: Any) -> None:
     model, inputs = transformer(2)
     here = ckptplan.Device(

@@ -68,6 +68,7 @@ def test_the_remedy_is_one_that_the_model_has() -> None:
         ckptplan.solve(model, budget_gb=1, inputs=torch.randn(32, 64))
 
 
+@pytest.mark.long
 def test_the_cache_is_as_the_loop_has_it() -> None:
     model, inputs = gpt2()
     cached = assert_measured(model, inputs)

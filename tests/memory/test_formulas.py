@@ -100,6 +100,7 @@ def test_under_autocast_a_layer_saves_more(s: int, b: int, h: int, a: int) -> No
 
 
 @pytest.mark.parametrize(("s", "b", "h", "a", "flash"), [(*SHAPES[1], False), (256, 2, 512, 8, True)])
+@pytest.mark.long
 def test_full_recompute_holds_2_s_b_h(s: int, b: int, h: int, a: int, flash: bool) -> None:
     # Section 5: a layer's input in 16 bit is all that is left, exactly.
     model, inputs = _gpt(h, a, flash=flash), _tokens(s, b)

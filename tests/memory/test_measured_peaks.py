@@ -29,6 +29,7 @@ RESULTS = ROOT / "experiments" / "results" / "gpu"
         ("llama-4x4096-expandable", ("hf",), ("uniform",)),
     ],
 )
+@pytest.mark.long("llama-4x4096-expandable-exact1-others1")
 def test_predicted_peaks_are_those_of_the_device(name: str, exact: tuple[str, ...], others: tuple[str, ...]) -> None:
     measured = json.loads((RESULTS / "h200.json").read_text())["cases"][name]["measure"]
     case = cases.find(name)

@@ -7,9 +7,12 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 SOON_S = 90.0
 
 
+@pytest.mark.long
 def test_every_process_ends() -> None:
     """Experiments/rank_faults.py has all ways, engines and sizes."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

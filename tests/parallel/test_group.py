@@ -62,6 +62,7 @@ def one_plan(rows: int, budget_gb: float | None, host_gb: float | None, *actions
     return plan
 
 
+@pytest.mark.long
 def test_one_plan_of_the_largest_step_and_the_smallest_budget(two: Ranks) -> None:
     first, second = two.run(one_plan, each=[(64, 1.0, None), (96, 0.5, None)])
     assert first == second
@@ -83,11 +84,13 @@ def of_other_sizes() -> str:
     return plan.fingerprint.inputs
 
 
+@pytest.mark.long
 def test_one_plan_where_no_rank_has_the_largest_inputs(two: Ranks) -> None:
     for inputs in two.good(of_other_sizes):
         assert inputs == "[1]['x'] float32[64, 64], [1]['y'] float32[64, 4]"
 
 
+@pytest.mark.long
 def test_machines_share_their_memory(two: Ranks) -> None:
     first, second = two.good(one_plan, 64, None, None)
     assert first.budget_bytes == second.budget_bytes < 0.6 * psutil.virtual_memory().available
@@ -179,12 +182,14 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("what", OTHERS)
+@pytest.mark.long("step")
 def test_ranks_that_do_something_else(two: Ranks, what: str) -> None:
     told = two.good(other, what)
     assert any(text in told[0] for text in OTHERS[what])
     assert all(str(each) for each in told)
 
 
+@pytest.mark.long
 def test_a_rank_that_ends_in_a_call() -> None:
     with ranks(2) as started:
         started.send(failing, [("solve", "stopped", 3.0)] * 2)

@@ -97,6 +97,7 @@ def compared(name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.long("all forwards first")
 def test_stages_train_as_without_a_plan_and_within_their_budgets(two: Ranks, name: str) -> None:
     """The documented way to leave room for the forwards that wait; the first of them is warned of."""
     for found in two.good(compared, name):

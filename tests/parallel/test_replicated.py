@@ -96,6 +96,7 @@ def compared(name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.long(but=["unused"])
 def test_the_same_bits_within_the_budget(two: Ranks, name: str) -> None:
     for found in two.good(compared, name):
         check(found)
@@ -165,6 +166,7 @@ def either_side() -> tuple[int, int, int]:
     return alone.peak_bytes, coming.peak_bytes, there.peak_bytes
 
 
+@pytest.mark.long
 def test_plans_go_on_either_side_of_the_wrapper(two: Ranks) -> None:
     for alone, coming, there in two.good(either_side):
         assert alone < coming == there
@@ -183,6 +185,7 @@ def by_a_step() -> list[int]:
     return [ckptplan.solve(m, 1, time_limit_s=0.2, **how).peak_bytes for m, how in steps]
 
 
+@pytest.mark.long
 def test_copies_of_outputs_count_by_a_step(two: Ranks) -> None:
     for found in two.good(by_a_step):
         assert found[0] == found[1] == found[2] == found[3] + 128 * 1024 * 4
@@ -244,6 +247,7 @@ def adapted_by(offload: str | None) -> tuple[list[torch.Tensor], int]:
     return [*found, *(p.detach() for p in wrapped.parameters()), *states], back
 
 
+@pytest.mark.long
 def test_weights_and_state_leave_on_each_rank(two: Ranks) -> None:
     plain = two.good(adapted_by, None)
     for (found, back), (wanted, _) in zip(two.good(adapted_by, "all"), plain, strict=True):

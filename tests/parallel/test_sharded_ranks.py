@@ -135,6 +135,7 @@ BUDGETS = [
 
 
 @pytest.mark.parametrize(("name", "budget"), BUDGETS)
+@pytest.mark.long(but=["whole until backward-85% of plain"])
 def test_the_same_bits_within_the_budget(two: Ranks, name: str, budget: str) -> None:
     for found in two.good(compared, name, budget):
         if budget.endswith("MiB"):
@@ -157,6 +158,7 @@ def gradients_over_the_steps(name: str) -> tuple[dict[str, int], int, int]:
 
 
 @pytest.mark.parametrize("name", ["whole gradients", "whole gradients, blocks alone"])
+@pytest.mark.long
 def test_whole_gradients_are_there_until_they_are_reduced_into_those_that_remain(two: Ranks, name: str) -> None:
     for at_peaks, whole, parts in two.good(gradients_over_the_steps, name):
         # Of parameters outside of sharded units the old gradient counts beside the new one.
@@ -213,6 +215,7 @@ def left_whole() -> str:
     return str(caught.value)
 
 
+@pytest.mark.long
 def test_gradients_that_stay_whole_need_a_plan_with_them(two: Ranks) -> None:
     for told in two.good(left_whole):
         assert "don't reduce their gradients" in told
@@ -245,6 +248,7 @@ def growing() -> tuple[list[Plan], int, bool]:
         return plans, len(handle.replans), all(map(torch.equal, planned, plain))
 
 
+@pytest.mark.long
 def test_ranks_of_a_sharded_model_plan_for_larger_batches_together(two: Ranks) -> None:
     (plans, replans, equal), others = two.good(growing)
     assert others == (plans, replans, True)
@@ -256,6 +260,7 @@ def test_ranks_of_a_sharded_model_plan_for_larger_batches_together(two: Ranks) -
     assert "[256, 64]" in plans[3].fingerprint.inputs or "[320, 64]" in plans[3].fingerprint.inputs
 
 
+@pytest.mark.long
 def test_a_plan_may_be_made_before_the_model_is_sharded(two: Ranks) -> None:
     """And where the group isn't: a fake one has the bytes of a real one, and leaves nothing behind."""
     ((real, after), other) = two.good(ahead)

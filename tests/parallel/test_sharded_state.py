@@ -88,6 +88,7 @@ def trained(name: str, offload: str | None) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("name", "offload"), [("resharded", "all"), ("whole until backward", "optimizer")])
+@pytest.mark.long("resharded-all")
 def test_state_is_away_in_the_step_and_no_bit_changes(two: Ranks, name: str, offload: str) -> None:
     plain = two.good(trained, name, None)
     for rank, (found, wanted) in enumerate(zip(two.good(trained, name, offload), plain, strict=True)):
@@ -166,6 +167,7 @@ def read_meanwhile() -> dict[str, tuple[bool, bool, int]]:
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.long
 def test_who_reads_state_meanwhile_finds_it(two: Ranks) -> None:
     for found in two.good(read_meanwhile):
         assert found.pop("resident") == (False, True, 0)
@@ -186,6 +188,7 @@ def ahead() -> tuple[list[Any], list[Any]]:
     return sizes[0], sizes[1]
 
 
+@pytest.mark.long
 def test_state_of_a_model_that_will_be_sharded_is_that_of_a_rank(two: Ranks) -> None:
     for rank, (coming, present) in enumerate(two.good(ahead)):
         assert coming == present != []

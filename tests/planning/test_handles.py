@@ -61,6 +61,7 @@ WAYS: list[Callable[..., None]] = [by_plan, by_budget, by_budget_and_forward]
 
 
 @pytest.mark.parametrize("applied", WAYS)
+@pytest.mark.long("by_budget_and_forward")
 def test_a_plan_is_taken_off_without_its_handle_and_a_model_freed_with_it(applied: Callable[..., None]) -> None:
     model = blocks()
     assert not ckptplan.remove(model)  # there is none
@@ -105,6 +106,7 @@ def test_a_plan_that_cant_be_applied_leaves_the_former(before: Callable[..., Non
     assert is_plain(model)
 
 
+@pytest.mark.long
 def test_a_budget_beyond_the_device_is_warned_of() -> None:
     there = psutil.virtual_memory().total / 2**30
     for budget, model, options in ((there + 1, blocks(), {}), (25, blocks().to("meta"), {"device": "rtx4090"})):
@@ -116,6 +118,7 @@ def test_a_budget_beyond_the_device_is_warned_of() -> None:
 
 
 @pytest.mark.parametrize("forward", [False, True])
+@pytest.mark.long("True")
 def test_solving_in_a_pause_ends_no_pause(forward: bool) -> None:
     model = blocks()
     with ckptplan.apply(model, budget="50%", loss_fn=loss_of, time_limit_s=0.2) as handle:

@@ -58,6 +58,7 @@ def test_a_second_attempt_hands_out_its_own_plans() -> None:
         assert times == sorted(set(times), reverse=True)
 
 
+@pytest.mark.long
 def test_plans_that_leave_fewer_fragments_are_tried_where_fragments_exceed_the_budget() -> None:
     """As a caching allocator does: swaps leave fragments of their bytes, and decisions inside stages others."""
     chain = homogeneous_chain(6, link_ratio=4.0)
@@ -187,6 +188,7 @@ def test_a_share_whose_smallest_peak_is_not_found_again_leaves_the_others_plan(m
     assert plan.lower_bound_s <= wanted.lower_bound_s
 
 
+@pytest.mark.long
 def test_shares_of_the_weights_that_may_be_faster_are_searched_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each share has a part of the time at first, which may end with a bound far below its plans."""
     chain = with_weights(homogeneous_chain(4, link_ratio=1.0), 1 << 30)

@@ -65,6 +65,7 @@ CHANGES: dict[str, tuple[dict[str, Any], Callable[[nn.Module], Any]]] = {
 }
 
 
+@pytest.mark.long
 def test_another_request_has_another_plan(tmp_path: Path, profiled: list[str]) -> None:
     model, x = build("mlp")
     file = tmp_path / "plan.json"
@@ -79,6 +80,7 @@ def test_another_request_has_another_plan(tmp_path: Path, profiled: list[str]) -
         assert ckptplan.Plan.load(file) == second != first, name
 
 
+@pytest.mark.long
 def test_settings_of_an_optimizer_count_but_its_learning_rate(tmp_path: Path, profiled: list[str]) -> None:
     model, x = build("mlp")
     for number, how in ((1, {}), (1, {"lr": 0.5}), (2, {"momentum": 0.9}), (3, {"momentum": 0.9, "foreach": False})):
@@ -100,6 +102,7 @@ def test_settings_in_configs_count() -> None:
     assert digests[0] == digests[1] != digests[2]
 
 
+@pytest.mark.long
 def test_a_file_that_can_not_be_written(tmp_path: Path, profiled: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Where that is known before, it is an error; afterwards it costs the next run its time, not this one its plan."""
     model, x = build("mlp")
@@ -119,6 +122,7 @@ def test_a_file_that_can_not_be_written(tmp_path: Path, profiled: list[str], mon
     assert ckptplan.Plan.load(file) == first
 
 
+@pytest.mark.long
 def test_less_free_memory_than_the_plan_needs(
     tmp_path: Path, profiled: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

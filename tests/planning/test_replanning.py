@@ -93,6 +93,7 @@ def within(share: str, kind: str = "") -> Plan:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.long(but=["thawed"])
 def test_a_step_that_differs_is_planned_for(kind: str) -> None:
     """By default for a plan that was solved in this process; later steps don't differ, and keep the budget."""
     step, budget = KINDS[kind]
@@ -136,6 +137,7 @@ def updating(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
     return step
 
 
+@pytest.mark.long
 def test_the_state_of_an_optimizer_that_was_not_given_is_planned_for() -> None:
     kind = torch.optim.AdamW
     model = blocks()
@@ -178,6 +180,7 @@ def test_the_state_of_a_second_optimizer_is_warned_of() -> None:
         assert handle.stats().differences == {"states": 1}
 
 
+@pytest.mark.long
 def test_state_without_a_plan_that_has_room_for_it_is_warned_of() -> None:
     model = blocks()
     plan = within("0%")
@@ -191,6 +194,7 @@ def test_state_without_a_plan_that_has_room_for_it_is_warned_of() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:the peak may exceed", "ignore:.*planned again")
+@pytest.mark.long
 def test_casts_that_two_forwards_share_stay_while_plans_are_made() -> None:
     """A second forward under the same autocast follows the plan, whatever its batch."""
 
@@ -210,6 +214,7 @@ def normed() -> nn.Sequential:
 
 
 @pytest.mark.filterwarnings("ignore:the peak may exceed", "ignore:.*goes beyond the plan")
+@pytest.mark.long
 def test_a_graph_from_before_a_new_plan_runs_backward_with_the_buffers_that_it_saved() -> None:
     """Those of batch norm, which planning restores."""
 
@@ -221,6 +226,7 @@ def test_a_graph_from_before_a_new_plan_runs_backward_with_the_buffers_that_it_s
 
 
 @pytest.mark.filterwarnings("ignore:the peak may exceed", "ignore:.*planned again")
+@pytest.mark.long
 def test_a_plan_without_gradients_from_before_serves_steps_with_them_if_there_is_no_other() -> None:
     """It is for larger batches than the plan with them that took its place, and for these none with them fits."""
 
@@ -234,6 +240,7 @@ def test_a_plan_without_gradients_from_before_serves_steps_with_them_if_there_is
         assert handle.stats().differences == {"gradients": 3, "no plan": 1}
 
 
+@pytest.mark.long
 def test_a_batch_without_a_plan_follows_the_former_one() -> None:
     def step(model: nn.Module, number: int) -> None:
         loss_of(model(torch.cat([X] * 6) if number in (1, 3) else X)).backward()
@@ -265,6 +272,7 @@ def test_options_of_a_solve_are_recalled_and_hold_no_model() -> None:
     assert recalled(plan) is None
 
 
+@pytest.mark.long
 def test_a_share_is_of_what_each_plan_s_own_inputs_span(tmp_path: Path) -> None:
     model = blocks()
     ckptplan.solve(model, budget="30%", **HOW).save(tmp_path / "plan.json")
@@ -282,6 +290,7 @@ def test_a_share_is_of_what_each_plan_s_own_inputs_span(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- the first forward
 
 
+@pytest.mark.long
 def test_a_plan_is_made_on_the_first_training_forward() -> None:
     wanted = trained(blocks(), lambda model, _: loss_of(model(X)).backward())
     model = blocks()
@@ -337,6 +346,7 @@ def test_bad_options_are_refused_at_once() -> None:
         assert "forward" not in vars(model)
 
 
+@pytest.mark.long
 def test_state_of_parameters_that_are_frozen_again_is_counted() -> None:
     """Layers are trained by turns. The plan for the first turn lacks the state that the second has made."""
     model = blocks()

@@ -54,6 +54,7 @@ def beats(one: Plan, other: Plan) -> bool:
 
 
 @pytest.mark.parametrize(("budget", "step_error"), [("30%", 0.0), ("50%", 0.3)])
+@pytest.mark.long(but=["equal-30%-0.0"])
 def test_no_rule_beats_a_plan(chain: Profile, budget: str, step_error: float) -> None:
     """Though its search ended early, and though a simpler plan may be taken that is slower within the error."""
     profile = replace(chain, step_error=step_error)
@@ -97,6 +98,7 @@ def test_a_plan_that_is_better_takes_the_place_of_those_it_beats() -> None:
     assert list(Frontier.of([last, slower, first, middle])) == list(plans)
 
 
+@pytest.mark.long
 def test_no_rule_beats_a_frontier() -> None:
     chain = CHAINS["rich"]
     plans = ckptplan.frontier(chain, points=3, gap=WIDE_GAP, time_limit_s=4 * LONG_S)
@@ -106,6 +108,7 @@ def test_no_rule_beats_a_frontier() -> None:
         assert not [rule.planner for rule in by_rule(chain, plan.peak_bytes) if beats(rule, plan)]
 
 
+@pytest.mark.long
 def test_a_page_shows_no_beaten_point() -> None:
     """Neither the plan nor the rules, whose points lie beside it, beat a point of the frontier; it has what did."""
     chain = textbook_chain(random.Random(2), 8)

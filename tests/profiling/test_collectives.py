@@ -57,6 +57,7 @@ def test_a_ring_sends_all_but_its_own_part() -> None:
     assert ring_s(8e9, 8, FAST) == pytest.approx(8e9 * 7 / 8 / RATE), "nothing is known of a network"
 
 
+@pytest.mark.long
 def test_compute_hides_collectives_that_are_shorter() -> None:
     plain, sharded = profile(SIMPLE, 2, menus=False), profile(FAST, 2, menus=False)
     assert "take no time here" in note(plain)
@@ -66,6 +67,7 @@ def test_compute_hides_collectives_that_are_shorter() -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.long
 def test_longer_ones_are_what_the_step_waits_for(ranks: int) -> None:
     """By hand: per block a gather in forward, and a gather and a reduction of float32 in backward."""
     found = profile(SLOW, ckptplan.FSDP(ranks, param_dtype="bfloat16", reduce_dtype="float32"), menus=False)
@@ -83,6 +85,7 @@ def test_longer_ones_are_what_the_step_waits_for(ranks: int) -> None:
     assert plan.step_s == pytest.approx(plan.baseline_step_s)
 
 
+@pytest.mark.long
 def test_replicas_and_what_stays_whole() -> None:
     def backward_s(**settings: Any) -> float:
         found = profile(SLOW, ckptplan.FSDP(2, **settings), menus=False)
@@ -107,6 +110,7 @@ def thrice() -> nn.Module:
     return Lambda(forward, **dict(net().named_children()), own=nn.Parameter(torch.ones(64, 64)))
 
 
+@pytest.mark.long
 def test_units_inside_a_stage_add_up_and_each_call_gathers() -> None:
     def seconds(model: nn.Module, units: tuple[str, ...]) -> tuple[dict[str, float], str]:
         fsdp = ckptplan.FSDP(2, units=units)

@@ -101,6 +101,7 @@ def check(model: nn.Module, plan: Plan, x: Any, slack: float = 0.02) -> None:
     assert v.measured_peak_bytes <= plan.peak_bytes <= (1 + slack) * v.measured_peak_bytes
 
 
+@pytest.mark.long
 def test_mixed_actions_and_segments_over_compiled_stages(planned: tuple[Any, torch.Tensor, Profile]) -> None:
     model, x, measured = planned
     before = dict(counters["stats"])
@@ -115,6 +116,7 @@ def test_mixed_actions_and_segments_over_compiled_stages(planned: tuple[Any, tor
     assert max(swapped.peak_bytes, again.peak_bytes) < 0.6 * kept.peak_bytes
 
 
+@pytest.mark.long
 def test_steps_under_autocast_do_not_compile_anew() -> None:
     torch._dynamo.reset()
     model, x = build("compile()")
@@ -140,6 +142,7 @@ def test_steps_under_autocast_do_not_compile_anew() -> None:
 
 
 @pytest.mark.parametrize("how", ["graph breaks", "disabled", "inside of stages", "inductor"])
+@pytest.mark.long(but=["inside of stages"])
 def test_other_ways_to_compile(how: str) -> None:
     torch._dynamo.reset()
     counters.clear()

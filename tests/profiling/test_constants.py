@@ -85,6 +85,7 @@ def masked(model: Any, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return hidden
 
 
+@pytest.mark.long
 def test_masks_need_no_real_run() -> None:
     torch.manual_seed(0)
     layers = times(3, lambda: nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)))

@@ -198,6 +198,7 @@ def test_views_take_nothing_and_small_operations_the_launch() -> None:
 # --- calibration ---
 
 
+@pytest.mark.long
 def test_calibration_measures_this_machine(tmp_path: Path) -> None:
     path = tmp_path / "here.json"
     # Next to no effort: how well it measures isn't tested here.
@@ -216,6 +217,7 @@ def test_calibration_measures_this_machine(tmp_path: Path) -> None:
         assert text in result.stdout
 
 
+@pytest.mark.long
 def test_calibration_leaves_the_program_as_it_was() -> None:
     torch.manual_seed(3)
     before = torch.get_rng_state(), torch.backends.cuda.matmul.fp32_precision, torch.is_grad_enabled()

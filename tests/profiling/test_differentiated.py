@@ -97,6 +97,7 @@ MADE: dict[str, Callable[[], Made]] = {
 
 
 @pytest.mark.parametrize("name", MADE)
+@pytest.mark.long("critic")
 def test_a_step_that_differentiates_in_forward_is_planned(name: str, tmp_path: Path) -> None:
     torch.manual_seed(1)
     model, step = MADE[name]()
@@ -144,6 +145,7 @@ def step_peak(model: nn.Module, step: Callable[[], object]) -> int:
 @pytest.mark.parametrize(
     ("kind", "what"), [("critic", "two forwards"), ("forces", "graph kept"), ("critic", "graph made")]
 )
+@pytest.mark.long(but=["forces-graph kept"])
 def test_backwards_beyond_those_planned_are_noticed(kind: str, what: str) -> None:
     """Also where all stages are differentiated."""
     model, step = MADE[kind]()
@@ -191,6 +193,7 @@ def test_a_graph_that_only_later_steps_make_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("order", ["first", "mid"])
+@pytest.mark.long
 def test_a_backward_in_forward_that_was_not_planned_is_noticed_and_ends_with_its_step(order: str) -> None:
     torch.manual_seed(0)
     model = nn.ModuleDict({"generator": layers(), "critic": nn.Sequential(nn.Linear(4, WIDTH), *layers())})

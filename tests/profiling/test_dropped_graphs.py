@@ -135,6 +135,7 @@ def least(profile: ckptplan.Profile, actions: tuple[Action, ...] = ACTIONS[0]) -
 @pytest.mark.parametrize(
     ("kind", "of_a_step"), [*((kind, False) for kind in KINDS), *((kind, True) for kind in OF_A_STEP)]
 )
+@pytest.mark.long("Siamese-False")
 def test_plans_keep_their_budgets(kind: Callable[[], nn.Module], of_a_step: bool) -> None:
     model, x = made(kind)
     run: dict[str, Any] = {"step": lambda: loss_of(model(x))} if of_a_step else {"inputs": x, "loss_fn": loss_of}

@@ -271,6 +271,23 @@ def built(name: str) -> Built:
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.long(
+    but=[
+        "all hooked",
+        "normed",
+        "graphs dropped behind all",
+        "stacking",
+        "every_fifth",
+        "room_for_every_layer",
+        "one_is_held",
+        "some_are_left_out",
+        "later_ones_share",
+        "by_number",
+        "grows_in_the_middle",
+        "counts_calls",
+        "at_random",
+    ]
+)
 def test_profiles_are_those_of_all_layers(name: str) -> None:
     """And whether those of a few layers did."""
     model, inputs, options = built(name)

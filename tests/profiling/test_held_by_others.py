@@ -100,6 +100,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.long("forward")
 def test_no_plan_has_a_higher_peak_than_predicted(name: str) -> None:
     torch.manual_seed(0)
     model, inputs = MODELS[name](), torch.randn(256, WIDTH)

@@ -115,6 +115,7 @@ def test_the_default_data_type_is_part_of_a_call(mode: FakeTensorMode) -> None:
     assert found == [torch.float64, torch.float32]
 
 
+@pytest.mark.long
 def test_a_traced_model_is_given_what_the_kernels_return(monkeypatch: pytest.MonkeyPatch) -> None:
     original = Layouts.run
     compared = []
@@ -135,6 +136,7 @@ def test_a_traced_model_is_given_what_the_kernels_return(monkeypatch: pytest.Mon
     assert len(compared) > 100
 
 
+@pytest.mark.long
 def test_results_that_share_a_storage_do_so_in_each_trace() -> None:
     """PyTorch's own cache of fake kernels gives the two gradients of an LSTM's biases a storage each."""
     FakeTensorMode.cache_clear()
@@ -147,6 +149,7 @@ def test_results_that_share_a_storage_do_so_in_each_trace() -> None:
 
 
 @pytest.mark.parametrize("activation", [nn.Identity, nn.Softplus])
+@pytest.mark.long
 def test_gradients_are_laid_out_as_real_kernels_do(activation: type[nn.Module]) -> None:
     """A convolution copies a gradient that isn't contiguous; normalized channels come from a transposed one."""
 

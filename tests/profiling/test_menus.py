@@ -182,6 +182,7 @@ def test_the_points_offered_follow_the_hull() -> None:
 # --- the menu of a block ---
 
 
+@pytest.mark.long
 def test_a_menu_may_divide_a_stage_in_three() -> None:
     _, _, profile = profiled("attending")
     stage = block_of(profile)
@@ -203,6 +204,7 @@ def test_tiny_stages_and_those_of_profiles_without_menus_have_the_plain_options(
 # --- options without a replay of their own ---
 
 
+@pytest.mark.long
 def test_options_without_a_replay_have_the_bytes_that_one_finds(monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs, profile = profiled("attending")
     with by_made_up_times():
@@ -218,6 +220,7 @@ def test_options_without_a_replay_have_the_bytes_that_one_finds(monkeypatch: pyt
 # --- what really happens ---
 
 
+@pytest.mark.long
 def test_menus_under_autocast() -> None:
     """Whether a call casts its weights depends on autocast's cache: while profiling, and in each later step."""
     torch.manual_seed(0)
@@ -237,6 +240,7 @@ def test_menus_under_autocast() -> None:
 
 
 @pytest.mark.parametrize("name", BUILT)
+@pytest.mark.long("normed")
 def test_peaks_and_gradients_under_any_mixture_of_options(name: str) -> None:
     model, inputs, profile = profiled(name)
     assert any(option.ops for stage in profile.stages for option in stage.options)
@@ -272,6 +276,7 @@ def test_operations_that_run_otherwise_than_traced_are_not_offered() -> None:
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.long
 def test_menus_hold_up_against_saving_attention_and_every_second_product(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

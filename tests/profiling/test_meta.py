@@ -35,6 +35,7 @@ def build(model_on: str, inputs_on: str) -> tuple[nn.Module, torch.Tensor]:
 
 
 @pytest.mark.parametrize("device", ["cpu", "h100"])
+@pytest.mark.long
 def test_estimates_are_those_with_values(device: str) -> None:
     expected = ckptplan.estimate(*build("cpu", "cpu"), device=device, optimizer="adamw")
     for places in PLACES:

@@ -151,6 +151,7 @@ def normalizing(scale: int) -> tuple[nn.Module, torch.Tensor]:
         ),
     ],
 )
+@pytest.mark.long("attending-cpu-None")
 def test_the_whole_menu_keeps_to_the_profiled_positions(
     made: Callable[[int], tuple[nn.Module, torch.Tensor]], device: str, amp: str | None
 ) -> None:

@@ -165,6 +165,7 @@ def test_a_part_of_a_larger_tensor_counts_once_and_whole() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.long("noting")
 def test_any_plan_holds_its_predicted_peak_and_gradients(name: str) -> None:
     model, inputs = built(name)
     profile = profiled(name)
@@ -250,6 +251,7 @@ def uniform_plans(profile: ckptplan.Profile) -> list[ckptplan.Plan]:
 
 
 @pytest.mark.parametrize("where", ["variable", "hooks"])
+@pytest.mark.long
 def test_tensors_that_leave_a_stage_by_the_side(where: str) -> None:
     def made() -> tuple[nn.Module, torch.Tensor]:
         torch.manual_seed(0)
@@ -285,6 +287,7 @@ class Stateful(nn.Module):
         return x + h
 
 
+@pytest.mark.long
 def test_a_state_that_is_carried_from_step_to_step() -> None:
     def made() -> tuple[nn.Module, torch.Tensor]:
         torch.manual_seed(0)
@@ -357,6 +360,7 @@ def test_skips_are_held_by_the_program_until_their_last_use() -> None:
 
 
 @pytest.mark.usefixtures("short_search")
+@pytest.mark.long
 def test_profiling_stays_below_the_smallest_feasible_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device that can't take the plain step: limited by counting the allocator's events while stages run for real."""
     model, inputs = Net(blocks=8, width=128), torch.randn(512, 128)
@@ -378,6 +382,7 @@ def test_profiling_stays_below_the_smallest_feasible_peak(monkeypatch: pytest.Mo
     assert_kept(model, plan, inputs)
 
 
+@pytest.mark.long
 def test_a_step_given_as_a_callable() -> None:
     """A part of the model runs twice, and no `model(inputs)` anywhere."""
     model, x = Net(), torch.randn(256, 64)
@@ -399,6 +404,7 @@ class Declared(Net):
     example_input_array = torch.randn(8, 64)
 
 
+@pytest.mark.long
 def test_inputs_are_found_in_the_order_promised() -> None:
     assert ckptplan.profile(Declared()).notes[0].startswith("inputs from example_input_array: float32[8, 64]")
     assert ckptplan.profile(Net()).notes[0].startswith("inputs guessed from the model's first layer: float32[32, 64]")

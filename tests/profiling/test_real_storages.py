@@ -101,5 +101,6 @@ def test_peaks_gradients_and_notes_are_right(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", small_models.BUILDERS)
+@pytest.mark.long("transformer", "tied")
 def test_nothing_is_said_of_models_that_are_traced_right(name: str) -> None:
     assert not [note for note in small_models.measured(name).notes if "in a real forward" in note]

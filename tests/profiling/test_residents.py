@@ -97,6 +97,7 @@ def test_bad_offload(options: dict[str, Any], words: str) -> None:
         Limits.of(options)
 
 
+@pytest.mark.long
 def test_a_plan_knows_what_it_moves(measured: Profile) -> None:
     least = {}
     for offload in ("activations", "all"):

@@ -30,6 +30,7 @@ def folds() -> tuple[nn.Module, torch.Tensor]:
 
 
 @pytest.mark.parametrize("by_rule", [True, False])
+@pytest.mark.long("False")
 def test_peaks_are_predicted_by_rule_and_by_what_operations_made(
     by_rule: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,6 +105,7 @@ class Checkpointed(nn.Module):
     ("levels", "how"),
     [(1, "recompute+swap"), (1, "nested"), (2, "keep"), (2, "swap"), (2, "recompute"), (2, "segment")],
 )
+@pytest.mark.long("2-swap", "2-recompute")
 def test_checkpoints_inside_stages(levels: int, how: Any) -> None:
     """Values, and peaks with the random states that each checkpoint keeps."""
     torch.manual_seed(0)

@@ -106,6 +106,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.usefixtures("_registered")
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.long("tensors of a subclass")
 def test_plans_keep_their_budgets(name: str) -> None:
     torch.manual_seed(0)
     model, x = MODELS[name](), torch.randn(128, 32)
@@ -125,6 +126,7 @@ def test_inputs_of_stages_that_are_written_to_later() -> None:
     assert_kept(model, plan, x, amp=torch.bfloat16)
 
 
+@pytest.mark.long
 def test_models_in_a_container_are_planned_layer_by_layer() -> None:
     torch.manual_seed(0)
     one: nn.Module = Lambda(plain, a=nn.Linear(32, 128), b=nn.Linear(128, 128), c=nn.Linear(128, 32))

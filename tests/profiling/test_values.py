@@ -151,6 +151,7 @@ MODELS: dict[str, tuple[Callable[[], tuple[nn.Module, Any]], str]] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.long(but=["numbers"])
 def test_the_promises_hold(name: str) -> None:
     torch.manual_seed(0)
     make, asks = MODELS[name]
@@ -192,6 +193,7 @@ def torch_function(name: str, *args: Any) -> Any:
     return getattr(torch, name)(*args)
 
 
+@pytest.mark.long
 def test_a_block_of_experts_is_the_stage() -> None:
     torch.manual_seed(0)
     model, x = stacked(Routed, 2)
@@ -219,6 +221,7 @@ def writing() -> nn.Module:
 
 
 @pytest.mark.parametrize("make", [MODELS["reading"][0], lambda: (Stacked(writing), torch.randn(512, WIDTH))])
+@pytest.mark.long("<lambda>0")
 def test_nothing_is_left_changed(make: Callable[[], tuple[nn.Module, Any]]) -> None:
     model, inputs = make()
     next(model.parameters()).grad = torch.full_like(next(model.parameters()), 3.0)
@@ -230,6 +233,7 @@ def test_nothing_is_left_changed(make: Callable[[], tuple[nn.Module, Any]]) -> N
     assert (torch.Tensor.tolist, torch.Tensor.numpy) == methods
 
 
+@pytest.mark.long
 def test_the_real_run_takes_less_than_the_smallest_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = stacked(lambda: Routed(experts=2), blocks=6)
     plain = real_run._Witness.watch
@@ -298,6 +302,7 @@ CHANCES: dict[str, Callable[[], float]] = {"numpy's new one": OWN.random, "value
 
 @pytest.mark.usefixtures("short_search")
 @pytest.mark.parametrize("chance", CHANCES)
+@pytest.mark.long
 def test_layers_that_are_left_out_at_random(chance: str) -> None:
     torch.manual_seed(0)
     model, inputs = Dropped(CHANCES[chance]), torch.randn(256, WIDTH)

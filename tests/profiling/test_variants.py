@@ -133,6 +133,7 @@ def test_layers_of_a_kind_share_what_is_compiled(planned: Any) -> None:
     assert counters["stats"]["unique_graphs"] == before
 
 
+@pytest.mark.long
 def test_a_training_goes_on_as_without_a_plan(planned: Any) -> None:
     """Over steps, by another batch size than the profile's too, and as before when the plan is gone."""
     model, x, measured = planned
@@ -199,6 +200,7 @@ def test_replays_of_a_plan_from_another_run_note_its_variants_anew(planned: Any)
     assert 0.98 * plan.peak_bytes <= replayed + measured.resident_bytes <= plan.peak_bytes
 
 
+@pytest.mark.long
 def test_a_plan_from_a_file_and_in_an_evaluation(planned: Any, tmp_path: Path) -> None:
     model, x, measured = planned
     plan = named(measured, "compiled-2")
@@ -218,6 +220,7 @@ def test_a_plan_from_a_file_and_in_an_evaluation(planned: Any, tmp_path: Path) -
 
 
 @pytest.mark.usefixtures("few_variants")
+@pytest.mark.long
 def test_bf16_under_autocast_is_within_rounding() -> None:
     torch._dynamo.reset()
     model, x = model_of("torch.compile")
@@ -248,6 +251,7 @@ def test_bf16_under_autocast_is_within_rounding() -> None:
     [({"backend": "aot_eager"}, "another backend than inductor"), ({"dynamic": True}, "dynamic=True")],
     ids=["backend", "dynamic"],
 )
+@pytest.mark.long
 def test_what_has_no_variants_says_so(settings: dict[str, Any], why: str) -> None:
     torch._dynamo.reset()
     model, x = model_of(**settings)
@@ -257,6 +261,7 @@ def test_what_has_no_variants_says_so(settings: dict[str, Any], why: str) -> Non
     torch._dynamo.reset()
 
 
+@pytest.mark.long
 def test_without_menus_nothing_more_is_compiled() -> None:
     torch._dynamo.reset()
     model, x = model_of(backend="aot_eager")
@@ -293,6 +298,7 @@ def is_compiled(model: nn.Module) -> bool:
 
 
 @pytest.mark.usefixtures("few_variants")
+@pytest.mark.long
 def test_layers_are_compiled_for_a_plan_and_for_no_longer(tmp_path: Path) -> None:
     torch._dynamo.reset()
     model, x = model_of("")
@@ -321,6 +327,7 @@ class Broken(Block):
 
 
 @pytest.mark.usefixtures("few_variants")
+@pytest.mark.long
 def test_layers_that_the_compiler_cannot_take_whole_stay_as_they_are() -> None:
     torch._dynamo.reset()
     model, x = model_of("")
@@ -379,6 +386,7 @@ def test_the_compiler_leaves_pythons_frames_alone(planned: Any) -> None:
 
 @pytest.mark.usefixtures("few_variants")
 @pytest.mark.parametrize("part", ["layers.2", "layers.2.down"])
+@pytest.mark.long
 def test_layers_with_hooks_are_not_compiled(part: str) -> None:
     """The compiler doesn't ask for hooks again, and would run another layer's code."""
     torch._dynamo.reset()
@@ -396,6 +404,7 @@ def test_layers_with_hooks_are_not_compiled(part: str) -> None:
 
 
 @pytest.mark.usefixtures("few_variants")
+@pytest.mark.long
 def test_a_plan_replaces_another_for_which_layers_were_compiled() -> None:
     torch._dynamo.reset()
     model, x = model_of("")
@@ -425,6 +434,7 @@ class Two(Block):
 
 
 @pytest.mark.usefixtures("few_variants")
+@pytest.mark.long
 def test_an_output_without_a_gradient_counts_as_zeros_in_backward() -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -441,6 +451,7 @@ def test_an_output_without_a_gradient_counts_as_zeros_in_backward() -> None:
 
 
 @pytest.mark.usefixtures("few_variants")
+@pytest.mark.long
 def test_many_kinds_of_layers_are_traced_apart() -> None:
     """Not all by one code object, which the compiler gives up after some."""
     from ckptplan.training.partitioner import saved_bytes  # whose imports warn
@@ -473,6 +484,7 @@ class Leaving(Block):
 
 
 @pytest.mark.usefixtures("few_variants")
+@pytest.mark.long
 def test_notes_say_which_layers_are_compiled() -> None:
     torch._dynamo.reset()
     model, x = model_of("")
@@ -501,6 +513,7 @@ assert ckptplan.verify(model, plan, torch.ones(256, 64), repeats=1).gradients_eq
 """
 
 
+@pytest.mark.long
 def test_without_a_working_compiler_the_layers_stay_as_they_are() -> None:
     """In a process of its own: an error of the compiler's leaves its hook in Python's frames."""
     without = {"CXX": "/nonexistent/c++", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
@@ -508,6 +521,7 @@ def test_without_a_working_compiler_the_layers_stay_as_they_are() -> None:
     subprocess.run([sys.executable, "-c", NO_COMPILER], check=True, env=environment, timeout=300)
 
 
+@pytest.mark.long
 def test_a_step_that_differentiates_its_forward_is_planned_uncompiled() -> None:
     model, x = model_of("")
 
@@ -523,6 +537,7 @@ def test_a_step_that_differentiates_its_forward_is_planned_uncompiled() -> None:
 
 
 @pytest.mark.usefixtures("few_variants")
+@pytest.mark.long
 def test_layers_compiled_for_a_plan_run_as_they_are_where_compiled_code_would_differ() -> None:
     torch._dynamo.reset()
     model, x = model_of("")
@@ -568,6 +583,7 @@ def test_layers_compiled_for_a_plan_run_as_they_are_where_compiled_code_would_di
 
 
 @pytest.mark.usefixtures("few_variants")
+@pytest.mark.long
 def test_larger_inputs_are_planned_for_with_compiled_layers() -> None:
     torch._dynamo.reset()
     model, x = model_of("")

@@ -496,6 +496,7 @@ def test_no_release_and_prefetch_points_beat_the_lazy_ones() -> None:
             assert best == (every if every is None else pytest.approx(every, rel=1e-9)), (seed, budget, host)
 
 
+@pytest.mark.long
 def test_brute_force_leaves_nothing_out_that_the_referee_accepts() -> None:
     """Options and segments are put together without any idea of the rules; whatever breaks none is priced."""
     tried, begin_in_glue = 0, 0

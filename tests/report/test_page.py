@@ -405,6 +405,7 @@ def test_what_notebooks_show(browser: Any) -> None:
 
 
 @pytest.mark.usefixtures("short_search")
+@pytest.mark.long
 def test_of_the_command_line(run: Run, tmp_path: Path) -> None:
     profile = chain(6)
     profile.save(tmp_path / "profile.json")

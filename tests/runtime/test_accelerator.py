@@ -54,6 +54,7 @@ def test_what_reaches_past_the_seam_is_found(source: str) -> None:
     assert list(device_code(source))
 
 
+@pytest.mark.long
 def test_one_module_alone_knows_the_device() -> None:
     found = {
         path.relative_to(PACKAGE).as_posix(): list(device_code(path.read_text())) for path in PACKAGE.rglob("*.py")

@@ -72,6 +72,7 @@ def measured_bytes(model: nn.Module, x: torch.Tensor, plan: Plan, run: Callable[
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.long("tied")
 def test_gradients_count_from_the_start(name: str) -> None:
     model, x = MODELS[name]()
     without = profile(model, x, accumulate=False, menus=False)
@@ -83,6 +84,7 @@ def test_gradients_count_from_the_start(name: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "set_to_none"), [("adamw", True), ("momentum", False)])
+@pytest.mark.long
 def test_a_training_that_accumulates_keeps_its_budget(kind: str, set_to_none: bool) -> None:
     model, x = wide()
     parameters = list(model.parameters())
@@ -103,6 +105,7 @@ def test_a_training_that_accumulates_keeps_its_budget(kind: str, set_to_none: bo
     assert measured_bytes(model, x, plan, training) <= plan.budget_bytes
 
 
+@pytest.mark.long
 def test_whether_gradients_exist_is_found() -> None:
     model, x = wide()
     assert not profile(model, x, menus=False).fingerprint.accumulates
@@ -132,6 +135,7 @@ def test_only_true_false_and_none(given: Any) -> None:
 # ---------------------------------------------------------------- estimate
 
 
+@pytest.mark.long
 def test_an_estimate_starts_with_gradients() -> None:
     model, x = wide()
     without = ckptplan.estimate(model, x)
@@ -148,6 +152,7 @@ def test_an_estimate_starts_with_gradients() -> None:
 # ---------------------------------------------------------------- verify
 
 
+@pytest.mark.long
 def test_verify_measures_steps_with_gradients_and_leaves_the_user_s() -> None:
     model, x = wide()
     plan = ckptplan.solve(model, 1.0, inputs=x, accumulate=True)
@@ -162,6 +167,7 @@ def test_verify_measures_steps_with_gradients_and_leaves_the_user_s() -> None:
     assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), values, strict=True) if p.grad is not None)
 
 
+@pytest.mark.long
 def test_verify_measures_the_planned_kind_of_step_by_default() -> None:
     model, x = wide()
     plan = ckptplan.solve(model, max_overhead=0.0, inputs=x)
@@ -207,6 +213,7 @@ def test_gradients_that_were_not_planned_are_noticed_at_the_first_forward() -> N
         model(x).mean().backward()
 
 
+@pytest.mark.long
 def test_gradients_that_fit_below_the_budget_or_are_planned_for_are_no_difference() -> None:
     model, x = partly_frozen()
     with applied(model, x, gradient_bytes(model)):

@@ -145,6 +145,7 @@ def test_what_is_checked_is_counted() -> None:
 
 
 @pytest.mark.parametrize("what", ["recompute", "swap", "segment"])
+@pytest.mark.long("segment")
 def test_a_step_with_digests_or_spots_takes_no_more_memory(what: str) -> None:
     model, inputs = build("transformer")
     peaks, compared = {}, {}
@@ -365,6 +366,7 @@ class Edited(nn.Module):
 @pytest.mark.parametrize(
     ("decision", "what"), [("recompute", "tensor number ."), ("swap", "a tensor that it swaps out")]
 )
+@pytest.mark.long("recompute-tensor number .")
 def test_a_write_to_what_is_freed_before_backward_is_found(decision: str, what: str) -> None:
     model, x = Edited(), torch.randn(64, 8, 8)
     chain = ckptplan.profile(model, x, menus=False)

@@ -63,6 +63,7 @@ def checkpointed(model: nn.Module, plan: ckptplan.Plan) -> nn.Module:
 
 @pytest.mark.parametrize("amp", [None, torch.bfloat16])
 @pytest.mark.parametrize("which", [0, 1, -1])
+@pytest.mark.long(but=["-1-None"])
 def test_the_gradients_and_the_bytes_are_those_of_the_plan(which: int, amp: torch.dtype | None) -> None:
     model, x = made()
     profile = ckptplan.profile(model, x, amp=amp)
@@ -118,6 +119,7 @@ def drawn(model: nn.Module, x: torch.Tensor, amp: torch.dtype | None) -> torch.T
     return torch.get_rng_state()
 
 
+@pytest.mark.long
 def test_what_checkpointing_cannot_do_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = made()
     swapping = ckptplan.solve(model, inputs=x, budget="30%", time_limit_s=0.5, actions=("keep", "swap"))
@@ -138,6 +140,7 @@ def test_what_checkpointing_cannot_do_is_refused_by_name(monkeypatch: pytest.Mon
         together.save_regions()
 
 
+@pytest.mark.long
 def test_a_module_whose_calls_differ_is_refused() -> None:
     layer = Block()
     model, x = nn.Sequential(layer, Block(), layer, Block(), layer), torch.randn(4, 24, 32)

@@ -339,6 +339,23 @@ CASES = (
 @pytest.mark.parametrize(
     ("case", "what"), [pytest.param(c, what, id=f"{c.step.__name__}-{what}") for c in CASES for what in c.whats]
 )
+@pytest.mark.long(
+    but=[
+        "masks-keep",
+        "masks-swap",
+        "more_calls-swap",
+        "head_in_the_loss-keep",
+        "two_forwards-swap",
+        "forwards_without_gradients-recompute",
+        "micro_batches-keep",
+        "cut_at_first-swap",
+        "penalty-segment",
+        "graph_that_stays-swap",
+        "transformed-swap",
+        "cast-swap",
+        "other_head-swap",
+    ]
+)
 def test_steps_that_differ(case: Case, what: str) -> None:
     plan = planned(case.make, what)
     if "module" in case.kinds:
@@ -351,6 +368,7 @@ def test_steps_that_differ(case: Case, what: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["swap", "segment"])
+@pytest.mark.long("segment")
 def test_steps_that_fit_differ_in_nothing(what: str) -> None:
     """A graph that stays, and the first stage called again behind a forward, which may begin another step."""
 
@@ -389,6 +407,7 @@ class Casting(Model):
 
 
 @pytest.mark.parametrize("kind", [Model, Casting])
+@pytest.mark.long
 def test_a_plan_for_autocast(kind: type[Model]) -> None:
     model, x = kind(), torch.randn(BATCH, WIDTH)
     plans = {}
@@ -508,6 +527,7 @@ def test_statistics_say_what_differed() -> None:
 
 
 @pytest.mark.parametrize("what", ["another model", "a loss without parameters", "a wrapper", "before the forward"])
+@pytest.mark.long("another model")
 def test_modules_that_the_loop_calls_behind_the_forward(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A momentum encoder that runs there is in no plan of the model alone."""
     monkeypatch.setattr(unplanned, "compiles", lambda: False)  # tests before may have compiled
@@ -537,6 +557,7 @@ def test_modules_that_the_loop_calls_behind_the_forward(what: str, monkeypatch: 
     assert not torch.nn.modules.module._global_forward_pre_hooks
 
 
+@pytest.mark.long
 def test_classes_of_modules_that_only_the_loss_calls_are_in_a_profile() -> None:
     model, x = plain()
     teacher = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())

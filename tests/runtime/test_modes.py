@@ -103,6 +103,7 @@ def test_no_plan_is_made_for_a_larger_batch_in_evaluation_mode() -> None:
         assert not handle.replans
 
 
+@pytest.mark.long
 def test_a_copy_that_is_trained_is_noticed() -> None:
     model, plan = made()
     with ckptplan.apply(model, plan) as handle:

@@ -121,6 +121,7 @@ def test_steps_without_the_collector(kind: str, action: str, no_collector: None)
         ("tensor", "selective", "recompute"), ("nested objects", "segment", "recompute"),
     ],
 )  # fmt: skip
+@pytest.mark.long("tensor-swap-backward", "nested objects-recompute-recompute")
 def test_steps_that_fail_without_the_collector(kind: str, action: str, when: str, no_collector: None) -> None:
     plan = decided(chain(kind), action, op=1)  # the sigmoids
     model, x = net(kind), torch.randn(BATCH, WIDTH)

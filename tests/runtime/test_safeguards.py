@@ -472,6 +472,7 @@ NOTICED: dict[str, tuple[Callable[[int], None], int]] = {
 
 
 @pytest.mark.parametrize("wait", WAITS, ids=lambda wait: wait.what)
+@pytest.mark.long("a copy out waits for compute", "a recompute runs on the stream of its forward")
 def test_values_are_wrong_without_a_wait(wait: Wait, monkeypatch: pytest.MonkeyPatch) -> None:
     program, seed = NOTICED[wait.what]
     program(seed)

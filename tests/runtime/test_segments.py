@@ -310,6 +310,7 @@ def one_inside_another(n: int) -> Segment:
 
 
 @pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.long
 def test_long_segments_and_deep_nests_need_no_deep_recursion(nested: bool) -> None:
     torch.manual_seed(0)
     n = 40 if nested else 200

@@ -87,6 +87,7 @@ def smaller(name: str, inputs: torch.Tensor) -> Iterator[torch.Tensor]:
         ("transformer", "segment"), ("unet", "selective"), ("conv_norm", "menu"), ("shared", "recompute+swap"),
     ],
 )  # fmt: skip
+@pytest.mark.long("transformer-segment")
 def test_smaller_inputs_are_bitwise_right_and_within_the_peak(name: str, what: str) -> None:
     plan = planned(name, what)
     model, inputs = build(name)
@@ -114,6 +115,7 @@ def in_steps(layers: Any, x: torch.Tensor) -> torch.Tensor:
     return torch.stack(outputs)
 
 
+@pytest.mark.long
 def test_fewer_calls_keep_the_peak_although_stages_with_release_points_are_left_out() -> None:
     torch.manual_seed(0)
     model, x = Around([nn.GRUCell(64, 64), nn.Linear(64, 64)], in_steps), torch.randn(8, 64, 64)
@@ -344,6 +346,7 @@ def profiles(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
+@pytest.mark.long
 def test_larger_inputs_are_planned_for(profiles: list[str]) -> None:
     plan = text_plan(4, 16, 0.7)
     model, plain = made(), made()
@@ -367,6 +370,7 @@ def test_larger_inputs_are_planned_for(profiles: list[str]) -> None:
     assert "forward" not in model.__dict__
 
 
+@pytest.mark.long
 def test_positions_that_end_are_planned_for_exactly(profiles: list[str]) -> None:
     model, plain = made(21), made(21)
     plan = ckptplan.solve(profile(made(21), text(4, 16), menus=False), 1.0)
@@ -382,6 +386,7 @@ def test_positions_that_end_are_planned_for_exactly(profiles: list[str]) -> None
     assert profiles[:2] == ["[4, 20]", "[4, 21]"]
 
 
+@pytest.mark.long
 def test_without_a_plan_within_the_budget_the_former_one_goes_on(profiles: list[str]) -> None:
     plan = text_plan(4, 16, 0.5)
     model, plain = made(), made()
@@ -404,6 +409,7 @@ def test_without_a_plan_within_the_budget_the_former_one_goes_on(profiles: list[
         assert same(results(model, text(4, 16)), results(plain, text(4, 16)))
 
 
+@pytest.mark.long
 def test_growing_lengths_are_planned_for_a_logarithm_of_times(profiles: list[str]) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 8), nn.Tanh()).train()
@@ -422,6 +428,7 @@ def test_growing_lengths_are_planned_for_a_logarithm_of_times(profiles: list[str
         assert len(profiles) == len(handle.replans)
 
 
+@pytest.mark.long
 def test_shapes_in_turn_are_met_by_two_plans_that_are_kept(profiles: list[str]) -> None:
     model, plain = made(), made()
     quiet = warnings.catch_warnings(action="ignore", category=RuntimeWarning)

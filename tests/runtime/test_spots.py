@@ -285,6 +285,7 @@ MIXED = layer_of(
 @pytest.mark.parametrize(
     ("what", "dtype"), [("recompute", None), ("selective", None), ("segment", torch.bfloat16), ("swap", torch.bfloat16)]
 )
+@pytest.mark.long("selective-None")
 def test_ordinary_trainings_raise_no_alarm(what: str, dtype: torch.dtype | None) -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(*layers_of(MIXED)), torch.randn(64, WIDTH)

@@ -178,6 +178,7 @@ def alone(action: Any) -> Verification:
     return verified(uniform("recompute"), FakeMemory())
 
 
+@pytest.mark.long
 def test_each_account_has_its_own_peak() -> None:
     plan, found = uniform("recompute"), alone("recompute")
     measured = found.measured

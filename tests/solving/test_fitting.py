@@ -37,6 +37,7 @@ def check_every_plan(space: PlanSpace, budget: int) -> int:
     return sum(map(len, space.menu)) - sum(map(len, fit.menu))
 
 
+@pytest.mark.long
 def test_every_plan_that_fits_is_left() -> None:
     seen: Counter[str] = Counter()
     for seed in range(60):

@@ -93,6 +93,7 @@ def test_plans_of_a_frontier_are_handed_out() -> None:
 @pytest.mark.parametrize(
     ("name", "overhead"), [("homogeneous", 0.0), ("rich", 0.05), ("textbook", 0.3), ("textbook", 10.0)]
 )
+@pytest.mark.long("homogeneous-0.0")
 def test_smallest_peak_within_a_slowdown(name: str, overhead: float) -> None:
     profile = CHAINS[name]
     plan = smallest_within(profile, overhead, Limits(time_limit_s=LONG_S))

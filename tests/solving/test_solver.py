@@ -236,6 +236,7 @@ def tight_chain() -> tuple[Profile, int]:
     return profile, least + (most - least) // 3
 
 
+@pytest.mark.long
 def test_the_search_ends_at_the_gap_that_is_asked_for() -> None:
     profile, budget = tight_chain()
 
