@@ -479,6 +479,7 @@ class Plan(Saved):
 
         For plans that only recompute, module by module (`actions=("keep", "recompute"), segments=False`). Modules that
         aren't named are kept. Values aren't checked there, and a step that differs from the planned one isn't noticed.
+        A recompute changes once more what the module's forward changes, such as the buffers of a batch normalization.
         Enter autocast anew for each step: with casts of an earlier one, PyTorch takes operations for others.
 
             for name, context_fn in plan.to_context_fn().items():

@@ -350,7 +350,6 @@ def test_equal_tensors_of_repeated_layers_are_one_line(run: Callable[..., Result
     assert any("2 x float32[256, 64] *.0.weight" in line for line in lines), lines
 
 
-@pytest.mark.long
 def test_fit_answers_on_one_screen(run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
     batches: list[list[torch.Size]] = []
     answers: list[DeviceFit] = []

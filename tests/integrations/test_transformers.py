@@ -139,7 +139,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.long
+@pytest.mark.long("two forwards, padding that comes later")
 def test_training_is_the_same_and_within_the_budget(way: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "ckptplan")
     how, checkpoints = WAYS[way], "checkpointing" in way

@@ -133,7 +133,6 @@ def test_layers_of_a_kind_share_what_is_compiled(planned: Any) -> None:
     assert counters["stats"]["unique_graphs"] == before
 
 
-@pytest.mark.long
 def test_a_training_goes_on_as_without_a_plan(planned: Any) -> None:
     """Over steps, by another batch size than the profile's too, and as before when the plan is gone."""
     model, x, measured = planned

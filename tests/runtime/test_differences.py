@@ -343,9 +343,11 @@ CASES = (
     but=[
         "masks-keep",
         "masks-swap",
+        "masks-recompute",
         "more_calls-swap",
         "head_in_the_loss-keep",
         "two_forwards-swap",
+        "thawed-segment",
         "forwards_without_gradients-recompute",
         "micro_batches-keep",
         "cut_at_first-swap",

@@ -112,7 +112,6 @@ def test_state_for_further_parameters() -> None:
     assert emptied == [2, 5]
 
 
-@pytest.mark.long
 def test_the_prediction_is_what_training_reserves() -> None:
     """By the allocator's model; without emptying, the state's place among the first step's blocks costs more."""
     torch.manual_seed(0)
