@@ -46,7 +46,7 @@ _OF_STATES = """_auto_reshard_after_forward _comm_ctx _fsdp_param_groups _lazy_i
     _states_to_backward_prefetch _states_to_forward_prefetch"""
 _OF_GROUPS = """_all_gather_comm _all_gather_process_group _all_reduce_hook _post_forward_indices _reduce_scatter_comm
     _to_sharded _training_state all_reduce_grads comm_ctx device fsdp_params is_unsharded mesh_info modules
-    offload_policy post_forward_mesh_info reduce_grads unshard wait_for_unshard"""
+    offload_policy post_forward_mesh_info reduce_grads reshard_after_backward unshard wait_for_unshard"""
 _OF_PARAMETERS = """_module_info _orig_size _setattr_on_modules _sharded_local_tensor _sharded_param_data
     _unsharded_inner_tensors all_gather_outputs free_unsharded_param fsdp_placement init_all_gather_outputs
     init_unsharded_param is_dtensor mp_policy padded_sharded_param_size sharded_param sharded_size
@@ -280,6 +280,8 @@ class Parallel:
                 "its parameters are parallelized by tensors as well": any(p.is_dtensor for p in group.fsdp_params),
                 "its gathered parameters stay between steps; leave out set_keep_unsharded_storage(True)":
                 any(getattr(p, "keep_unsharded_storage", False) for p in group.fsdp_params),
+                "its parameters stay gathered between steps; call set_reshard_after_backward(True) first":
+                not group.reshard_after_backward,
                 "its gradients are reduced after backward; leave out finalize_backward and its setting":
                 any(getattr(state._state_ctx, "manual_backward_finalization", False) for state in self.states),
             }  # fmt: skip

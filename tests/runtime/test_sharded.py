@@ -207,6 +207,14 @@ def test_what_is_not_planned(mesh: Any) -> None:
         ):
             call(model, inputs=inputs)
     model, inputs = build("mlp")
+    staying = fsdp.fully_shard(model, mesh=mesh)
+    staying.set_reshard_after_backward(False)
+    model(inputs).mean().backward()
+    with pytest.raises(UnsupportedModelError, match=r"stay gathered between steps; call set_reshard_after_backward"):
+        ckptplan.solve(model, 1, inputs=inputs)
+    staying.set_reshard_after_backward(True)
+    assert ckptplan.solve(model, 1, inputs=inputs, time_limit_s=0.1).choices
+    model, inputs = build("mlp")
     parallelize_module(model, mesh, {"0.0": ColwiseParallel()})
     with pytest.raises(UnsupportedModelError, match=r"'0.0.weight' is a DTensor that fully_shard didn't make"):
         ckptplan.solve(model, 1, inputs=inputs)
