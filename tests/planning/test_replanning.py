@@ -117,6 +117,26 @@ def test_a_step_that_differs_is_planned_for(kind: str) -> None:
         assert handle.stats().differences == counted
 
 
+class Reading(nn.Sequential):
+    """Its blocks run on as many rows as a value says."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        return x[: 32 + int((x.abs().max() >= 0).item())]
+
+
+def test_a_model_that_reads_values_is_planned_for_again() -> None:
+    """Inputs of the planned size aren't extended, so that the step may run for real."""
+    wanted = trained(Reading(*blocks()), accumulating)
+    model = Reading(*blocks())
+    plan = ckptplan.solve(model, budget="60%", **HOW)
+    with warnings.catch_warnings(record=True) as said, ckptplan.apply(model, plan) as handle:
+        warnings.simplefilter("always")
+        assert_same(trained(model, accumulating), wanted)
+        assert dict(handle.stats().differences) == {"gradients": 1}
+    assert sum("planned again for" in str(w.message) for w in said) == len(handle.replans) == 1
+
+
 @contextlib.contextmanager
 def bitwise(
     plan: Plan, step: Step, steps: int = 4, made: Callable[[], nn.Module] = blocks

@@ -40,12 +40,13 @@ def enlarged_calls(
     known : sequence of sequences of InputTensor
         Inputs that each known plan holds for.
     """
-    done: list[_Sizes] = []
-    for covers, grows in ((True, True), (True, False), (False, True), (False, False)):
+    done = [_sizes(named, present, known, covers=False, grows=False)]
+    for covers, grows in ((True, True), (True, False), (False, True)):
         sizes = _sizes(named, present, known, covers=covers, grows=grows)
         if sizes not in done:
             done.append(sizes)
-            yield tiled(call, sizes) if covers or grows else call
+            yield tiled(call, sizes)
+    yield call
 
 
 def _sizes(
