@@ -35,7 +35,8 @@ from ckptplan.planning.log import planning
 from ckptplan.planning.model_job import Together, covers, encloses, job_of_step
 from ckptplan.profiling.profiler import as_ours, training_step
 from ckptplan.profiling.target import Target, find_target
-from ckptplan.profiling.workload.enlarge import enlarged_calls, require_in_range
+from ckptplan.profiling.values.real_run import answered
+from ckptplan.profiling.workload.enlarge import enlarged_calls, in_range, require_in_range
 from ckptplan.runtime.guard.shapes import ByName, InputLimits, Larger
 from ckptplan.state.process import in_own_context
 from ckptplan.state.restore import restored
@@ -303,8 +304,9 @@ class Enlarger:
             training = replace(training, kwargs=kwargs)
             training.on_device(target.device)
             if repeated:
-                with restored(self._model, training.reached()), as_ours(training, "tracing"):
-                    require_in_range(training, target)
+                reached = training.reached()
+                with in_range(), restored(self._model, reached) as rewind, as_ours(training, "tracing"):
+                    answered(lambda: require_in_range(training, target), training, target, rewind)
             job = job_of_step(training, (), target, request.optimizer, self._swap_dir, limits)
 
             def within(budget_bytes: int | None) -> Plan:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
+from torch.utils._mode_utils import no_dispatch
 
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.stage import InputTensor
@@ -125,12 +127,18 @@ class _InRange(TorchDispatchMode):
         if func in _LOOKUPS:
             table, rows, along = _LOOKUPS[func]
             dim = args[along] if along else 0
-            numbers = args[rows]
-            if type(numbers) is torch.Tensor and numbers.numel() and int(numbers.max()) >= args[table].shape[dim]:
-                raise InvalidInputError(
-                    f"row {int(numbers.max())} is looked up in a table of {args[table].shape[dim]} rows"
-                )
+            numbers, there_are = args[rows], args[table].shape[dim]
+            if type(numbers) is torch.Tensor and numbers.numel():
+                with no_dispatch():  # it is no read of the model's
+                    last = int(numbers.max())
+                if last >= there_are:
+                    raise InvalidInputError(f"row {last} is looked up in a table of {there_are} rows")
         return func(*args, **(kwargs or {}))
+
+
+def in_range() -> AbstractContextManager[Any]:
+    """Raise within the block where an operation would look up a row that its table doesn't have."""
+    return _InRange()  # type: ignore[no-untyped-call]
 
 
 def require_in_range(step: TrainingStep, target: Target) -> None:
@@ -141,8 +149,10 @@ def require_in_range(step: TrainingStep, target: Target) -> None:
     Raises
     ------
     InvalidInputError
+    NeedsValues
+        If the step has to run for real, which `in_range` makes as safe.
     """
     world = FakeWorld(target)
     world.runs_uncompiled = True
-    with fake_parameters(step.model, world, step.reached()), target.choices(), world, _InRange():
+    with fake_parameters(step.model, world, step.reached()), target.choices(), world, in_range():
         step.forward()
