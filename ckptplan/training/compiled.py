@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import sys
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
@@ -124,6 +125,7 @@ class CompiledForPlan:
 
 
 _calls: dict[Hashable, Callable[..., Any]] = {}
+_numbers = itertools.count()
 
 
 def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -131,8 +133,12 @@ def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def uncompiled_call() -> Callable[..., Any]:
-    """A function that calls a module uncompiled, and for the compiler is neither this package's nor an earlier one."""
-    return FunctionType(_call.__code__.replace(co_filename="<uncompiled call>"), _call.__globals__, "call")
+    """A function that calls a module uncompiled, and for the compiler is neither this package's nor an earlier one.
+
+    The compiler goes by file and name: sizes that differ from one such function to the next would become dynamic.
+    """
+    code = _call.__code__.replace(co_filename="<uncompiled call>", co_name=f"call_{next(_numbers)}")
+    return FunctionType(code, _call.__globals__, code.co_name)
 
 
 def structure_of(module: nn.Module) -> Hashable:

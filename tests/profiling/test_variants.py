@@ -35,6 +35,7 @@ from ckptplan.profiling.values.variants import _spread
 from ckptplan.runtime.handle import apply
 from ckptplan.runtime.verify import verify
 from ckptplan.training import variants
+from ckptplan.training.compiled import uncompiled_call
 from ckptplan.training.step import make_step
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
@@ -280,6 +281,20 @@ def test_ratios_are_spread_over_the_bytes() -> None:
     assert _spread(listed, 100) == [0.9, 0.7, 0.6, 0.4, 0.3, 0.01]
     assert _spread(listed, 45) == [0.4, 0.3, 0.2, 0.01]
     assert _spread({0.9: 100, 0.5: 99}, 100) == []
+
+
+def test_sizes_that_differ_from_kind_to_kind_are_not_dynamic() -> None:
+    """Of dynamic sizes there are no variants, and compiled convolutions fail in backward."""
+    seen: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        seen.extend(inputs)
+        return graph.forward
+
+    for rows in (4, 6, 10):
+        torch.compile(uncompiled_call(), backend=backend)(nn.Linear(8, 8), torch.ones(rows, 8))
+    assert len(seen) >= 9
+    assert not any(isinstance(size, torch.SymInt) for t in seen for size in (t, *t.shape))
 
 
 @pytest.mark.parametrize("ratio", [-0.5, 1.5, float("nan"), "half"])
