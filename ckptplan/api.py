@@ -253,7 +253,7 @@ def frontier(
         for one in job.each(together):
             limits = replace(one.handing_out, time_limit_s=one.limits.time_limit_s)
             plans = frontier_profile(one.profile, points, limits)
-            one = replace(one, limits=each)
+            one = replace(one, limits=replace(one.limits, time_limit_s=each.time_limit_s))
             found.append(Frontier.of(_checked(one, plans)).improved(_checked(one, _better_rules(one, plans))))
         return _united(found, job.profile.fastest_step_s)
 

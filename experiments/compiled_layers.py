@@ -117,7 +117,7 @@ def knob(model: nn.Module, names: Sequence[str], ratio: float) -> Iterator[None]
     calls: dict[Any, Any] = {}
     for name in names:  # as a plan's layers are compiled, PyTorch's own classes included
         module = model.get_submodule(name)
-        call = calls.setdefault(structure_of(module), torch.compile(uncompiled_call(), **how))
+        call = calls.setdefault(structure_of(module), torch.compile(uncompiled_call(module), **how))
         module._compiled_call_impl = functools.partial(call, module)  # type: ignore[assignment]
     try:
         yield

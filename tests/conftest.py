@@ -1,8 +1,8 @@
 """What every test needs; loads no PyTorch, so that planning is tested without it (see `torch_setup` for the rest).
 
 `pytest -m planning` runs the tests that carry the mark, with PyTorch out of reach: a marked test that imports it fails.
-Files without the mark aren't even imported then, nor where PyTorch isn't installed. Tests marked `long` run where `-m`
-or a name (`file::test`) asks for them.
+Files without the mark aren't even imported then, nor where PyTorch isn't installed. Tests marked `long` run in such a
+run, by `-m long`, and by their name (`file::test`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import signal
 import sys
 import tempfile
 import threading
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -65,9 +66,17 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    by_name = any("::" in argument for argument in config.args)
+    ids = defaultdict[Any, set[str]](set)
     for item in items:
+        ids[item.path, getattr(item, "originalname", "")].add(getattr(getattr(item, "callspec", None), "id", ""))
+    for item in items:
+        for mark in item.iter_markers("long"):
+            unknown = {*mark.args, *mark.kwargs.get("but", ())} - ids[item.path, getattr(item, "originalname", "")]
+            if unknown and not by_name:
+                raise pytest.UsageError(f"{item.nodeid}: `long` names {sorted(unknown)}, which no test has")
         item.own_markers[:] = [mark for mark in item.own_markers if mark.name != "long" or _applies(mark, item)]
-    if "long" not in config.option.markexpr and not any("::" in argument for argument in config.args):
+    if not by_name and not any(word in config.option.markexpr for word in ("long", "planning")):
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("long")])
         items[:] = [item for item in items if not item.get_closest_marker("long")]
     if has_torch():

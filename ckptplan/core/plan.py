@@ -506,7 +506,8 @@ class Plan(Saved):
 
         As `to_context_fn`, for plans that recompute whole modules (with `menus=False`, too). Each recomputed module
         becomes a checkpoint region, in which random numbers are drawn again. Its output has to be a tensor, or a tuple
-        or list of tensors. A region runs to its end in backward, which can take more memory than planned.
+        or list of tensors, which nothing may write to in place. A region runs to its end in backward, which can take
+        more memory than planned.
 
             for name, wrap in plan.save_regions().items():
                 module = model.get_submodule(name)

@@ -40,6 +40,7 @@ from ckptplan.profiling.workload.enlarge import enlarged_calls, in_range, requir
 from ckptplan.runtime.guard.shapes import ByName, InputLimits, Larger
 from ckptplan.state.process import in_own_context
 from ckptplan.state.restore import restored
+from ckptplan.training.compiled import compiled_modules
 from ckptplan.training.inputs import input_tensors
 
 _REMEMBERED = 16
@@ -306,7 +307,10 @@ class Enlarger:
             if repeated:
                 reached = training.reached()
                 with in_range(), restored(self._model, reached) as rewind, as_ours(training, "tracing"):
-                    answered(lambda: require_in_range(training, target), training, target, rewind)
+                    if compiled_modules(self._model):  # real ones run under no mode
+                        require_in_range(training, target)
+                    else:
+                        answered(lambda: require_in_range(training, target), training, target, rewind)
             job = job_of_step(training, (), target, request.optimizer, self._swap_dir, limits)
 
             def within(budget_bytes: int | None) -> Plan:

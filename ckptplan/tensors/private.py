@@ -77,7 +77,6 @@ OF_ONE_FILE = (
     "autograd._unsafe_preserve_version_counter",
     "autograd.graph._engine_run_backward",
     "utils._device",
-    "utils._mode_utils.no_dispatch",
     "utils._python_dispatch",
     "utils._python_dispatch.is_traceable_wrapper_subclass_type",
 )
@@ -97,6 +96,7 @@ try:
     from torch._ops import OpOverload, OpOverloadPacket
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.nn.modules.batchnorm import _NormBase as NormBase
+    from torch.utils._mode_utils import no_dispatch
     from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
     from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 
@@ -129,6 +129,7 @@ __all__ = [
     "make_subclass",
     "neg_view",
     "next_sequence_number",
+    "no_dispatch",
     "saved_tensors_hooks",
     "storage_use_count",
     "transform",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import sys
 import weakref
+import zlib
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from types import FunctionType
 from typing import Any, TypeVar
@@ -102,7 +102,7 @@ class CompiledForPlan:
         self.module = module
         structure = structure_of(module)
         if structure not in _calls:
-            _calls[structure] = torch.compile(uncompiled_call())
+            _calls[structure] = torch.compile(uncompiled_call(module))
         self.compiled = _calls[structure]
         self._tables = [table for part in module.modules() for table in _hooks_of(part)]
         self._is_given_up = False
@@ -125,19 +125,20 @@ class CompiledForPlan:
 
 
 _calls: dict[Hashable, Callable[..., Any]] = {}
-_numbers = itertools.count()
 
 
 def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return module._call_impl(*args, **kwargs)
 
 
-def uncompiled_call() -> Callable[..., Any]:
+def uncompiled_call(module: nn.Module) -> Callable[..., Any]:
     """A function that calls a module uncompiled, and for the compiler is neither this package's nor an earlier one.
 
-    The compiler goes by file and name: sizes that differ from one such function to the next would become dynamic.
+    The compiler goes by file and name: sizes that differ from one such function to the next become dynamic. So modules
+    of another structure have another name.
     """
-    code = _call.__code__.replace(co_filename="<uncompiled call>", co_name=f"call_{next(_numbers)}")
+    name = f"call_{zlib.crc32(repr(structure_of(module)).encode()):08x}"
+    code = _call.__code__.replace(co_filename="<uncompiled call>", co_name=name)
     return FunctionType(code, _call.__globals__, code.co_name)
 
 

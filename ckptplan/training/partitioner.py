@@ -98,7 +98,7 @@ def saved_bytes(module: nn.Module, args: Any, kwargs: Any, ratios: Sequence[floa
     backend = aot_autograd(fw_compiler=_as_it_is, partition_fn=listing, decompositions=select_decomp_table())
     breaks = counters["graph_break"].total()
     # Without `fullgraph`: an error of the compiler's would leave its hook in Python's evaluation of frames.
-    torch.compile(uncompiled_call(), backend=backend, dynamic=False)(owner_of(module), *args, **kwargs)
+    torch.compile(uncompiled_call(module), backend=backend, dynamic=False)(owner_of(module), *args, **kwargs)
     if counters["graph_break"].total() != breaks:
         raise UnsupportedModelError("its code has graph breaks; take them out (TORCH_LOGS=graph_breaks names them)")
     return found

@@ -89,7 +89,7 @@ def _made(module: nn.Module, original: Callable[..., Any], ratio: float) -> _Var
 
     options = {**backend.config, "custom_partitioner_fn": SavingDraws(ratio)}
     # Without `fullgraph`: an error of the compiler's would leave its hook in Python's evaluation of frames.
-    call = torch.compile(uncompiled_call(), options=options, dynamic=backend.dynamic)
+    call = torch.compile(uncompiled_call(module), options=options, dynamic=backend.dynamic)
     _variants.append(_Variant(backend, structure, ratio, call))
     return _variants[-1]
 

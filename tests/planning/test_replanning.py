@@ -133,7 +133,7 @@ class Reading(nn.Module):
 @pytest.mark.parametrize(
     ("step", "rows", "planned"), [(accumulating, 150, [128]), (growing, 160, [160]), (growing, 150, [136, 144])]
 )
-@pytest.mark.long("growing-160-planned1", "growing-150-planned2")
+@pytest.mark.long("growing-150-planned2")
 def test_a_model_that_reads_values_is_planned_for_again(step: Step, rows: int, planned: list[int]) -> None:
     """The step runs for real: on the inputs themselves where larger ones would read beyond a table."""
     wanted = trained(Reading(rows), step, 3)

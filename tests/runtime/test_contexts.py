@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import ckptplan
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.plan import Decision
+from ckptplan.core.profile import Profile
 
 RECOMPUTE: dict[str, Any] = {"actions": ("keep", "recompute"), "segments": False}
 
@@ -120,24 +121,30 @@ def drawn(model: nn.Module, x: torch.Tensor, amp: torch.dtype | None) -> torch.T
 
 
 @pytest.mark.long
-def test_what_checkpointing_cannot_do_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_checkpointing_cannot_do_is_refused_by_name() -> None:
     model, x = made()
     swapping = ckptplan.solve(model, inputs=x, budget="30%", time_limit_s=0.5, actions=("keep", "swap"))
     with pytest.raises(InvalidInputError, match=r"stage '\d' moves storages, which torch.utils.checkpoint can't do"):
         swapping.to_context_fn()
-    pytest.importorskip("torch_remat")
-    with pytest.raises(InvalidInputError, match=r"stage '\d' moves storages, which torch_remat can't do; solve with"):
-        swapping.save_regions()
-    with pytest.raises(InvalidInputError, match=r"outputs without their inputs, .* solve with menus=False"):
-        recomputing(ckptplan.profile(model, x), which=1).save_regions()
     small = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(8)))
     together = ckptplan.solve(small, inputs=torch.randn(512, 16), budget="0%", actions=("keep", "recompute"))
     assert together.segments
     with pytest.raises(InvalidInputError, match=r"are recomputed together, .* solve with segments=False"):
         together.to_context_fn()
-    monkeypatch.setitem(sys.modules, "torch_remat", None)
-    with pytest.raises(InvalidInputError, match=r"needs torch_remat: pip install torch_remat"):
-        together.save_regions()
+    compiled = replace(together, segments=(), fingerprint=replace(together.fingerprint, compiled=("0",)))
+    with pytest.raises(InvalidInputError, match=r"layers are compiled for the plan, .* solve with compile=False"):
+        compiled.to_context_fn()
+
+
+def test_what_torch_remat_cannot_do_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "torch_remat", None)
+        with pytest.raises(InvalidInputError, match=r"needs torch_remat: pip install torch_remat"):
+            ckptplan.solve(Profile.from_chain([1.0], [2.0], [8], [8], input_bytes=8), budget="100%").save_regions()
+    pytest.importorskip("torch_remat")
+    model, x = made()
+    with pytest.raises(InvalidInputError, match=r"outputs without their inputs, .* solve with menus=False"):
+        recomputing(ckptplan.profile(model, x), which=1).save_regions()
 
 
 @pytest.mark.long

@@ -12,10 +12,9 @@ from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._mode_utils import no_dispatch
 
 from ckptplan.profiling.bytes.operations import Operands, TensorSpec
-from ckptplan.tensors.private import FakeTensor, FakeTensorMode, make_subclass
+from ckptplan.tensors.private import FakeTensor, FakeTensorMode, make_subclass, no_dispatch
 
 _UNTOLD_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 """Tags of operations whose results, or whose operands' layouts afterwards, don't follow from the key of the call."""

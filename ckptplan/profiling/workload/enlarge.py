@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
-from torch.utils._mode_utils import no_dispatch
 
 from ckptplan.core.errors import InvalidInputError
 from ckptplan.core.stage import InputTensor
 from ckptplan.profiling.bytes.fake import FakeWorld, fake_parameters
 from ckptplan.profiling.target import Target
-from ckptplan.tensors.private import TorchDispatchMode
+from ckptplan.tensors.private import TorchDispatchMode, no_dispatch
 from ckptplan.training.inputs import tensors_at
 from ckptplan.training.step import TrainingStep
 

@@ -59,6 +59,8 @@ def _recomputed(plan: Plan, by: str) -> dict[str, frozenset[int]]:
     if plan.segments:
         names = " .. ".join((plan.stages[plan.segments[0].first], plan.stages[plan.segments[0].last]))
         raise _refused(f"stages {names} are recomputed together", by, "segments=False")
+    if plan.fingerprint.compiled:
+        raise _refused("layers are compiled for the plan", by, "compile=False")
     if plan.between:
         raise _refused("weights are away between steps", by, 'offload="activations"')
     for name, choice in zip(plan.stages, plan.choices, strict=True):
