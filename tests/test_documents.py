@@ -101,6 +101,7 @@ RUN: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 @pytest.mark.usefixtures("short_search")
 @pytest.mark.filterwarnings("ignore:input .* goes beyond the plan:RuntimeWarning")
 @pytest.mark.parametrize("page", RUN)
+@pytest.mark.long("tutorial", "fit")
 def test_the_blocks_of_a_page_run(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
