@@ -1,6 +1,8 @@
-"""The tests marked `long`, each of which takes seconds, and which the suite leaves out.
+"""Do the tests marked `long` pass? Each takes seconds, and the suite leaves them out.
 
-python experiments/long_tests.py --out experiments/results
+    python experiments/long_tests.py --out experiments/results
+
+Failures are shown as pytest shows them; the table and the JSON file count by file.
 """
 
 from __future__ import annotations

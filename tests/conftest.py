@@ -15,7 +15,6 @@ import signal
 import sys
 import tempfile
 import threading
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -67,14 +66,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     by_name = any("::" in argument for argument in config.args)
-    ids = defaultdict[Any, set[str]](set)
-    for item in items:
-        ids[item.path, getattr(item, "originalname", "")].add(getattr(getattr(item, "callspec", None), "id", ""))
+    found = {item.nodeid for item in items}
     for item in items:
         for mark in item.iter_markers("long"):
-            unknown = {*mark.args, *mark.kwargs.get("but", ())} - ids[item.path, getattr(item, "originalname", "")]
+            function = item.nodeid.partition("[")[0]
+            unknown = [i for i in (*mark.args, *mark.kwargs.get("but", ())) if f"{function}[{i}]" not in found]
             if unknown and not by_name:
-                raise pytest.UsageError(f"{item.nodeid}: `long` names {sorted(unknown)}, which no test has")
+                raise pytest.UsageError(f"{item.nodeid}: `long` names {unknown}, which no test has")
         item.own_markers[:] = [mark for mark in item.own_markers if mark.name != "long" or _applies(mark, item)]
     if not by_name and not any(word in config.option.markexpr for word in ("long", "planning")):
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("long")])

@@ -307,7 +307,8 @@ class Enlarger:
             if repeated:
                 reached = training.reached()
                 with in_range(), restored(self._model, reached) as rewind, as_ours(training, "tracing"):
-                    if compiled_modules(self._model):  # real ones run under no mode
+                    # Under a dispatch mode, the compiler would give up the code of modules that run for real.
+                    if compiled_modules(self._model):
                         require_in_range(training, target)
                     else:
                         answered(lambda: require_in_range(training, target), training, target, rewind)
