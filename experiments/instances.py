@@ -7,9 +7,7 @@ They stand for no particular measurement; they make planning hard in the ways th
 
 from __future__ import annotations
 
-import gzip
 import random
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -276,7 +274,4 @@ def instance(name: str) -> Profile:
     name, _, offload = name.partition("+")
     if name in INSTANCES:
         return INSTANCES[name]()
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / f"{name}.json"
-        file.write_bytes(gzip.decompress((REAL / f"{name}.json.gz").read_bytes()))
-        return Profile.load(file).offloading(checked_offload(offload or "activations"))
+    return Profile.load(REAL / f"{name}.json.gz").offloading(checked_offload(offload or "activations"))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import html
 import json
+import zlib
 from pathlib import Path
 from types import UnionType
 from typing import Any, ClassVar, Self, get_args, get_origin
@@ -50,7 +52,7 @@ class Saved:
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read a file written by `save` or by hand.
+        """Read a file written by `save` or by hand; gzip may have packed it.
 
         Raises
         ------
@@ -84,10 +86,11 @@ def read_json(path: str | Path, *schemas: str) -> dict[str, Any]:
         If the file can't be read, isn't JSON, or has another schema.
     """
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        raw = Path(path).read_bytes()
+        data = json.loads(gzip.decompress(raw) if raw.startswith(b"\x1f\x8b") else raw)
     except OSError as error:
         raise InvalidInputError(f"{path} can't be read: {error}") from error
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError, EOFError, zlib.error) as error:
         raise InvalidInputError(f"{path} can't be read as JSON: {error}; if it was cut off, make it again") from error
     found = data.get("schema") if isinstance(data, dict) else None
     if found not in schemas:

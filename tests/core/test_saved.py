@@ -195,6 +195,13 @@ def test_damaged_files_are_refused(kind: str, tmp_path: Path) -> None:
         path.write_text(damaged)
         with pytest.raises(InvalidInputError, match=r"can't be read as JSON: .*if it was cut off, make it again"):
             LOAD[kind](path)
+    packed = gzip.compress(text.encode())
+    for damaged in (packed[: len(packed) // 2], packed[:20] + b"\xff" * 40 + packed[60:], packed[:3]):
+        path.write_bytes(damaged)
+        with pytest.raises(InvalidInputError, match=r"can't be read"):
+            LOAD[kind](path)
+    path.write_bytes(packed)
+    assert LOAD[kind](path) == LOAD[kind](unpacked(f"chain_{kind}", tmp_path))
     for neither in ("[]", "3", "null", '{"schema": 2}', '{"schema": ["ckptplan.plan/2"]}'):
         path.write_text(neither)
         with pytest.raises(InvalidInputError, match=r"file\.json"):
