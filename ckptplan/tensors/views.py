@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -51,8 +53,15 @@ def whole_storage(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def covers(tensor: torch.Tensor, nbytes: int) -> bool:
-    """Whether `tensor` covers its whole storage of `nbytes` bytes, in storage order and without lazy flags."""
-    return tensor.is_contiguous() and tensor.nbytes == nbytes and not tensor.is_conj() and not tensor.is_neg()
+    """Whether `tensor` covers its whole storage of `nbytes` bytes, in storage order and without lazy flags.
+
+    Of a dimension of size 1 the stride counts, too: kernels choose a memory format by it.
+    """
+    size = tensor.shape
+    in_order = tensor.is_contiguous() and (
+        1 not in size or tensor.stride() == tuple(accumulate(size[:0:-1], operator.mul, initial=1))[::-1]
+    )
+    return in_order and tensor.nbytes == nbytes and not tensor.is_conj() and not tensor.is_neg()
 
 
 class Geometry(NamedTuple):

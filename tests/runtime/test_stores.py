@@ -19,6 +19,7 @@ from made_plans import one_transfer
 
 from ckptplan.core.errors import SwapError
 from ckptplan.runtime.observe.counters import Counters
+from ckptplan.runtime.swap.packing import unpack
 from ckptplan.runtime.swap.record import Record, start_leaving
 from ckptplan.runtime.swap.session import SwapSession
 from ckptplan.runtime.swap.stores import DiskStore, disk
@@ -191,6 +192,17 @@ def test_who_drops_a_record_frees_its_bytes_though_they_are_being_copied(
     events, _ = recorded_blocks(step)
     assert sum(nbytes for _, nbytes, _ in events) == 0
     assert max(nbytes for _, nbytes, _ in events) == 4 << 14
+
+
+@pytest.mark.parametrize("stride", [(64, 64, 8, 1), (64, 1, 8, 1), (64, 7, 8, 1)])
+def test_strides_of_dimensions_of_size_1_come_back(store: DiskStore, stride: tuple[int, ...]) -> None:
+    """A convolution chooses its memory format by them, and with it its kernel and its result's strides."""
+    run = session(store)
+    packing = run.packing()
+    packed = packing.pack(torch.empty_strided((32, 1, 8, 8), stride).fill_(1))
+    run.leave(0, packing.saved, one_transfer((0,)))
+    run.release(0)
+    assert unpack(packed).stride() == stride
 
 
 @pytest.mark.parametrize(
