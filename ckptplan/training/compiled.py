@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import sys
 import weakref
 import zlib
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.modules import module as _modules
 
 from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.tensors.storages import tensors_in
@@ -35,6 +37,27 @@ def is_compiled(module: nn.Module) -> bool:
     """Whether `module.compile()` was called, or `module` was returned by `torch.compile`."""
     # Compared by class name, since importing the class from torch._dynamo takes long and may not be needed otherwise.
     return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def backend_behind(call: Any) -> Any:
+    """The compiler's backend of a compiled function, a module's compiled call or a patch around it; None if unknown."""
+    if isinstance(call, functools.partial):
+        return backend_behind(call.args[0])
+    if hasattr(call, "original"):  # of a patch
+        return backend_behind(call.original)
+    call = getattr(call, "compiled", call)  # `CompiledForPlan`
+    context = inspect.getclosurevars(call).nonlocals.get("self") if inspect.isfunction(call) else None
+    backend: Any = getattr(context, "callback", None)
+    while hasattr(backend, "_torchdynamo_orig_backend"):
+        backend = backend._torchdynamo_orig_backend
+    return backend
+
+
+def compiled_otherwise(module: nn.Module) -> str:
+    """How a compiled module's code isn't inductor's by default, as " by aot_eager" or its options; empty if it is."""
+    backend = backend_behind(module.__dict__.get("_compiled_call_impl") or getattr(module, "forward", None))
+    name, options = getattr(backend, "compiler_name", "inductor"), getattr(backend, "config", None)
+    return (f" by {name}" if name != "inductor" else "") + (f" with {options}" if options else "")
 
 
 def compiled_modules(model: nn.Module, also: Collection[str] = ()) -> dict[str, nn.Module]:
@@ -86,8 +109,8 @@ class CompiledForPlan:
     The module runs as it is, uncompiled, where its user would see a difference or compiled code can't be had:
 
     1. Without gradients, as without a plan: each size of an evaluation would be compiled, too.
-    2. While a part of it has hooks, which compiled code leaves out: the compiler doesn't check them again
-       (`skip_nnmodule_hook_guards`).
+    2. While a part of it, or all modules, have hooks, which compiled code leaves out: the compiler doesn't check them
+       again (`skip_nnmodule_hook_guards`).
     3. From the first error of the compiler on.
 
     Modules of one structure share their code, and each structure has a code object of its own: the compiler's limit on
@@ -104,7 +127,7 @@ class CompiledForPlan:
         if structure not in _calls:
             _calls[structure] = torch.compile(uncompiled_call(module))
         self.compiled = _calls[structure]
-        self._tables = [table for part in module.modules() for table in _hooks_of(part)]
+        self._tables = [*_OF_ALL_MODULES, *(table for part in module.modules() for table in _hooks_of(part))]
         self._is_given_up = False
 
     @property
@@ -114,14 +137,16 @@ class CompiledForPlan:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
-        if self.is_on:
-            try:
-                return self.compiled(self.module, *args, **kwargs)
-            except Exception as error:
-                if not is_compilers(error):
-                    raise
-                self._is_given_up = True
-        return self.module._call_impl(*args, **kwargs)
+        if not self.is_on:
+            return self.module._call_impl(*args, **kwargs)
+        try:
+            return self.compiled(self.module, *args, **kwargs)
+        except Exception as error:
+            if not is_compilers(error):
+                raise
+        output = self.module._call_impl(*args, **kwargs)  # whose own error, of a wrong shape, is no reason to give up
+        self._is_given_up = True
+        return output
 
 
 _calls: dict[Hashable, Callable[..., Any]] = {}
@@ -151,6 +176,14 @@ def structure_of(module: nn.Module) -> Hashable:
 def owner_of(module: nn.Module) -> nn.Module:
     """The module that is compiled: `torch.compile` returns one around it."""
     return getattr(module, "_orig_mod", module)
+
+
+_OF_ALL_MODULES: tuple[Mapping[int, Any], ...] = (
+    _modules._global_forward_hooks,
+    _modules._global_forward_pre_hooks,
+    _modules._global_backward_hooks,
+    _modules._global_backward_pre_hooks,
+)
 
 
 def _hooks_of(part: nn.Module) -> tuple[Mapping[int, Any], ...]:

@@ -25,7 +25,7 @@ from ckptplan.distributed import parallel_of
 from ckptplan.distributed.engines import check_engine
 from ckptplan.distributed.parallel import Parallel, class_of
 from ckptplan.tensors import accelerator
-from ckptplan.training.compiled import check_compiled, compiled_modules, is_compiled_for_a_plan
+from ckptplan.training.compiled import check_compiled, compiled_modules, compiled_otherwise, is_compiled_for_a_plan
 from ckptplan.training.gradients import accumulates
 from ckptplan.training.inputs import input_tensors
 
@@ -396,8 +396,10 @@ def fingerprint(step: TrainingStep, device_name: str | None = None, *, compiles:
     device = model_device(model)
     name = device_name or (accelerator.properties(device).name if accelerator.is_accelerator(device) else device.type)
     compiled = compiled_modules(model, compiles)
+    how = "".join(dict.fromkeys(map(compiled_otherwise, compiled.values())))
     return Fingerprint(
-        model=f"{kind.__module__}.{kind.__qualname__}" + (f" with {', '.join(compiled)} compiled" if compiled else ""),
+        model=f"{kind.__module__}.{kind.__qualname__}"
+        + (f" with {', '.join(compiled)} compiled{how}" if compiled else ""),
         parameters=f"{count} in {digest.hexdigest()[:16]}",
         training=model.training,
         inputs=inputs_text(step) if step.fn is None else "step()",

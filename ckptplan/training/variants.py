@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextvars import ContextVar
@@ -31,7 +30,14 @@ import torch
 from torch import nn
 
 from ckptplan.core.errors import PlanMismatchError, UnsupportedModelError
-from ckptplan.training.compiled import CompiledForPlan, hooks_in, owner_of, structure_of, uncompiled_call
+from ckptplan.training.compiled import (
+    CompiledForPlan,
+    backend_behind,
+    hooks_in,
+    owner_of,
+    structure_of,
+    uncompiled_call,
+)
 
 RATIO: ContextVar[float] = ContextVar("RATIO", default=0.0)
 """The ratio of the variants that calls of compiled modules run; 0: the user's own code."""
@@ -117,14 +123,7 @@ def backend_of(module: nn.Module, original: Callable[..., Any]) -> Any:
     UnsupportedModelError
         If a module that is compiled so has no variants.
     """
-    while isinstance(original, functools.partial):  # of the patch around the call (`PatchedForward`)
-        original = original.args[0]
-    original = getattr(original, "compiled", original)  # `CompiledForPlan`
-    context = inspect.getclosurevars(original).nonlocals.get("self") if inspect.isfunction(original) else None
-    backend: Any = getattr(context, "callback", None)
-    while hasattr(backend, "_torchdynamo_orig_backend"):
-        backend = backend._torchdynamo_orig_backend
-    name = type(module).__name__
+    backend, name = backend_behind(original), type(module).__name__
     if type(backend).__name__ != "_TorchCompileInductorWrapper":
         raise UnsupportedModelError(
             f"a {name} is compiled by another backend than inductor, or wrapped since; only what inductor compiles has "

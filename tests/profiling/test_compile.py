@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import gc
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch._dynamo import convert_frame
 from torch._dynamo.utils import counters
 from toy_modules import InTurn, Lambda, times
 
+import ckptplan
 from ckptplan.core.errors import PlanMismatchError, UnsupportedModelError
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
@@ -27,11 +29,14 @@ from ckptplan.memory.estimate import TrainingBytes, estimate
 from ckptplan.profiling.profiler import profile, traced_bytes
 from ckptplan.profiling.target import find_target
 from ckptplan.runtime.handle import apply
+from ckptplan.runtime.patching import PatchedForward, installed
 from ckptplan.runtime.verify import verify
-from ckptplan.training.step import make_step
+from ckptplan.training.step import fingerprint, make_step
 
 # What the compiler itself warns about is not ours; profiling with memory events warns on blocks from before.
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+pytestmark = pytest.mark.filterwarnings(
+    *(f"ignore::{kind}" for kind in ("DeprecationWarning", "UserWarning", "FutureWarning"))
+)
 
 FORMS = ("compile()", "torch.compile")
 ACTIONS = ("keep", "swap", "recompute", "recompute+swap")
@@ -306,6 +311,91 @@ def test_a_compiled_stage_that_writes_to_its_inputs_is_refused() -> None:
     model[1].compile(backend="aot_eager")
     with pytest.raises(UnsupportedModelError, match="'1' writes to its inputs"):
         profile(model, torch.randn(32, 16))
+
+
+@dataclasses.dataclass
+class Both:
+    hidden: torch.Tensor
+    aux: torch.Tensor
+
+
+class Returning(Block):
+    """Returns a plain object, for which the compiler's trees have no place."""
+
+    def forward(self, x: torch.Tensor, losses: list[torch.Tensor]) -> Any:
+        y = super().forward(x)
+        return Both(y, y.square().mean())
+
+
+class Appending(Block):
+    def forward(self, x: torch.Tensor, losses: list[torch.Tensor]) -> Any:
+        y = super().forward(x)
+        losses.append(y.square().mean())
+        return y
+
+
+class WithLosses(nn.Module):
+    def __init__(self, kind: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.stem, self.layers, self.head = nn.Linear(16, 64), times(2, kind), nn.Linear(64, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, losses = self.stem(x), list[torch.Tensor]()
+        for layer in self.layers:
+            y = layer(x, losses)
+            x = y.hidden if isinstance(y, Both) else y
+            losses += [y.aux] if isinstance(y, Both) else []
+        return self.head(x).square().mean() + sum(losses)
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"), [(Returning, "returns a Both with tensors in it"), (Appending, "puts tensors into its arguments")]
+)
+def test_layers_with_outputs_that_a_replay_cannot_make(kind: Callable[[], nn.Module], why: str) -> None:
+    torch._dynamo.reset()
+    model, x = WithLosses(kind).train(), torch.randn(512, 16)
+    plan = ckptplan.solve(model, inputs=x, budget="100%", compile=True, menus=False, time_limit_s=1.0)
+    assert plan.fingerprint.compiled == ()
+    assert any(why in note for note in plan.notes), plan.notes
+    for layer in model.layers:
+        layer.compile(backend="aot_eager")
+    with pytest.raises(UnsupportedModelError, match=f"compiled module 'layers.0' {why}.*leave this module uncompiled"):
+        profile(model, x)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("how", ["as it is", "compile()"])
+def test_a_part_of_a_block_that_the_model_calls_too_is_no_stage(how: str) -> None:
+    torch._dynamo.reset()
+    _, x = build()
+    shared = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64))
+    model = InTurn(stem=nn.Linear(16, 64), layers=times(4, Block), final=shared, head=nn.Linear(64, 10))
+    model.layers[0].norm = shared
+    for layer in model.layers if how == "compile()" else ():
+        layer.compile(backend="aot_eager")
+    measured = traced(model, x)
+    assert [s.name for s in measured.stages if not s.name.startswith("(")][:4] == [f"layers.{i}" for i in range(4)]
+    check(model, plan_of(measured, "keep", "recompute"), x)
+    torch._dynamo.reset()
+
+
+def test_plans_know_the_backend() -> None:
+    """Layers that another backend compiles save other bytes."""
+    model, x = build("compile()")
+    found = fingerprint(make_step(model, Training(x)))
+    assert found.model.endswith("with layers.0, layers.1, layers.2, layers.3 compiled by aot_eager")
+    with installed([PatchedForward(layer, lambda run, args, kwargs: run(*args, **kwargs)) for layer in model.layers]):
+        assert fingerprint(make_step(model, Training(x))) == found
+    for how, text in (
+        ({}, "compiled"),
+        ({"mode": "max-autotune-no-cudagraphs"}, "compiled with {'max_autotune': True"),
+    ):
+        for layer in model.layers:
+            layer.compile(**how)
+        other = fingerprint(make_step(model, Training(x)))
+        assert other.model.partition("layers.3 ")[2].startswith(text)
+        with pytest.raises(PlanMismatchError, match="aot_eager"):
+            found.require(other)
 
 
 @pytest.mark.parametrize("planned", ["compile()"], indirect=True)

@@ -18,6 +18,7 @@ import torch
 from small_models import Made, scheduled
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.nn.modules.module import register_module_forward_hook
 from toy_modules import InTurn, times
 
 import ckptplan
@@ -35,7 +36,7 @@ from ckptplan.profiling.values.variants import _spread
 from ckptplan.runtime.handle import apply
 from ckptplan.runtime.verify import verify
 from ckptplan.training import variants
-from ckptplan.training.compiled import uncompiled_call
+from ckptplan.training.compiled import CompiledForPlan, ran_compiled, uncompiled_call
 from ckptplan.training.step import make_step
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
@@ -590,11 +591,34 @@ def test_layers_compiled_for_a_plan_run_as_they_are_where_compiled_code_would_di
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
     hook.remove()
     handle = ckptplan.apply(model, plan)
+    hook = model.layers[1].register_forward_hook(lambda *args: None)
+    with pytest.warns(RuntimeWarning, match="'layers.1' was compiled and runs uncompiled"):  # from the first step on
+        ran()
+    handle.remove()
+    hook.remove()
+    handle = ckptplan.apply(model, plan)
     handle = ckptplan.apply(model, plain, replace=True)
     assert not is_compiled(model)
     model.layers[0].compile()
     handle.remove()
     assert is_compiled(model)  # by the user
+    torch._dynamo.reset()
+
+
+def test_layers_compiled_for_a_plan_stay_compiled() -> None:
+    """After an input that the layer itself refuses, and behind hooks of all modules."""
+    torch._dynamo.reset()
+    layer = nn.Sequential(nn.Linear(16, 16), nn.GELU())
+    call = CompiledForPlan(layer)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        call(torch.ones(4, 15))
+    assert ran_compiled(call(torch.ones(4, 16)))
+    seen: list[Any] = []
+    hook = register_module_forward_hook(lambda module, args, output: seen.append(module))
+    assert not ran_compiled(call(torch.ones(4, 16)))
+    assert len(seen) == 3
+    hook.remove()
+    assert ran_compiled(call(torch.ones(4, 16)))
     torch._dynamo.reset()
 
 

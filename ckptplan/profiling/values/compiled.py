@@ -31,7 +31,7 @@ import functools
 import hashlib
 import itertools
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -47,6 +47,7 @@ from ckptplan.runtime.patching import installed
 from ckptplan.runtime.swap.users_hooks import OwnHooks
 from ckptplan.state.restore import random_state
 from ckptplan.tensors import accelerator
+from ckptplan.tensors.objects import tensors_in_objects
 from ckptplan.tensors.private import disable_current_modes
 from ckptplan.tensors.storages import tensors_in
 from ckptplan.training.compiled import compiled_modules, out_of_sight, owner_of
@@ -371,6 +372,8 @@ def _described(trial: Call) -> dict[str, Any]:
             "tensor, or leave this module uncompiled"
         )
     leaves, spec = pytree.tree_flatten(output)
+    if why := unplayable(trial, inputs, leaves):
+        raise UnsupportedModelError(f"compiled module {name!r} {why}; leave this module uncompiled")
     outputs = tuple(_described_leaf(name, leaf, storages) for leaf in leaves)
     now = _buffers(module)
     replaced = tuple(key for key, (_, _, buffer, _) in buffers.items() if now[key][2] is not buffer)
@@ -388,6 +391,13 @@ def _described(trial: Call) -> dict[str, Any]:
         "made": tuple(storages.new[len(new) :]),
         "gradients": gradients,
     }
+
+
+def unplayable(call: Call, inputs: Sequence[torch.Tensor], leaves: Iterable[Any]) -> str | None:
+    """Why a replay can't play a call with this output, before which its arguments held `inputs`; None if it can."""
+    if opaque := next((leaf for leaf in leaves if tensors_in_objects([leaf])), None):
+        return f"returns a {type(opaque).__name__} with tensors in it, which is no tuple, dict or registered pytree"
+    return None if {id(t) for t in call.inputs} <= {id(t) for t in inputs} else "puts tensors into its arguments"
 
 
 def _described_leaf(name: str, leaf: Any, storages: _Storages) -> Any:

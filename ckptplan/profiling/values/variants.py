@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.core.request import Report
@@ -35,6 +36,7 @@ from ckptplan.profiling.values.compiled import (
     distinct_tensors,
     note_call,
     run_for_real,
+    unplayable,
 )
 from ckptplan.state.put_back import Steps, put_back
 from ckptplan.state.restore import random_state
@@ -161,9 +163,12 @@ def _not_compilable(like: _Given, module: nn.Module) -> str | None:
         return why
     try:
         with like.again() as trial:
+            inputs = trial.inputs
             output = CompiledForPlan(module).compiled(module, *trial.args, **trial.kwargs)
         if ran_compiled(output) is False:
             return "the compiler has given it up (TORCH_LOGS=recompiles tells why)"
+        if unplayed := unplayable(trial, inputs, pytree.tree_leaves(output)):
+            return f"it {unplayed}"
     except Exception as error:  # as there
         return _told(error)
     left = (t for part in module.modules() for t in tensors_in(vars(part)))
@@ -255,6 +260,7 @@ def _told(error: Exception) -> str:
     """Return the error's class and first line, since the compiler's texts are long."""
     if isinstance(error, UnsupportedModelError):
         return str(error)
+    error = getattr(error, "inner_exception", error)  # of a backend
     return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
 
 

@@ -30,6 +30,7 @@ from ckptplan.runtime.guard.unplanned import is_foreign
 from ckptplan.runtime.patching import PatchedForward, installed, is_patchable
 from ckptplan.runtime.swap.packing import unowned
 from ckptplan.runtime.swap.users_hooks import OwnHooks
+from ckptplan.tensors.modules import below
 from ckptplan.tensors.storages import storages_of
 from ckptplan.training.compiled import compiled_modules
 from ckptplan.training.step import TrainingStep
@@ -116,7 +117,10 @@ def discover_stages(step: TrainingStep, world: Callable[[], contextlib.AbstractC
         If no submodule saves anything for backward.
     """
     foreign: dict[str, None] = {}
-    every = _record(step, world, foreign)
+    compiled = compiled_modules(step.model)
+    in_compiled = {part for module in compiled.values() for part in below(module)[1:]}
+    hidden = {name for name, module in step.model.named_modules() if module in in_compiled}
+    every = [call for call in _record(step, world, foreign) if call.module not in hidden]
     calls = _without_experts(every)
     root = calls[0]
     if _holds_models(step.model):
@@ -132,7 +136,7 @@ def discover_stages(step: TrainingStep, world: Callable[[], contextlib.AbstractC
     called = dict.fromkeys(call.module for call in calls[1:])
     outside = (name for name in called if not any(name == m or name.startswith(f"{m}.") for m in modules))
     blocks = {call.caller.module for call in set(every) - set(calls) if call.caller is not None}
-    blocks |= compiled_modules(step.model).keys()
+    blocks |= compiled.keys()
     uncalled = _uncalled(step.model, modules, blocks.union(called), blocks)
     return FoundStages(tuple(call.name for call in best), tuple(outside), tuple(uncalled), tuple(foreign))
 
@@ -167,10 +171,21 @@ def _best_cut(calls: Sequence[ModuleCall], total: int, first: int = 0) -> list[M
     best: list[ModuleCall] = []
     for cut in cuts:
         worthy = {call.module for call in cut if call.saved and (call.member or call.saved_bytes >= _WORTH * total)}
+        worthy -= _called_below(cut, calls)  # a plan counts each call of a stage's module
         stages = [call for call in cut if call.module in worthy]  # all calls of a module: plans number them
         if stages and (not best or _cost(stages) < _cost(best)):
             best = stages
     return best
+
+
+def _called_below(cut: list[ModuleCall], calls: Sequence[ModuleCall]) -> set[str]:
+    """The modules that a call of a cut calls, or one of its calls."""
+    inside, found = set(cut), set[str]()
+    for call in calls:
+        if call.caller in inside:
+            inside.add(call)
+            found.add(call.module)
+    return found
 
 
 def _without_experts(calls: list[ModuleCall]) -> list[ModuleCall]:

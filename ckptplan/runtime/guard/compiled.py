@@ -4,7 +4,8 @@ NOTE [Compiled anew]
 The compiler compiles a function again where a guard on its inputs fails, and after some times (`recompile_limit`) it
 runs the function uncompiled, after one warning in a log. The gradients stay right, but neither the bytes nor the times
 are the planned ones. So each call of a compiled stage is checked: whether compiled code made the output, as in the
-first call under the plan and with each variant; and, after the first call, whether the compiler was at work.
+first call under the plan, with each variant, and with each layer that is compiled for the plan; and, after the first
+call, whether the compiler was at work.
 
 Example: a last batch of 384 in place of 512 rows; each stage is compiled again for it, which is reported once. That is
 the difference "recompiled", for which no plan is made anew: it would be one for the same code. "compiled" is code that
@@ -17,7 +18,7 @@ from typing import Any
 
 from ckptplan.runtime.guard.differences import Differences
 from ckptplan.runtime.recompute.call import PlannedStage
-from ckptplan.training.compiled import compilations, ran_compiled
+from ckptplan.training.compiled import compilations, is_compiled_for_a_plan, ran_compiled
 
 
 class CompiledStages:
@@ -34,7 +35,8 @@ class CompiledStages:
             return
         is_first = stage.index not in self._compiled
         if is_first:
-            self._compiled[stage.index] = compiled or stage.choice.ratio > 0
+            planned = stage.choice.ratio > 0 or is_compiled_for_a_plan(stage.module)
+            self._compiled[stage.index] = compiled or planned
         if self._compiled[stage.index] and not compiled:
             self._differences.note(
                 "compiled",
