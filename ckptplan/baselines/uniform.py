@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptplan.baselines._build import Selection, build_fastest, named
+from ckptplan.baselines._build import Selection, build_fastest, named, ways_to_recompute
 from ckptplan.core.plan import Plan
 from ckptplan.core.profile import Profile
 from ckptplan.core.spread import evenly, fractions
@@ -29,9 +29,7 @@ def plan(profile: Profile, budget_bytes: int) -> Plan:
 
 def _selections(profile: Profile) -> Iterator[Selection]:
     seen = set()
-    variants = ["recompute"]
-    if any(stage.find("recompute+swap") for stage in profile.stages):
-        variants.append("recompute+swap")
+    variants = dict.fromkeys(name for name, _ in ways_to_recompute(profile))
     for keep, swap, rest in fractions():
         for again in variants:
             names = spread(profile, {"keep": keep, "swap": swap, again: rest})

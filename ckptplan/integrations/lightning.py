@@ -34,7 +34,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from ckptplan.core.errors import CkptPlanError, PlanMismatchError, UnsupportedModelError
 from ckptplan.core.plan import Plan
 from ckptplan.distributed import is_distributed, parallel_of
-from ckptplan.integrations.training import PlannedBatch, PlanningCallback, Together, replace, unchanged
+from ckptplan.integrations.training import PlannedBatch, PlanningCallback, Together, unchanged
 from ckptplan.planning.log import say
 from ckptplan.planning.plan_file import optimizer_text, plain_text, settings_of
 from ckptplan.profiling.workload.discover import NothingSavedError
@@ -90,7 +90,7 @@ class ActivationPlanner(PlanningCallback, pl.Callback):
                 self._plan(trainer, pl_module, args, kwargs)
             return original(*args, **kwargs)
 
-        replace(self._undo, trainer.strategy, "training_step", training_step)
+        self._undo.enter_context(mock.patch.object(trainer.strategy, "training_step", training_step))
 
     def _plan(
         self, trainer: pl.Trainer, module: pl.LightningModule, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -268,18 +268,3 @@ def unchanged(batch: Any) -> Iterator[None]:
             for tensor, version, value in saved:
                 if tensor._version != version:
                     tensor.copy_(value)
-
-
-def replace(undo: contextlib.ExitStack, of: Any, name: str, by: Any) -> None:
-    """Set an attribute of an instance until `undo` is closed."""
-    attributes = vars(of)
-    own = name in attributes, attributes.get(name)
-    setattr(of, name, by)
-
-    def back() -> None:
-        if own[0]:
-            setattr(of, name, own[1])
-        else:
-            attributes.pop(name, None)
-
-    undo.callback(back)

@@ -32,6 +32,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -39,7 +40,7 @@ from transformers import Trainer, TrainerCallback
 
 from ckptplan.core.errors import CkptPlanError, InvalidInputError, UnsupportedModelError
 from ckptplan.distributed import parallel_of
-from ckptplan.integrations.training import PlannedBatch, PlanningCallback, replace, unchanged
+from ckptplan.integrations.training import PlannedBatch, PlanningCallback, unchanged
 from ckptplan.planning.log import say
 from ckptplan.planning.plan_file import name_of
 from ckptplan.runtime.handle import Handle
@@ -129,11 +130,14 @@ class _TrainerLoop:
         self._undo = contextlib.ExitStack()
         self._begun = self._warned = False
         self.compute_loss: Callable[..., Any] = trainer.compute_loss
-        replace(self._undo, trainer, "_run_epoch", functools.partial(self._epoch, trainer._run_epoch))
+        self._patch(trainer, "_run_epoch", functools.partial(self._epoch, trainer._run_epoch))
         for name in _GUARDED:
-            replace(self._undo, trainer, name, functools.partial(self._guarded, getattr(trainer, name)))
+            self._patch(trainer, name, functools.partial(self._guarded, getattr(trainer, name)))
         handler = trainer.callback_handler
-        replace(self._undo, handler, "call_event", functools.partial(self._guarded, handler.call_event))
+        self._patch(handler, "call_event", functools.partial(self._guarded, handler.call_event))
+
+    def _patch(self, of: Any, name: str, by: Callable[..., Any]) -> None:
+        self._undo.enter_context(mock.patch.object(of, name, by))
 
     def check_planned(self) -> None:
         """Warn, once, if a step was trained and no call of `compute_loss` was seen."""
@@ -163,7 +167,7 @@ class _TrainerLoop:
         if not self._begun:
             self._begun = True
             self.compute_loss = self.trainer.compute_loss
-            replace(self._undo, self.trainer, "compute_loss", self._compute_loss)
+            self._patch(self.trainer, "compute_loss", self._compute_loss)
             self._undo.enter_context(_checkpointing_off(_model_of(self.trainer)))
         return original(*args, **kwargs)
 

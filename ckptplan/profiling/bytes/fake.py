@@ -149,6 +149,12 @@ def _zeros(like: torch.Tensor) -> torch.Tensor:
 
 _LOG = logging.getLogger(FakeTensorMode.__module__)
 
+
+def quiet() -> contextlib.AbstractContextManager[Any]:
+    """Silence PyTorch's log of failures on fake tensors."""
+    return mock.patch.object(_LOG, "disabled", True)
+
+
 _NO_KERNEL = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 """Errors that say that an operation has no fake kernel for any operands."""
 
@@ -217,7 +223,7 @@ class FakeWorld(TorchDispatchMode):
     def __enter__(self) -> FakeWorld:
         self._training = torch.is_grad_enabled()
         with contextlib.ExitStack() as stack:
-            stack.enter_context(mock.patch.object(_LOG, "disabled", True))  # errors are raised, then answered or shown
+            stack.enter_context(quiet())  # errors are raised, then answered or shown
             stack.enter_context(reading_watched(self._array, by_item=lambda: self._answers is not None or self._drew))
             stack.enter_context(mock.patch.object(torch.Tensor, "as_subclass", _as_subclass))
             stack.enter_context(mock.patch.object(torch.Tensor, "_make_subclass", staticmethod(_make_subclass)))
@@ -515,11 +521,8 @@ def _kept_by_to() -> Iterator[None]:
                 return self
         return original(self, fn, recurse)
 
-    nn.Module._apply = apply  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(nn.Module, "_apply", apply):
         yield
-    finally:
-        nn.Module._apply = original  # type: ignore[method-assign]
 
 
 def _dress(

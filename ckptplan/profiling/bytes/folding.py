@@ -11,7 +11,6 @@ from __future__ import annotations
 import bisect
 import contextlib
 import itertools
-import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -298,14 +297,3 @@ def shortened(model: nn.Module, runs: list[Run]) -> Iterator[None]:
     finally:
         for container, members in saved:
             container._modules = members
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Silence PyTorch's log of failures on fake tensors, which a missing layer may cause here."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    before, log.disabled = log.disabled, True
-    try:
-        yield
-    finally:
-        log.disabled = before

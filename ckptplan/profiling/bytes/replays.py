@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -635,11 +636,8 @@ def _random_states_counted(tracker: Tracker, target: Target) -> Iterator[None]:
     if target.is_cuda:
         yield
         return
-    torch.get_rng_state = counted
-    try:
+    with mock.patch.object(torch, "get_rng_state", counted):
         yield
-    finally:
-        torch.get_rng_state = original
 
 
 _PACKAGE = __name__.partition(".")[0] + "."

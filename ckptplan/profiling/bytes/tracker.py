@@ -18,6 +18,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -684,11 +685,8 @@ def _resizes_seen(seen: Callable[[torch.UntypedStorage], None]) -> Iterator[None
         seen(storage)
         return resized
 
-    torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
-    try:
+    with mock.patch.object(torch.UntypedStorage, "resize_", resize):
         yield
-    finally:
-        del torch.UntypedStorage.resize_
 
 
 def workspaces_of(target: Target, traces: Iterable[SegmentTrace]) -> tuple[dict[Hashable, int], list[str], bool]:

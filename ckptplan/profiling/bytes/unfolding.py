@@ -27,7 +27,8 @@ from typing import Any, TypeVar
 
 from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.core.plan import KEEP, Decision, Decisions
-from ckptplan.profiling.bytes.folding import Periods, Run, UnlikeLayersError, find_runs, quiet, shortened
+from ckptplan.profiling.bytes.fake import quiet
+from ckptplan.profiling.bytes.folding import Periods, Run, UnlikeLayersError, find_runs, shortened
 from ckptplan.profiling.bytes.origins import Where
 from ckptplan.profiling.bytes.replays import Replay, find_stages, replay
 from ckptplan.profiling.bytes.tracker import DETACHED, Change, SegmentTrace, Sid
