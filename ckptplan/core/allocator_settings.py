@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ckptplan.core.checks import check_number, is_int, is_number
+from ckptplan.core.checks import is_int
 from ckptplan.core.errors import InvalidInputError
 
 MIB = 1 << 20
@@ -25,11 +25,14 @@ LARGE_SEGMENT_BYTES = 20 * MIB  # default of `large_segment_size_mb`
 INTERVALS = 16  # interval i has the sizes from 2**(20+i) to 2**(21+i) - 1 bytes; the first and last have no bound
 
 # Settings of pinned host memory, a lock, CUDA graph capture, or reserved addresses (PyTorch 2.15), which have no effect
-# in this model.
+# in this model. The memory fraction is in the free bytes (tensors/accelerator.py). Garbage collection, which works with
+# such a fraction alone, releases unused segments before new ones are made: without it as much or more is reserved.
 WITHOUT_EFFECT = (
     "expandable_segments_reserve",
     "expandable_segments_reserve_by_class",
+    "garbage_collection_threshold",
     "graph_capture_record_stream_reuse",
+    "per_process_memory_fraction",
     "pinned_free_catch_all",
     "pinned_max_cached_size_mb",
     "pinned_max_round_threshold_mb",
@@ -58,16 +61,11 @@ class AllocatorSettings:
         all sizes, a tuple has one for each interval of sizes (`INTERVALS`); `from_string` reads PyTorch's list. Stored
         as one number per interval; 0 and 1 mean rounding to 512. Example: with 4 divisions a request of 5 MiB rounds up
         to 5 MiB, one of 4.5 MiB too.
-    garbage_collection_threshold : float, optional
-        Part of the allowed memory above which old unused segments are released before a new one is allocated. As in
-        PyTorch it has no effect unless `memory_fraction` is below 1.
     large_segment_bytes : int
         Size of the segments that requests above 1 MiB and below 10 MiB share; also the page of expandable segments of
         the large pool. More than 10 MiB.
     max_non_split_rounding_bytes : int, optional
         A request of at least `max_split_size_bytes` takes no block larger by this or more. None: `large_segment_bytes`.
-    memory_fraction : float
-        Part of the capacity that the allocator may reserve (`torch.cuda.set_per_process_memory_fraction`).
 
     Raises
     ------
@@ -78,10 +76,8 @@ class AllocatorSettings:
     expandable_segments: bool = False
     max_split_size_bytes: int | None = None
     roundup_power2_divisions: int | tuple[int, ...] = 0
-    garbage_collection_threshold: float | None = None
     large_segment_bytes: int = LARGE_SEGMENT_BYTES
     max_non_split_rounding_bytes: int | None = None
-    memory_fraction: float = 1.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.expandable_segments, bool):
@@ -100,12 +96,6 @@ class AllocatorSettings:
                     f"{name}={value!r} must be an integer of at least large_segment_bytes ({self.large_segment_bytes});"
                     " raise it, or lower large_segment_bytes"
                 )
-        threshold = self.garbage_collection_threshold
-        if threshold is not None and not (is_number(threshold) and 0 < threshold < 1):
-            raise InvalidInputError(
-                f"garbage_collection_threshold={threshold!r} must be above 0 and below 1; None turns it off"
-            )
-        check_number("", 0, 1, memory_fraction=self.memory_fraction)
         object.__setattr__(self, "roundup_power2_divisions", _intervals(self.roundup_power2_divisions))
 
     @property
@@ -118,8 +108,8 @@ class AllocatorSettings:
     def from_string(cls, text: str) -> AllocatorSettings:
         """Return the settings in the text of PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF.
 
-        Known names without an effect on device memory (pinned memory, locks, graph capture, reserved addresses) are
-        accepted. Of a name given twice the last value counts, as in PyTorch.
+        Known names without an effect in this model (`WITHOUT_EFFECT`) are accepted. Of a name given twice the last
+        value counts, as in PyTorch.
 
         Raises
         ------
@@ -198,13 +188,6 @@ def _mebibytes(name: str, value: str) -> int:
     return _integer(name, value) * MIB
 
 
-def _number(name: str, value: str) -> float:
-    try:
-        return float(value)
-    except ValueError:
-        raise InvalidInputError(f"{name}:{value} must be a number") from None
-
-
 def _division_list(name: str, value: str) -> tuple[int, ...]:
     """Return the divisions of each interval from text such as "8" or "[256:1,512:2,>:8]", with sizes in MiB."""
     if not value.startswith("["):
@@ -238,11 +221,9 @@ def _division_list(name: str, value: str) -> tuple[int, ...]:
 
 _READERS: dict[str, tuple[str, Callable[[str, str], object]]] = {
     "expandable_segments": ("expandable_segments", _boolean),
-    "garbage_collection_threshold": ("garbage_collection_threshold", _number),
     "large_segment_size_mb": ("large_segment_bytes", _mebibytes),
     "max_non_split_rounding_mb": ("max_non_split_rounding_bytes", _mebibytes),
     "max_split_size_mb": ("max_split_size_bytes", _mebibytes),
-    "per_process_memory_fraction": ("memory_fraction", _number),
     "roundup_power2_divisions": ("roundup_power2_divisions", _division_list),
 }
 """Name in the text -> field, and the function that reads its value."""

@@ -14,18 +14,17 @@ On a request, in this order:
 3. The smallest free block of that pool and stream that holds it is taken; of equal ones that with the lowest address.
    With `max_split_size_bytes`, a smaller request takes no block of that size or more, and another no block that is
    larger by `max_non_split_rounding_bytes`.
-4. With a threshold and a memory fraction, segments unused for long are released (large pool only).
-5. A new segment: 2 MiB in the small pool; `large_segment_bytes` for less than 10 MiB; above that the size rounded up
+4. A new segment: 2 MiB in the small pool; `large_segment_bytes` for less than 10 MiB; above that the size rounded up
    to 2 MiB.
-6. If that fails: with `max_split_size_bytes`, unused blocks of at least that size are released, the smallest that is
-   large enough or as many as it takes, and 5 again; then every unused whole segment of both pools and all streams is,
-   after waiting for all events, and 5 again; then out of memory.
-7. The rest of the block is split off: in the small pool from 512 bytes, in the large pool above 1 MiB and only for
+5. If that fails: with `max_split_size_bytes`, unused blocks of at least that size are released, the smallest that is
+   large enough or as many as it takes, and 4 again; then every unused whole segment of both pools and all streams is,
+   after waiting for all events, and 4 again; then out of memory.
+6. The rest of the block is split off: in the small pool from 512 bytes, in the large pool above 1 MiB and only for
    sizes below `max_split_size_bytes`. The request keeps the low address.
 
 On a free the block merges with its free neighbours. A block that other streams have used waits for their events.
 
-With expandable segments, step 5 maps pages (2 MiB in the small pool, `large_segment_bytes` in the large one) at the
+With expandable segments, step 4 maps pages (2 MiB in the small pool, `large_segment_bytes` in the large one) at the
 lowest address of the stream's segment where free and unmapped room together suffice, so a free block at the end of what
 is mapped counts; in step 3 a block counts with the unmapped room behind it; rests split off from 512 bytes; releasing
 unmaps every page that holds no part of a live block.
@@ -38,7 +37,6 @@ Details of the source that are easily missed:
   large segments.
 - Power-of-two divisions leave sizes up to 512 * divisions alone, and their intervals reach from 1 MiB to 64 GiB.
 - Requests of 0 bytes take nothing.
-- The memory fraction is checked with the size of rule 5, also where expandable segments would map less.
 - `max_split_size_bytes` acts with expandable segments too (rule 3).
 
 The address of a segment breaks the tie between equal free blocks of different segments (rule 3), so it can change how
@@ -51,12 +49,12 @@ for 20 MiB needs a second segment, because only 17 MiB of the first are free; `f
 
 Checked against histories recorded on real GPUs (`tests/histories.py`, `tests/memory/test_histories.py`):
 with the recorded segments' addresses every block's address and every reserved byte is the same, also with expandable
-segments and in an out-of-memory error. `max_split_size`, garbage collection, divisions, other streams' events and
+segments and in an out-of-memory error. `max_split_size`, divisions, other streams' events and
 private pools occur in no recorded history yet.
 
-Limits: physical memory never fragments below a segment or page. Private pools (CUDA graphs, `torch.cuda.MemPool`),
-callbacks that free memory of other processes, and `cudaMallocAsync` aren't modelled. Events complete at `synchronize`
-or when memory runs short, not by themselves.
+Limits: physical memory never fragments below a segment or page. Garbage collection (`garbage_collection_threshold`),
+private pools (CUDA graphs, `torch.cuda.MemPool`), callbacks that free memory of other processes, and `cudaMallocAsync`
+aren't modelled. Events complete at `synchronize` or when memory runs short, not by themselves.
 """
 
 from __future__ import annotations
@@ -154,8 +152,6 @@ class _Block:
     """Events of other streams that aren't complete."""
     used_on: set[int] = field(default_factory=set)
     """Other streams that use the block, until it is freed."""
-    age_base: int = 0
-    """Searches of the pool up to the moment the block became free."""
 
     @property
     def is_split(self) -> bool:
@@ -187,10 +183,8 @@ class _Pool:
     free: dict[int, list[_Entry]] = field(default_factory=dict)
     unmapped: dict[int, list[tuple[int, _Block]]] = field(default_factory=dict)
     """Unmapped blocks per stream, by address."""
-    searches: int = 0
 
     def insert(self, block: _Block) -> None:
-        block.age_base = self.searches
         insort(self.free.setdefault(block.stream, []), (block.size, block.address, block))
 
     def remove(self, block: _Block) -> None:
@@ -255,7 +249,7 @@ class CachingAllocator:
         PyTorch's defaults if left out.
     capacity_bytes : int, optional
         Memory that the driver can give to this allocator: the device's memory less the context and other programs.
-        None: no limit. The memory fraction refers to this number; PyTorch's refers to the whole device.
+        None: no limit.
     addresses : Addresses, optional
         Addresses of new segments; falling ones above 2 MiB if left out.
 
@@ -288,18 +282,7 @@ class CachingAllocator:
             )
         if capacity_bytes is not None and (not isinstance(capacity_bytes, int) or capacity_bytes < 0):
             raise InvalidInputError(f"capacity_bytes={capacity_bytes!r} must be an integer of at least 0, or None")
-        if capacity_bytes is None and settings.memory_fraction < 1:
-            raise InvalidInputError(
-                f"memory_fraction={settings.memory_fraction} is a part of capacity_bytes, which is None; pass"
-                " capacity_bytes"
-            )
         self.capacity_bytes = capacity_bytes
-        self._allowed: int | None = None
-        if capacity_bytes is not None and settings.memory_fraction < 1:
-            self._allowed = int(settings.memory_fraction * capacity_bytes)
-        self._collect_above: int | None = None
-        if self._allowed is not None and settings.garbage_collection_threshold is not None:
-            self._collect_above = int(settings.garbage_collection_threshold * self._allowed)
         self._max_split = settings.max_split_size_bytes
         rounding = settings.max_non_split_rounding_bytes
         self._max_rounding = settings.large_segment_bytes if rounding is None else rounding
@@ -430,8 +413,7 @@ class CachingAllocator:
     def restore(self, segments: Iterable[SegmentInfo], spaces: Mapping[tuple[int, str], int] | None = None) -> None:
         """Start from a state returned by `snapshot` instead of an empty one.
 
-        Blocks keep their numbers. A block that waits for events waits for the virtual stream `-1 - number`. A state
-        doesn't contain the ages of free blocks; all start at 0.
+        Blocks keep their numbers. A block that waits for events waits for the virtual stream `-1 - number`.
 
         Parameters
         ----------
@@ -555,8 +537,6 @@ class CachingAllocator:
 
     def _take_free(self, pool: _Pool, stream: int, size: int) -> _Block | None:
         """Remove and return the best fit among the free blocks of the pool and stream."""
-        if self._collect_above is not None:
-            pool.searches += 1
         entries = pool.free.get(stream)
         if not entries:
             return None
@@ -641,8 +621,6 @@ class CachingAllocator:
     def _grow_with_retries(self, pool: _Pool, stream: int, size: int, nbytes: int) -> _Block:
         if size >= _MOST_REQUEST_BYTES:
             raise self._out_of_memory(nbytes, size)
-        if self._collect_above is not None and self.reserved_bytes > self._collect_above:
-            self._collect_garbage(self.reserved_bytes - self._collect_above)
         found = self._grow(pool, stream, size)
         if found is None and self._max_split is not None and self._release_oversize(pool, stream, size):
             found = self._grow(pool, stream, size)
@@ -655,11 +633,9 @@ class CachingAllocator:
 
     def _grow(self, pool: _Pool, stream: int, size: int) -> _Block | None:
         """Return a block of new memory: a new segment, or new pages of an expandable one."""
-        segment_size = self._segment_size(size)
-        if self._allowed is not None and self.reserved_bytes + segment_size > self._allowed:
-            return None
         if self._expandable:
             return self._grow_expandable(pool, stream, size)
+        segment_size = self._segment_size(size)
         if not self._reserve(segment_size):
             return None
         return _Block(pool, stream, self._addresses.segment(segment_size), segment_size)
@@ -786,31 +762,10 @@ class CachingAllocator:
                 self._release(block)
         return released >= wanted
 
-    def _collect_garbage(self, target: int) -> None:
-        """Release unused whole segments of the large pool, those of at least mean age first, until `target` is met.
-
-        A block's age is the number of searches of the pool since it became free. A round releases all blocks of its
-        age, even beyond the target.
-        """
-        pool = self._large
-        ages = {block: pool.searches - block.age_base for block in pool.blocks() if not block.is_split}
-        reclaimed = 0
-        while reclaimed < target and ages:
-            threshold = sum(ages.values()) / len(ages)
-            released = [block for block, age in ages.items() if block.segment is None and age >= threshold]
-            if not released:
-                break
-            for block in released:
-                reclaimed += block.size
-                del ages[block]
-                self._release(block)
-
     def _out_of_memory(self, nbytes: int, segment_size: int) -> SimulatedOutOfMemoryError:
         free = [block.size for pool in (self._small, self._large) for block in pool.blocks()]
-        limit = self.capacity_bytes if self._allowed is None else self._allowed
+        limit = self.capacity_bytes
         room = "PyTorch accepts less than 2**60 bytes" if limit is None else f"the limit is {format_bytes(limit)}"
-        if self._allowed is not None and self.capacity_bytes is not None:
-            room += f" ({self.settings.memory_fraction:g} of {format_bytes(self.capacity_bytes)})"
         return SimulatedOutOfMemoryError(
             f"simulated out of memory: {format_bytes(nbytes)} requested, as {format_bytes(segment_size)} of new memory;"
             f" {room}, {format_bytes(self.reserved_bytes)} are reserved after all retries,"
@@ -858,24 +813,11 @@ def _info(block: _Block) -> BlockInfo:
     return BlockInfo(block.address, block.size, block.requested, state, block.number)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class AllocatorTimeline:
-    """Figures after each event of a replayed trace, all in bytes.
-
-    Parameters
-    ----------
-    allocated_bytes, requested_bytes, reserved_bytes : numpy.ndarray of int64, shape (events,)
-        After each event.
-    peak_allocated_bytes, peak_requested_bytes, peak_reserved_bytes : int
-        The highest value, also within an event.
-    """
+class AllocatorTimeline(NamedTuple):
+    """Bytes after each event of a replayed trace, as arrays of int64 of shape (events,)."""
 
     allocated_bytes: npt.NDArray[np.int64]
-    requested_bytes: npt.NDArray[np.int64]
     reserved_bytes: npt.NDArray[np.int64]
-    peak_allocated_bytes: int
-    peak_requested_bytes: int
-    peak_reserved_bytes: int
 
 
 def replay(
@@ -908,7 +850,7 @@ def replay(
         If a number is allocated twice, or freed without being allocated.
     """
     allocator = CachingAllocator(settings, capacity_bytes, Addresses(descending))
-    figures: list[tuple[int, int, int]] = []
+    figures: list[tuple[int, int]] = []
     for block, nbytes in events:
         if nbytes == FREE:
             allocator.free(block)
@@ -916,13 +858,5 @@ def replay(
             allocator.empty_cache()
         else:
             allocator.allocate(block, nbytes, streams.get(block, 0) if streams else 0)
-        figures.append((allocator.allocated_bytes, allocator.requested_bytes, allocator.reserved_bytes))
-    allocated, requested, reserved = np.array(figures, dtype=np.int64).reshape(-1, 3).T.copy()
-    return AllocatorTimeline(
-        allocated,
-        requested,
-        reserved,
-        allocator.peak_allocated_bytes,
-        allocator.peak_requested_bytes,
-        allocator.peak_reserved_bytes,
-    )
+        figures.append((allocator.allocated_bytes, allocator.reserved_bytes))
+    return AllocatorTimeline(*np.array(figures, dtype=np.int64).reshape(-1, 2).T.copy())
