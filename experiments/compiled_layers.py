@@ -412,7 +412,8 @@ def main() -> None:
         documents.show(told(rows)[1])
     checks, table = told(rows)
     checks += failed
-    documents.finish(rows, checks, table, args.out, f"compiled_{args.part}.json", rounds=args.rounds)
+    file = "_".join(("compiled", args.part, *(args.models or ()))) + ".json"
+    documents.finish(rows, checks, table, args.out, file, rounds=args.rounds)
 
 
 if __name__ == "__main__":
