@@ -76,6 +76,7 @@ OF_ONE_FILE = (
     "_subclasses.functional_tensor.FunctionalTensor",
     "autograd._unsafe_preserve_version_counter",
     "autograd.graph._engine_run_backward",
+    "nn.modules.module._has_any_global_hook",
     "utils._device",
     "utils._python_dispatch",
     "utils._python_dispatch.is_traceable_wrapper_subclass_type",

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.nn.modules import module as _modules
+from torch.nn.modules.module import _has_any_global_hook
 
 from ckptplan.core.errors import UnsupportedModelError
 from ckptplan.tensors.storages import tensors_in
@@ -127,13 +127,14 @@ class CompiledForPlan:
         if structure not in _calls:
             _calls[structure] = torch.compile(uncompiled_call(module))
         self.compiled = _calls[structure]
-        self._tables = [*_OF_ALL_MODULES, *(table for part in module.modules() for table in _hooks_of(part))]
+        self._tables = [table for part in module.modules() for table in _hooks_of(part)]
         self._is_given_up = False
 
     @property
     def is_on(self) -> bool:
         """Whether a call runs compiled code."""
-        return torch.is_grad_enabled() and not self._is_given_up and not any(self._tables)
+        has_hooks = _has_any_global_hook() or any(self._tables)
+        return torch.is_grad_enabled() and not self._is_given_up and not has_hooks
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
@@ -176,14 +177,6 @@ def structure_of(module: nn.Module) -> Hashable:
 def owner_of(module: nn.Module) -> nn.Module:
     """The module that is compiled: `torch.compile` returns one around it."""
     return getattr(module, "_orig_mod", module)
-
-
-_OF_ALL_MODULES: tuple[Mapping[int, Any], ...] = (
-    _modules._global_forward_hooks,
-    _modules._global_forward_pre_hooks,
-    _modules._global_backward_hooks,
-    _modules._global_backward_pre_hooks,
-)
 
 
 def _hooks_of(part: nn.Module) -> tuple[Mapping[int, Any], ...]:

@@ -396,10 +396,12 @@ def fingerprint(step: TrainingStep, device_name: str | None = None, *, compiles:
     device = model_device(model)
     name = device_name or (accelerator.properties(device).name if accelerator.is_accelerator(device) else device.type)
     compiled = compiled_modules(model, compiles)
-    how = "".join(dict.fromkeys(map(compiled_otherwise, compiled.values())))
+    ways: dict[str, list[str]] = {}
+    for module_name, module in compiled.items():
+        ways.setdefault(compiled_otherwise(module), []).append(module_name)
+    told = ", ".join(f"{', '.join(names)} compiled{how}" for how, names in ways.items())
     return Fingerprint(
-        model=f"{kind.__module__}.{kind.__qualname__}"
-        + (f" with {', '.join(compiled)} compiled{how}" if compiled else ""),
+        model=f"{kind.__module__}.{kind.__qualname__}" + (f" with {told}" if told else ""),
         parameters=f"{count} in {digest.hexdigest()[:16]}",
         training=model.training,
         inputs=inputs_text(step) if step.fn is None else "step()",

@@ -396,6 +396,11 @@ def test_plans_know_the_backend() -> None:
         assert other.model.partition("layers.3 ")[2].startswith(text)
         with pytest.raises(PlanMismatchError, match="aot_eager"):
             found.require(other)
+    model.layers[1].compile(backend="aot_eager")
+    mixed = fingerprint(make_step(model, Training(x)))
+    model.layers[1].compile()
+    model.layers[2].compile(backend="aot_eager")
+    assert fingerprint(make_step(model, Training(x))) != mixed
 
 
 @pytest.mark.parametrize("planned", ["compile()"], indirect=True)
